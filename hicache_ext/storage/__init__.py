@@ -1,0 +1,1 @@
+"""Storage: the PageStore contract, its tiers, and the backend class that SGLang loads."""

@@ -1,0 +1,1 @@
+"""The file tier: pages on local disks and shared file systems."""
