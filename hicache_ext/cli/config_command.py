@@ -1,0 +1,128 @@
+"""``hicache-ext config``: check a configuration, print one to paste, print its schema."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hicache_ext.config import ExtraConfig, check_document, example_config, json_schema, read_document
+from hicache_ext.config.render import as_inline_json, as_yaml, launch_flags
+from hicache_ext.config.sources import read_text
+from hicache_ext.errors import ConfigError
+
+_FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
+_RENDERED_FILE = "hicache.yaml"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add ``check``, ``render`` and ``schema``."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    check = actions.add_parser("check", help="say whether a configuration is valid, and what it means on this node")
+    check.add_argument("file", metavar="FILE", help=_FILE_HELP)
+    check.set_defaults(run=_check)
+
+    render = actions.add_parser(
+        "render",
+        help="print a complete configuration and the launch flags",
+        description="Print FILE, or a configuration of one file tier made from the options; an example with neither.",
+    )
+    render.add_argument("file", metavar="FILE", nargs="?", help=_FILE_HELP)
+    render.add_argument("--path", action="append", metavar="PATH", help="a directory of the tier; may be repeated")
+    render.add_argument("--capacity", metavar="SIZE", help="of the whole tier, e.g. 512GiB, or unlimited")
+    render.add_argument("--role", metavar="ROLE", help="prefill, decode or both (default both)")
+    render.add_argument("--name", metavar="NAME", help="name of the tier (default disk)")
+    render.add_argument("--inline", action="store_true", help="one line of JSON: decode nodes cannot read @FILE")
+    render.set_defaults(run=_render)
+
+    schema = actions.add_parser("schema", help="print the JSON Schema, for editors")
+    schema.set_defaults(run=_schema)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    file: str = arguments.file
+    checked = check_document(_read(file))
+    inline = file.lstrip().startswith("{")
+    print("OK" if inline else f"OK: {file}")
+    print("\n".join(_summary(checked)))
+    for note in _notes(checked, file, inline):
+        print(f"note: {note}")
+    return 0
+
+
+def _render(arguments: argparse.Namespace) -> int:
+    options = [arguments.path, arguments.capacity, arguments.role, arguments.name]
+    document: Mapping[str, Any]
+    if arguments.file is not None:
+        if any(option is not None for option in options):
+            raise ConfigError("", "FILE cannot be combined with --path, --capacity, --role or --name", "one of them")
+        file, document = arguments.file, _read(arguments.file)
+    elif any(option is not None for option in options):
+        file, document = _RENDERED_FILE, _from_options(arguments)
+    else:
+        file, document = _RENDERED_FILE, read_text(example_config(), "the example")
+    # Checked as it would be at start, printed as it was written: templates stay, for the node that reads them.
+    role = check_document(document).hicache_ext.role
+    if arguments.inline:
+        print(as_inline_json(document))
+    elif document == read_text(example_config(), "the example"):
+        print(example_config(), end="")
+    else:
+        print(f"# launch flags: {launch_flags(_file_to_name(file), role)}")
+        print(as_yaml(document), end="")
+    return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _read(file: str) -> Mapping[str, Any]:
+    return read_text(sys.stdin.read(), "standard input") if file == "-" else read_document(file)
+
+
+def _file_to_name(file: str) -> str:
+    """The file that the printed flags name: the given one, or the one in which the output is to be kept."""
+    return _RENDERED_FILE if file == "-" or file.lstrip().startswith("{") else file.removeprefix("@")
+
+
+def _from_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    if not arguments.path or arguments.capacity is None:
+        raise ConfigError("", "--path and --capacity are both needed to make a tier", "--path PATH --capacity SIZE")
+    path = arguments.path if len(arguments.path) > 1 else arguments.path[0]
+    name = arguments.name or "disk"
+    capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
+    return ExtraConfig.around(
+        {
+            "role": "both" if arguments.role is None else arguments.role,
+            "tiers": {name: {"type": "file", "path": path, "capacity": capacity}},
+            "retrieve_locations": [name],
+            "store_locations": [name],
+        }
+    )
+
+
+def _summary(checked: ExtraConfig) -> Iterator[str]:
+    config = checked.hicache_ext
+    yield f"  role: {config.role}"
+    for name, tier in config.tiers.items():
+        yield f"  tier {name}: {tier.summary()}" + ("" if tier.required else " (not required)")
+    yield f"  retrieve from: {', '.join(config.retrieve_locations) or 'nowhere'}"
+    yield f"  store to: {', '.join(config.store_locations) or 'nowhere'}"
+    if config.promote_to:
+        yield f"  promote to: {config.promote_to}"
+
+
+def _notes(checked: ExtraConfig, file: str, inline: bool) -> Iterator[str]:
+    config = checked.hicache_ext
+    if not inline and config.role == "decode":
+        yield f"a decode node cannot read @FILE; launch it with {launch_flags(_file_to_name(file), 'decode')}"
+    if not inline and checked.allocator:
+        yield "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
+    for name in config.tiers:
+        if name not in (*config.retrieve_locations, *config.store_locations):
+            yield f"tier {name} is neither read nor written"

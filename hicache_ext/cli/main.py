@@ -1,0 +1,66 @@
+"""``hicache-ext``: one command, its sub-commands in small modules that are imported only when they are used.
+
+A new sub-command is a module with a function ``configure(parser)`` that adds its arguments and sets ``run`` (a function
+from the parsed arguments to an exit code), and one line in ``COMMANDS``.
+
+Exit codes: 0 success, 1 the command found or met a problem, 2 wrong usage or wrong configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hicache_ext import __version__
+from hicache_ext.errors import ConfigError, HicacheExtError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A sub-command: its name, the module that implements it, and its line in ``--help``."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``hicache-ext``; the exit code. Expected errors are sentences on stderr, never tracebacks."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = _parser(words[0] if words else "").parse_args(words)
+    try:
+        code: int = parsed.run(parsed)
+        # Flushed here, so that a reader who has gone is met inside this try and not while the interpreter exits.
+        sys.stdout.flush()
+    except HicacheExtError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """The parser, with the arguments of the ``chosen`` command only: the other modules are not imported."""
+    parser = argparse.ArgumentParser(
+        prog="hicache-ext", description="Storage tiers for SGLang's hierarchical KV cache (HiCache)."
+    )
+    parser.add_argument("--version", action="version", version=f"hicache-ext {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if command.name == chosen:
+            importlib.import_module(command.module).configure(subparser)
+    return parser

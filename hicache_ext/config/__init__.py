@@ -1,0 +1,39 @@
+"""Typed configuration: one document, checked whole at start, every mistake one sentence.
+
+``load_config`` is the entry point. Keys and their meaning: docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
+from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role
+from hicache_ext.config.problems import ConfigErrors
+from hicache_ext.config.render import example_config, json_schema
+from hicache_ext.config.secrets import Secret
+from hicache_ext.config.templates import expand_templates
+from hicache_ext.config.tiers import FileTierConfig, TierConfig, tier_types
+from hicache_ext.config.units import format_duration, format_size, parse_duration, parse_size
+
+__all__ = [
+    "ConfigErrors",
+    "ExtraConfig",
+    "FileTierConfig",
+    "HicacheExtConfig",
+    "ModelConfig",
+    "Role",
+    "Secret",
+    "Source",
+    "TierConfig",
+    "check_document",
+    "example_config",
+    "expand_templates",
+    "format_duration",
+    "format_size",
+    "json_schema",
+    "load_config",
+    "load_document",
+    "parse_duration",
+    "parse_size",
+    "read_document",
+    "tier_types",
+]

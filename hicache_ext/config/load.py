@@ -1,0 +1,76 @@
+"""``load_config``: from whatever SGLang or an operator holds to the checked configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hicache_ext.config.model import ExtraConfig, HicacheExtConfig
+from hicache_ext.config.problems import config_error, key_path, shown
+from hicache_ext.config.schema import as_config_error
+from hicache_ext.config.secrets import Secret
+from hicache_ext.config.sources import INLINE, keys_that_are_not_text, read_file, read_text
+from hicache_ext.errors import ConfigError
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+"""A mapping (SGLang's ``extra_config``), a path, or a text as the launch flag takes it: ``@path`` or inline JSON."""
+
+
+def load_config(source: Source) -> HicacheExtConfig:
+    """The section ``hicache_ext`` of ``source``, checked and resolved on this node.
+
+    Raises ``ConfigError``, or ``ConfigErrors`` when several places are wrong: one sentence each, with the full key
+    path, what was wrong and what is allowed. Call it at start; it reads files and environment variables.
+    """
+    return load_document(source).hicache_ext
+
+
+def load_document(source: Source) -> ExtraConfig:
+    """Like ``load_config``, with SGLang's own keys around the section."""
+    return check_document(read_document(source))
+
+
+def read_document(source: Source) -> Mapping[str, Any]:
+    """The raw document in ``source``, parsed and not yet checked; templates are not expanded."""
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str):
+        if source.lstrip().startswith("{"):
+            return read_text(source, INLINE)
+        source = source.removeprefix("@")
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError("", f"the configuration is {shown(source)}", "a mapping, or a path to a file")
+    return read_file(Path(source))
+
+
+def check_document(document: Mapping[str, Any]) -> ExtraConfig:
+    """``document`` checked and resolved on this node."""
+    if errors := list(keys_that_are_not_text(document)):
+        raise config_error(errors)
+    try:
+        checked = ExtraConfig.validated(document)
+    except ValidationError as error:
+        # "from None": pydantic's error must not reach a log; it repeats what was put in.
+        raise as_config_error(error) from None
+    bind_secrets(checked)
+    return checked
+
+
+def bind_secrets(model: BaseModel, location: tuple[str, ...] = ()) -> None:
+    """Tell every ``Secret`` in ``model`` the key path it stands under."""
+    for name in type(model).model_fields:
+        _bind(getattr(model, name), (*location, name))
+
+
+def _bind(value: object, location: tuple[str, ...]) -> None:
+    if isinstance(value, Secret):
+        value.bind(key_path(location))
+    elif isinstance(value, BaseModel):
+        bind_secrets(value, location)
+    elif isinstance(value, dict):
+        for name, below in value.items():
+            _bind(below, (*location, name))

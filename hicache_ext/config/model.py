@@ -1,0 +1,314 @@
+"""The configuration: the section ``hicache_ext`` and the document around it that SGLang reads."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from hicache_ext.config.problems import did_you_mean, listed, quoted, refuse, shown
+from hicache_ext.config.schema import (
+    Allowed,
+    ConfigModel,
+    as_pydantic_error,
+    checked,
+    one_of,
+    true_or_false,
+)
+from hicache_ext.config.tiers import AnyTier, directory_relation
+from hicache_ext.errors import ConfigError
+
+BACKEND_NAME = "hicache_ext"
+MODULE_PATH = "hicache_ext.storage.backend"
+CLASS_NAME = "HiCacheExtBackend"
+SECTION = "hicache_ext"
+
+Role = Literal["prefill", "decode", "both"]
+
+_TIER_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
+_TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' and '-'"
+_NAMES_ALLOWED = "a list of tier names"
+_INTERFACE_ALLOWED = "1 or true"
+_INTERFACE_REASON = "without it SGLang never uses the zero-copy calls that this backend serves"
+_DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
+_DTYPE_ALLOWED = "a logical dtype such as bfloat16 or float8_e4m3fn"
+_SHORT_DTYPES = {
+    "auto": "leave the key out to use the dtype that SGLang runs with",
+    "bf16": "write bfloat16",
+    "fp16": "write float16",
+    "half": "write float16",
+    "fp8": "write float8_e4m3fn or float8_e5m2",
+    "fp8_e4m3": "write float8_e4m3fn, or float8_e4m3fnuz where the GPU uses it",
+    "fp8_e5m2": "write float8_e5m2, or float8_e5m2fnuz where the GPU uses it",
+}
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError("", f"{shown(value)} is not text; put it in quotes", "text")
+    if not value.strip() or not value.isprintable():
+        raise ConfigError("", f"{shown(value)} is empty or has unprintable characters", "text")
+    return value
+
+
+def _optional_text(value: object) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _fingerprint(value: object) -> str:
+    # YAML 1.1 reads the bare word off as false; whoever wrote it meant the word.
+    return "off" if value is False else _text(value)
+
+
+def _weights_epoch(value: object) -> str:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text(value)
+
+
+def _dtype(value: object) -> str | None:
+    if value is None:
+        return None
+    text = _text(value)
+    if text in _SHORT_DTYPES:
+        raise ConfigError("", f"{shown(value)} is not one dtype everywhere; {_SHORT_DTYPES[text]}", _DTYPE_ALLOWED)
+    if not _DTYPE.fullmatch(text):
+        raise refuse(value, _DTYPE_ALLOWED)
+    return text
+
+
+def _interface_v1(value: object) -> int:
+    if value is True or (isinstance(value, int) and value == 1):
+        return 1
+    if isinstance(value, str):
+        problem = f"{shown(value)} is text, and SGLang takes any text, even '0', for on"
+    else:
+        problem = f"{shown(value)} is not accepted: {_INTERFACE_REASON}"
+    raise ConfigError("", problem, _INTERFACE_ALLOWED)
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise refuse(value, "a whole number of tokens")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9 or math.isnan(value):
+        raise refuse(value, "a number of seconds")
+    return float(value)
+
+
+def _tp_lcm_size(value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise refuse(value, "a positive whole number")
+    return value
+
+
+def _check_tier_name(name: str) -> str:
+    if not _TIER_NAME.fullmatch(name):
+        raise as_pydantic_error(ConfigError("", "not a tier name", _TIER_NAME_ALLOWED))
+    return name
+
+
+class ModelConfig(ConfigModel):
+    """Which weights computed the KV, where SGLang does not say it itself."""
+
+    id: Annotated[
+        str | None,
+        Field(description="the model's name; None is the name under which SGLang serves it"),
+        Allowed("text"),
+        checked(_optional_text),
+    ] = None
+    revision: Annotated[
+        str | None, Field(description="of the weights, e.g. a commit"), Allowed("text"), checked(_optional_text)
+    ] = None
+    fingerprint: Annotated[
+        str,
+        Field(description="auto: a digest of the weight files; off: none; any other text is used as it is"),
+        Allowed("auto, off, or text used as it is"),
+        checked(_fingerprint),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}]}),
+    ] = "auto"
+    weights_epoch: Annotated[
+        str,
+        Field(description="change it when the weights change under the same name"),
+        Allowed("text or a whole number"),
+        checked(_weights_epoch),
+        WithJsonSchema({"type": ["string", "integer"]}),
+    ] = "0"
+
+
+class HicacheExtConfig(ConfigModel):
+    """Everything under ``hicache_ext:``, checked, with names, sizes and templates resolved."""
+
+    role: Annotated[
+        Role,
+        Field(description="what this server does in a disaggregated pair"),
+        Allowed("prefill, decode, both"),
+        one_of("prefill", "decode", "both"),
+    ] = "both"
+    tiers: Annotated[
+        dict[Annotated[str, AfterValidator(_check_tier_name)], AnyTier],
+        Field(description="name -> tier"),
+        Allowed("a mapping of names to tiers, such as nvme: {type: file, path: /mnt/nvme0/hicache, capacity: 512GiB}"),
+    ]
+    retrieve_locations: Annotated[
+        tuple[str, ...],
+        Field(
+            description="tiers in the order in which they are read; left out: all, as written", default_factory=tuple
+        ),
+        Allowed(_NAMES_ALLOWED),
+        WithJsonSchema({"type": "array", "items": {"type": "string"}}),
+    ]
+    store_locations: Annotated[
+        tuple[str, ...],
+        Field(description="tiers that a write goes to; left out: all", default_factory=tuple),
+        Allowed(_NAMES_ALLOWED),
+        WithJsonSchema({"type": "array", "items": {"type": "string"}}),
+    ]
+    promote_to: Annotated[
+        str | None,
+        Field(description="the tier to which pages found further out are written back"),
+        Allowed("the name of a tier"),
+        checked(_optional_text),
+    ] = None
+    model: Annotated[ModelConfig, Allowed("a mapping with " + listed(ModelConfig.model_fields))] = ModelConfig()
+    kv_dtype: Annotated[
+        str | None,
+        Field(description="the logical dtype of the KV cache, where SGLang's is not the right one"),
+        Allowed(_DTYPE_ALLOWED),
+        checked(_dtype),
+    ] = None
+
+    @classmethod
+    def misplaced_key(cls, key: str) -> str | None:
+        return "it belongs at the top level of the file" if key in ExtraConfig.model_fields else None
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``values`` where a location list that was left out holds every tier in written order."""
+        tiers = values.get("tiers")
+        names = list(tiers) if isinstance(tiers, Mapping) else []
+        return {"retrieve_locations": names, "store_locations": names, **values} if names else values
+
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _at_least_one_tier_and_no_shared_directory(cls, tiers: dict[str, AnyTier]) -> dict[str, AnyTier]:
+        if not tiers:
+            raise as_pydantic_error(ConfigError("", "at least one tier is needed", "a mapping of names to tiers"))
+        owners: list[tuple[str, str]] = []
+        for name, tier in tiers.items():
+            for directory in tier.directories():
+                for owner, other in owners:
+                    if relation := directory_relation(directory, other):
+                        problem = f"a directory of this tier {relation} one of tier {owner!r}"
+                        raise as_pydantic_error(ConfigError(f".{name}.path", problem, "directories of one tier only"))
+            owners.extend((name, directory) for directory in tier.directories())
+        return tiers
+
+    @field_validator("retrieve_locations", "store_locations", mode="before")
+    @classmethod
+    def _known_and_distinct(cls, value: object, info: ValidationInfo) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            raise as_pydantic_error(refuse(value, _NAMES_ALLOWED))
+        tiers = _tier_names(info)
+        for position, name in enumerate(value):
+            place = f"[{position}]"
+            if not isinstance(name, str):
+                raise as_pydantic_error(refuse(name, listed(tiers) or _NAMES_ALLOWED, place))
+            if tiers and name not in tiers:
+                raise as_pydantic_error(_no_such_tier(name, tiers, place))
+            if name in value[:position]:
+                raise as_pydantic_error(ConfigError(place, f"{quoted(name)} is listed twice", "each tier once"))
+        if not value and info.field_name == "retrieve_locations" and info.data.get("role", "decode") != "decode":
+            problem = f"must not be empty with role {info.data['role']}: only a decode node may read from no tier"
+            raise as_pydantic_error(ConfigError("", problem, listed(tiers)))
+        if not value and info.field_name == "store_locations" and info.data.get("retrieve_locations") == ():
+            problem = "retrieve_locations and store_locations are both empty, so that no tier is ever used"
+            raise as_pydantic_error(ConfigError("", problem, listed(tiers)))
+        return tuple(value)
+
+    @field_validator("promote_to", mode="after")
+    @classmethod
+    def _promotion_is_possible(cls, value: str | None, info: ValidationInfo) -> str | None:
+        tiers, locations = _tier_names(info), info.data.get("retrieve_locations")
+        if value is None:
+            return None
+        if tiers and value not in tiers:
+            raise as_pydantic_error(_no_such_tier(value, tiers, ""))
+        if locations is None:
+            return value
+        if value not in locations:
+            problem = f"{quoted(value)} is not in retrieve_locations, so that what is promoted would never be read"
+            raise as_pydantic_error(ConfigError("", problem, listed(locations[:-1]) or "leave it out"))
+        if value == locations[-1]:
+            problem = f"{quoted(value)} is the last of retrieve_locations, so that nothing is ever promoted to it"
+            raise as_pydantic_error(
+                ConfigError("", problem, listed(locations[:-1]) or "leave it out with one location")
+            )
+        return value
+
+
+class ExtraConfig(ConfigModel):
+    """The whole document: what ``--hicache-storage-backend-extra-config`` is given.
+
+    SGLang takes its own keys out before the backend sees the document on a prefill node, and leaves them in on a decode
+    node; they are None here where they are absent.
+    """
+
+    required_because: ClassVar[Mapping[str, str]] = {"interface_v1": f"required: {_INTERFACE_REASON}"}
+
+    backend_name: Annotated[Literal["hicache_ext"], Allowed(BACKEND_NAME), one_of(BACKEND_NAME)]
+    module_path: Annotated[Literal["hicache_ext.storage.backend"], Allowed(MODULE_PATH), one_of(MODULE_PATH)]
+    class_name: Annotated[Literal["HiCacheExtBackend"], Allowed(CLASS_NAME), one_of(CLASS_NAME)]
+    interface_v1: Annotated[
+        int, Allowed(_INTERFACE_ALLOWED), checked(_interface_v1), WithJsonSchema({"enum": [1, True]})
+    ]
+    hicache_ext: Annotated[HicacheExtConfig, Allowed("a mapping with " + listed(HicacheExtConfig.model_fields))]
+    prefetch_threshold: Annotated[int | None, Allowed("a whole number of tokens"), checked(_count)] = None
+    prefetch_timeout_base: Annotated[float | None, Allowed("a number of seconds"), checked(_seconds)] = None
+    prefetch_timeout_per_ki_token: Annotated[float | None, Allowed("a number of seconds"), checked(_seconds)] = None
+    hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false"), checked(true_or_false)] = None
+    tp_lcm_size: Annotated[int | None, Allowed("a positive whole number"), checked(_tp_lcm_size)] = None
+    allocator: Annotated[
+        Literal["shm"] | None,
+        Field(description="page-aligned host memory; SGLang honours it only in inline JSON"),
+        Allowed("shm"),
+        one_of("shm"),
+    ] = None
+
+    @classmethod
+    def misplaced_key(cls, key: str) -> str | None:
+        return f"it belongs under '{SECTION}'" if key in HicacheExtConfig.model_fields else None
+
+    @classmethod
+    def around(cls, section: Mapping[str, Any]) -> dict[str, Any]:
+        """The complete document around a (raw) section ``hicache_ext``."""
+        return {
+            "backend_name": BACKEND_NAME,
+            "module_path": MODULE_PATH,
+            "class_name": CLASS_NAME,
+            "interface_v1": 1,
+            SECTION: dict(section),
+        }
+
+    @classmethod
+    def validated(cls, document: Mapping[str, Any]) -> Self:
+        """``document`` validated; names of tiers are known to every check even where a tier itself is wrong."""
+        section = document.get(SECTION)
+        tiers = section.get("tiers") if isinstance(section, Mapping) else None
+        names = tuple(tiers) if isinstance(tiers, Mapping) else ()
+        return cls.model_validate(dict(document), context={"tier_names": names})
+
+
+def _tier_names(info: ValidationInfo) -> tuple[str, ...]:
+    if isinstance(info.context, dict):
+        return tuple(info.context.get("tier_names", ()))
+    return tuple(info.data.get("tiers", ()))
+
+
+def _no_such_tier(name: str, tiers: tuple[str, ...], place: str) -> ConfigError:
+    return ConfigError(place, f"no tier is named {quoted(name)}{did_you_mean(name, tiers)}", listed(tiers))

@@ -1,0 +1,102 @@
+"""How a wrong place in the configuration is put into words: safe echoes, nearest names, key paths.
+
+Nothing here repeats a value that could be a secret: values are shown only where a key of ours takes a word, a number or
+a path, never for a key that is not known, and passwords inside addresses are masked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from hicache_ext.errors import ConfigError
+
+_LONGEST_ECHO = 60
+_LARGEST_ECHOED_NUMBER = 10**30
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_ADDRESS_PASSWORD = re.compile(r"://[^/\s]*@")
+_SECRET_KEY = re.compile(
+    r"(^|[_-])(password|passwd|passphrase|pwd|secret|token|credentials?|auth|(access|api|private|secret)_?key)(s|$|[_-])",
+    re.IGNORECASE,
+)
+
+
+class ConfigErrors(ConfigError):
+    """Several wrong places in one configuration, in the order in which they were found.
+
+    ``key``, ``problem`` and ``allowed`` are those of the first; the message has one sentence per line.
+    """
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        first = errors[0]
+        super().__init__(first.key, first.problem, first.allowed)
+        self.errors = tuple(errors)
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)
+
+
+def config_error(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error for all of ``errors``: itself if there is one, else a ``ConfigErrors``."""
+    return errors[0] if len(errors) == 1 else ConfigErrors(errors)
+
+
+def looks_secret(key: str) -> bool:
+    """Whether a key of this name usually holds a password, token or access key, so that its value is never shown."""
+    return _SECRET_KEY.search(key) is not None
+
+
+def shown(value: object, key: str = "") -> str:
+    """``value`` in words, short and on one line; the kind alone where it is not a word or number, or may be secret."""
+    if value is None:
+        return "an empty value"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list | tuple | set | frozenset):
+        return "a list"
+    if looks_secret(key):
+        return "the value (not shown)"
+    if isinstance(value, bool):
+        return f"the value {str(value).lower()}"
+    if isinstance(value, int):
+        return f"the number {value}" if abs(value) < _LARGEST_ECHOED_NUMBER else "a number of more than 30 digits"
+    if isinstance(value, float):
+        return f"the number {value}"
+    if isinstance(value, str):
+        return f"the text {quoted(value)}"
+    return f"a {type(value).__name__}"
+
+
+def quoted(text: str) -> str:
+    """``text`` in quotes, escaped to one line, shortened, and without the user part of an address."""
+    masked = _ADDRESS_PASSWORD.sub("://***@", text)
+    return repr(masked if len(masked) <= _LONGEST_ECHO else masked[: _LONGEST_ECHO - 3] + "...")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'capacity'?"`` for the known name nearest to ``word``, or "" when none is near."""
+    by_lower_case = {name.lower(): name for name in known}
+    nearest = difflib.get_close_matches(word.lower(), by_lower_case, n=1)
+    return f"; did you mean {by_lower_case[nearest[0]]!r}?" if nearest else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """``names`` for the "allowed" part of a sentence."""
+    return ", ".join(names)
+
+
+def key_path(location: Iterable[str | int]) -> str:
+    """``("hicache_ext", "tiers", "nvme", "path", 1)`` as ``hicache_ext.tiers.nvme.path[1]``."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step != "[key]":  # pydantic's mark for "the key itself, not its value"
+            path += ("." if path else "") + (step if _PLAIN_KEY.fullmatch(step) else quoted(step))
+    return path
+
+
+def refuse(value: object, allowed: str, key: str = "") -> ConfigError:
+    """The error for a value of the wrong kind."""
+    return ConfigError(key, f"{shown(value, key)} is not accepted", allowed)

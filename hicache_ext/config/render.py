@@ -1,0 +1,81 @@
+"""What ``hicache-ext config`` prints: an example, a schema for editors, a document as YAML or as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from hicache_ext.config.model import ExtraConfig
+from hicache_ext.config.tiers import TIER_CLASSES
+
+_STORAGE_FLAGS = "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config"
+_DECODE_FLAGS = "--disaggregation-mode decode --disaggregation-decode-enable-offload-kvcache"
+
+_EXAMPLE = """\
+# Given to SGLang as:
+#   --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config @hicache.yaml
+# Check it with: hicache-ext config check hicache.yaml
+backend_name: hicache_ext
+module_path: hicache_ext.storage.backend
+class_name: HiCacheExtBackend
+interface_v1: 1
+
+hicache_ext:
+  role: both                       # prefill | decode | both
+  tiers:
+    nvme:
+      type: file
+      path: /mnt/nvme0/hicache     # or a list; {hostname} and {env:NAME} are replaced on each node
+      capacity: 512GiB             # the whole tier: all paths, ranks and processes; or unlimited
+      layout: auto                 # auto | pages | slab
+      io: auto                     # auto | direct | buffered
+      threads: auto                # 1 to 64, or auto
+      required: true               # false: the server starts even if this tier cannot
+  retrieve_locations: [nvme]       # the order in which tiers are read
+  store_locations: [nvme]          # the tiers a write goes to
+  model:
+    fingerprint: auto              # auto: a digest of the weight files | off | any other text, used as it is
+    weights_epoch: "0"             # change it when the weights change under the same name
+"""
+
+
+def example_config() -> str:
+    """A complete, commented YAML file to start from."""
+    return _EXAMPLE
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema of the whole document, for editors. ``load_config`` checks more than a schema can say."""
+    schema = ExtraConfig.model_json_schema()
+    definitions = schema["$defs"]
+    definitions.pop("TierConfig", None)
+    for model in TIER_CLASSES:
+        tier = model.model_json_schema()
+        definitions.update(tier.pop("$defs", {}))
+        tier["required"] = ["type", *tier.get("required", [])]
+        definitions[model.__name__] = tier
+    references = [{"$ref": f"#/$defs/{model.__name__}"} for model in TIER_CLASSES]
+    definitions["HicacheExtConfig"]["properties"]["tiers"]["additionalProperties"] = {"oneOf": references}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "hicache_ext"}
+
+
+def as_yaml(document: Mapping[str, Any]) -> str:
+    """``document`` as YAML, keys in written order."""
+    return yaml.safe_dump(dict(document), sort_keys=False, width=120, allow_unicode=True)
+
+
+def as_inline_json(document: Mapping[str, Any]) -> str:
+    """``document`` as one line of JSON: the only form that SGLang reads on a decode node."""
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def launch_flags(file: str, role: str) -> str:
+    """The flags of ``sglang launch_server`` for the configuration in ``file``."""
+    if role == "decode":
+        command = shlex.join(["hicache-ext", "config", "render", "--inline", file])
+        return f'{_DECODE_FLAGS} {_STORAGE_FLAGS} "$({command})"'
+    return f"--enable-hierarchical-cache {_STORAGE_FLAGS} {shlex.quote('@' + file)}"

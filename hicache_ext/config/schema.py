@@ -1,0 +1,138 @@
+"""The base of every configuration model: pydantic does the walking, the sentences are ours.
+
+Each model translates what pydantic reports about it into a key location and a (problem, allowed) pair, so that nested
+models add up and every wrong place of a file is reported at once. No error carries the value it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from hicache_ext.config.problems import config_error, did_you_mean, key_path, listed, refuse, shown
+from hicache_ext.errors import ConfigError
+
+_OUR_ERROR = "hicache_ext"
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a field takes, in the words that end its error sentences. Every field of a ``ConfigModel`` carries one."""
+
+    text: str
+
+
+def checked(parser: Callable[[object], object]) -> BeforeValidator:
+    """A field's parser: raises ``ConfigError`` whose ``key`` is only the part below the field (``""`` or ``"[1]"``)."""
+
+    def parse(value: object) -> object:
+        try:
+            return parser(value)
+        except ConfigError as error:
+            raise as_pydantic_error(error) from None
+
+    return BeforeValidator(parse)
+
+
+def one_of(*choices: str) -> BeforeValidator:
+    """A parser for a field that takes one of a few words; its error names the nearest."""
+
+    def parse(value: object) -> object:
+        if isinstance(value, str) and value in choices:
+            return value
+        if isinstance(value, str):
+            raise ConfigError("", f"{shown(value)} is not accepted{did_you_mean(value, choices)}", listed(choices))
+        raise refuse(value, listed(choices))
+
+    return checked(parse)
+
+
+def true_or_false(value: object) -> bool:
+    """A parser for switches: only the two booleans, never words or numbers that look like them."""
+    if isinstance(value, bool):
+        return value
+    raise refuse(value, "true or false")
+
+
+class ConfigModel(BaseModel):
+    """A frozen mapping of known keys. A model says in class variables what pydantic cannot know.
+
+    ``required_because`` gives the reason why a key must be there; ``misplaced_key`` says where a key belongs that is
+    known elsewhere.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+
+    required_because: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def misplaced_key(cls, key: str) -> str | None:
+        """Where the unknown ``key`` belongs, or None; overridden by models that have such neighbours."""
+        return None
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``values`` with the defaults that depend on other keys filled in."""
+        return values
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _translate_errors(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(cls.completed(values) if isinstance(values, Mapping) else values)
+        except ValidationError as error:
+            lines = [_line(cls, details) for details in error.errors(include_url=False)]
+            raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=True) from None
+
+
+def as_pydantic_error(error: ConfigError) -> PydanticCustomError:
+    """``error`` in the form in which pydantic collects it; ``as_config_error`` turns it back."""
+    return _custom_error(error.problem, error.allowed, error.key)
+
+
+def as_config_error(error: ValidationError) -> ConfigError:
+    """The sentences in ``error``, which a ``ConfigModel`` raised, with their full key paths."""
+    found = []
+    for details in error.errors(include_url=False):
+        facts = details.get("ctx", {})
+        key = key_path(details["loc"]) + facts.get("below", "")
+        found.append(ConfigError(key, facts["problem"], facts["allowed"] or None))
+    return config_error(found)
+
+
+def allowed_for(model: type[BaseModel], field: str) -> str:
+    """The ``Allowed`` text of a field."""
+    return next(note.text for note in model.model_fields[field].metadata if isinstance(note, Allowed))
+
+
+def _custom_error(problem: str, allowed: str | None, below: str = "") -> PydanticCustomError:
+    sentence = str(ConfigError("", problem, allowed))
+    facts = {"sentence": sentence, "problem": problem, "allowed": allowed or "", "below": below}
+    return PydanticCustomError(_OUR_ERROR, "{sentence}", facts)
+
+
+def _line(model: type[ConfigModel], details: ErrorDetails) -> InitErrorDetails:
+    location = details["loc"]
+    return {"type": _translated(model, details), "loc": location, "input": None}
+
+
+def _translated(model: type[ConfigModel], details: ErrorDetails) -> PydanticCustomError:
+    kind, location, value = details["type"], details["loc"], details["input"]
+    if kind == _OUR_ERROR:
+        facts = details["ctx"]
+        return _custom_error(facts["problem"], facts["allowed"], facts["below"])
+    if not location:
+        return as_pydantic_error(refuse(value, "a mapping with " + listed(model.model_fields)))
+    field = str(location[0])
+    if kind == "missing":
+        return _custom_error(model.required_because.get(field, "required"), allowed_for(model, field))
+    if field not in model.model_fields:
+        problem = f"unknown key; {place}" if (place := model.misplaced_key(field)) else "unknown key"
+        if not place:
+            problem += did_you_mean(field, model.model_fields)
+        return _custom_error(problem, listed(model.model_fields))
+    return _custom_error(f"{shown(value, field)} is not accepted", allowed_for(model, field))

@@ -1,0 +1,155 @@
+"""The envelope: the header in front of every stored page, and the checks that make a stored page a hit.
+
+``docs/page-format.md`` specifies the bytes. A page object is ``header || payload``. The header is 128 bytes of fields,
+little-endian, followed by zeros up to ``header_length``; block-aligned tiers use a header_length of 4096 so that the
+payload of a direct read lands on a block border, others use 128.
+
+Everything here is pure: no I/O, safe from any thread. Checksums are xxh3-128; xxhash releases the GIL on large buffers.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from hicache_ext.errors import FormatError
+
+MAGIC = b"HICACHEX"
+FORMAT_VERSION = 1
+
+FIELDS_LENGTH = 128
+"""Bytes of the header that carry fields, and the smallest header_length."""
+
+MAX_HEADER_LENGTH = 65536
+
+IDENTITY_LENGTH = 16
+PAGE_HASH_LENGTH = 32
+KEY_LENGTH = IDENTITY_LENGTH + PAGE_HASH_LENGTH
+
+FLAG_PAYLOAD_CHECKSUM = 1
+"""The payload checksum is present. Without it a reader that asks for checksums refuses the page."""
+
+# magic, version, flags, header_length, identity, page_hash, payload_length, payload_checksum, created_ms, reserved
+_FIELDS = struct.Struct("<8sHHI16s32sQ16sQ16s")
+_HEADER_CHECKSUM = struct.Struct("<16s")
+_FIELDS_BEFORE_CHECKSUM = FIELDS_LENGTH - _HEADER_CHECKSUM.size
+assert _FIELDS.size == _FIELDS_BEFORE_CHECKSUM
+
+Buffer = bytes | bytearray | memoryview
+Segments = Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The decoded header of one stored page."""
+
+    identity: bytes
+    page_hash: bytes
+    header_length: int
+    payload_length: int
+    payload_checksum: bytes | None
+    created_ms: int
+
+    @property
+    def key(self) -> bytes:
+        return self.identity + self.page_hash
+
+
+def payload_checksum(segments: Segments) -> bytes:
+    """xxh3-128 (16 bytes, canonical big-endian form) of the concatenation of ``segments``."""
+    if len(segments) == 1:
+        return xxhash.xxh3_128_digest(segments[0])
+    state = xxhash.xxh3_128()
+    for segment in segments:
+        state.update(segment)
+    return state.digest()
+
+
+def encode_header(
+    key: bytes,
+    segments: Segments,
+    *,
+    header_length: int = FIELDS_LENGTH,
+    checksum: bool = True,
+    created_ms: int | None = None,
+) -> bytes:
+    """The header for the page ``key`` (identity digest + page hash, 48 bytes) whose payload is ``segments``.
+
+    Raises ValueError on a key or header_length that the format does not allow; both are programming errors.
+    """
+    if len(key) != KEY_LENGTH:
+        raise ValueError(f"a page key has {KEY_LENGTH} bytes, got {len(key)}")
+    if not FIELDS_LENGTH <= header_length <= MAX_HEADER_LENGTH:
+        raise ValueError(f"header_length must be {FIELDS_LENGTH}..{MAX_HEADER_LENGTH}, got {header_length}")
+    fields = _FIELDS.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        FLAG_PAYLOAD_CHECKSUM if checksum else 0,
+        header_length,
+        key[:IDENTITY_LENGTH],
+        key[IDENTITY_LENGTH:],
+        sum(segment.nbytes for segment in segments),
+        payload_checksum(segments) if checksum else bytes(16),
+        int(time.time() * 1000) if created_ms is None else created_ms,
+        bytes(16),
+    )
+    return (fields + xxhash.xxh3_128_digest(fields)).ljust(header_length, b"\0")
+
+
+def decode_header(header: Buffer) -> Envelope:
+    """The envelope in the first bytes of a stored page.
+
+    Raises FormatError with one of the reasons ``short_header``, ``magic``, ``version``, ``header_checksum``,
+    ``header_length``. A header of zeros (a hole after a power loss) is ``magic``.
+    """
+    if len(header) < FIELDS_LENGTH:
+        raise FormatError("short_header", f"{len(header)} bytes")
+    fields = bytes(header[:FIELDS_LENGTH])
+    magic, version, flags, header_length, identity, page_hash, length, checksum, created_ms, _ = _FIELDS.unpack_from(
+        fields
+    )
+    if magic != MAGIC:
+        raise FormatError("magic")
+    if fields[_FIELDS_BEFORE_CHECKSUM:] != xxhash.xxh3_128_digest(fields[:_FIELDS_BEFORE_CHECKSUM]):
+        raise FormatError("header_checksum")
+    # The version is looked at only once the checksum holds: a flipped bit in it is damage, not a newer format.
+    if version != FORMAT_VERSION:
+        raise FormatError("version", f"version {version}, this reader knows {FORMAT_VERSION}")
+    if not FIELDS_LENGTH <= header_length <= MAX_HEADER_LENGTH:
+        raise FormatError("header_length", str(header_length))
+    return Envelope(
+        identity=identity,
+        page_hash=page_hash,
+        header_length=header_length,
+        payload_length=length,
+        payload_checksum=checksum if flags & FLAG_PAYLOAD_CHECKSUM else None,
+        created_ms=created_ms,
+    )
+
+
+def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum: bool = True) -> str | None:
+    """Why the page just read is not the page ``key``; None when it is.
+
+    ``header`` are the first bytes of the stored object, ``segments`` the memory the payload was read into. The reasons
+    are those of ``decode_header`` and ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
+    """
+    try:
+        envelope = decode_header(header)
+    except FormatError as error:
+        return error.reason
+    if envelope.identity != key[:IDENTITY_LENGTH]:
+        return "identity"
+    if envelope.page_hash != key[IDENTITY_LENGTH:]:
+        return "page_hash"
+    if envelope.payload_length != sum(segment.nbytes for segment in segments):
+        return "payload_length"
+    if checksum:
+        if envelope.payload_checksum is None:
+            return "no_checksum"
+        if envelope.payload_checksum != payload_checksum(segments):
+            return "checksum"
+    return None

@@ -1,0 +1,598 @@
+"""HiCacheExtBackend: the class SGLang loads (``--hicache-storage-backend dynamic``).
+
+Thin on purpose: it turns SGLang's keys, pools and indices into page batches, and results back into what SGLang expects.
+Everything that stores anything is behind the PageStore contract.
+
+Called by SGLang, in this order (threads in brackets): the constructor, ``register_mem_pool_host``,
+``register_mem_host_pool_v2`` per pool, ``on_host_pools_registered`` [scheduler]; then ``batch_exists*`` [prefetch, on
+decode nodes scheduler], ``batch_get*`` [prefetch_io_aux], ``batch_set*`` [backup], ``get_stats`` and ``clear``
+[scheduler]; at the end ``close`` [scheduler].
+
+No call but the first four raises: SGLang would lose the operation at best and a thread at worst. Trouble is a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from hicache_ext.config import HicacheExtConfig, load_config
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
+from hicache_ext.metrics import TierMetrics, TransferSamples
+from hicache_ext.plugin import check_sglang_version, missing_hooks
+from hicache_ext.storage.fingerprint import fingerprint_of
+from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
+from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
+from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.store import GetResult, PageBatch
+
+logger = logging.getLogger(__name__)
+
+_KV = PoolName.KV.value
+
+_LIVE: weakref.WeakSet[HiCacheExtBackend] = weakref.WeakSet()
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def live_backends() -> list[HiCacheExtBackend]:
+    """The backends of this process that are not closed; the hooks of plugin.py find them here."""
+    return list(_LIVE)
+
+
+def _answering(
+    otherwise: Callable[..., Any],
+) -> Callable[[Callable[Concatenate[HiCacheExtBackend, _P], _R]], Callable[Concatenate[HiCacheExtBackend, _P], _R]]:
+    """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble."""
+
+    def decorate(
+        method: Callable[Concatenate[HiCacheExtBackend, _P], _R],
+    ) -> Callable[Concatenate[HiCacheExtBackend, _P], _R]:
+        @functools.wraps(method)
+        def guarded(self: HiCacheExtBackend, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return method(self, *args, **kwargs)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end SGLang's I/O thread
+                self._report_failure(method.__name__, error)
+                answer: _R = otherwise(*args, **kwargs)
+                return answer
+
+        return guarded
+
+    return decorate
+
+
+def _length(keys: Any) -> int:
+    try:
+        return len(keys)
+    except TypeError:
+        return 0
+
+
+def _all_false(keys: Any = (), *_: Any, **__: Any) -> list[bool]:
+    return [False] * _length(keys)
+
+
+def _all_none(keys: Any = (), *_: Any, **__: Any) -> list[None]:
+    return [None] * _length(keys)
+
+
+def _transfers_false(transfers: Any = (), *_: Any, **__: Any) -> dict[Any, list[bool]]:
+    return {transfer.name: [False] * _length(transfer.keys) for transfer in transfers or ()}
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundPool:
+    """A registered host pool: its memory and, per part, its identity."""
+
+    name: str
+    pages: HostPages | None
+    """None for a logical anchor, which has no bytes to store."""
+    identities: tuple[PageIdentity, ...]
+    digests: tuple[bytes, ...]
+
+
+class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped here
+    """SGLang's storage interface over the configured tiers. See the module docstring for threads and promises."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
+        check_sglang_version()
+        self._storage_config = storage_config
+        self._config: HicacheExtConfig = load_config(storage_config.extra_config or {})
+        self._facts = read_launch_facts()
+        self._model = self._model_identity()
+        self._pools: dict[str, _BoundPool] = {}
+        self._flat: _BoundPool | None = None
+        self._flat_used = False
+        self._own_digests: set[bytes] = set()
+        self._suspended_because: str | None = None
+        self._state_lock = threading.Lock()
+        self._failures = TierMetrics("backend")
+        self._last_failure_log = 0.0
+        self._prefetched = TransferSamples()
+        self._backed_up = TransferSamples()
+        self._closed = False
+        self._store = open_tiers(self._config)
+        _LIVE.add(self)
+        self._warn_about_missing_hooks()
+        logger.info(
+            "hicache_ext: model %r revision %r fingerprint %s epoch %s, tiers %s",
+            self._model.id,
+            self._model.revision,
+            self._model.fingerprint or "none",
+            self._model.weights_epoch,
+            self._store.describe().details,
+        )
+
+    # -- registration ----------------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+        self._bind(_KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._bind(_name_of(host_pool_name), host_pool)
+
+    def _bind(self, name: str, pool: Any) -> None:
+        bound = self._pools.get(name)
+        if bound is not None and bound.pages is not None and bound.pages.pool is pool:
+            return
+        if not has_page_bytes(pool):
+            self._pools[name] = _BoundPool(name, None, (), ())
+            return
+        parts = self._head_parts(name, pool)
+        pages = HostPages(pool, name, parts)
+        stored = str(getattr(pool, "dtype", torch.uint8)).removeprefix("torch.")
+        dtype = logical_dtype(stored, self._facts.kv_cache_dtype, self._config.kv_dtype)
+        if dtype is None:
+            raise UnsupportedError(
+                f"host pool {name!r}",
+                f"its {stored} bytes may be fp8_e4m3 or fp8_e5m2 and no launch argument tells",
+                "set hicache_ext.kv_dtype",
+            )
+        shards = self._shards(name, pool, parts)
+        self._pools[name] = self._identified(name, pages, pages.describe(dtype), shards)
+        logger.info(
+            "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments, identity %s",
+            name,
+            dtype,
+            getattr(pool, "layout", "?"),
+            pages.page_bytes,
+            len(pages.segment_sizes) * parts,
+            ",".join(digest.hex() for digest in self._pools[name].digests),
+        )
+
+    def _identified(
+        self, name: str, pages: HostPages | None, pool: PoolIdentity, shards: Sequence[Shard]
+    ) -> _BoundPool:
+        identities = tuple(PageIdentity(self._model, pool, shard) for shard in shards)
+        digests = tuple(identity.digest() for identity in identities)
+        for identity, digest in zip(identities, digests, strict=True):
+            self._own_digests.add(digest)
+            self._store.register_identity(digest, identity.document())
+        return _BoundPool(name, pages, identities, digests)
+
+    def _head_parts(self, name: str, pool: Any) -> int:
+        """Objects a page is split in, so that deployments of other TP sizes find their heads (tp_lcm_size)."""
+        lcm = self._storage_config.tp_lcm_size
+        if not lcm or name != _KV or self._storage_config.is_mla_model or getattr(pool, "layout", "") != "page_head":
+            return 1
+        return lcm // self._storage_config.tp_size
+
+    def _shards(self, name: str, pool: Any, parts: int) -> list[Shard]:
+        config = self._storage_config
+        common = Shard(
+            pp=(config.pp_rank, config.pp_size),
+            cp=(config.attn_cp_rank, config.attn_cp_size),
+            dcp=(config.dcp_rank, config.dcp_size),
+        )
+        replicated = config.is_mla_model and name != PoolName.MAMBA.value
+        if replicated and config.tp_size > 1 and getattr(pool, "v_head_dim", None) is not None:
+            raise UnsupportedError(
+                f"host pool {name!r} ({type(pool).__name__})",
+                "its heads differ per TP rank, but SGLang writes the pools of this model from rank 0 only",
+                "use --tp 1, or no draft model, or no storage backend",
+            )
+        if replicated:
+            return [common]
+        lcm = config.tp_lcm_size
+        if lcm and getattr(pool, "layout", "") == "page_head" and name == _KV:
+            return [replace(common, tp=(config.tp_rank * parts + part, lcm)) for part in range(parts)]
+        return [replace(common, tp=(config.tp_rank, config.tp_size))]
+
+    def _model_identity(self) -> ModelIdentity:
+        model = self._config.model
+        facts: LaunchFacts = self._facts
+        revision = model.revision or facts.revision or ""
+        fingerprint = model.fingerprint
+        if fingerprint == "off":
+            fingerprint = ""
+        elif fingerprint == "auto":
+            fingerprint = fingerprint_of(facts.model_path, facts.revision) if facts.model_path else ""
+        return ModelIdentity(
+            id=model.id or self._storage_config.model_name or "",
+            revision=revision,
+            fingerprint=fingerprint,
+            weights_epoch=str(model.weights_epoch),
+            compute=facts.compute,
+        )
+
+    # -- existence -------------------------------------------------------------------------------------------------
+
+    @_answering(lambda *_, **__: 0)
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        if self._unavailable or not keys:
+            return 0
+        pool = self._pools.get(_KV)
+        if pool is None or pool.pages is None:
+            return self._leading(self._flat_pool(), keys) if self._flat_used or pool is None else 0
+        leading = self._leading(pool, keys)
+        if self._flat_used and leading < len(keys):
+            leading = max(leading, self._leading(self._flat_pool(), keys))
+        return leading
+
+    @_answering(lambda *_, **__: False)
+    def exists(self, key: str) -> bool:
+        return bool(self.batch_exists([key]) == 1)
+
+    @_answering(lambda *_, **__: PoolTransferResult(0, {}, []))
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        if self._unavailable or not keys:
+            return PoolTransferResult(0, {}, [])
+        kv = self._pools.get(_KV)
+        # A logical anchor has no pages of its own: its sidecars decide.
+        kv_pages = len(keys) if kv is not None and kv.pages is None else self.batch_exists(keys)
+        hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in pool_transfers or []:
+            if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
+                # Never gates the hit; a pool left out of the answer carries no verdict.
+                continue
+            if not restorable:
+                break
+            pool_restorable = self._restorable_pages(transfer, keys[:kv_pages])
+            boundary = max(pool_restorable, default=0)
+            if boundary:
+                hits[transfer.name] = boundary
+            restorable = [pages for pages in restorable if pages in pool_restorable]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def _restorable_pages(self, transfer: PoolTransfer, keys: list[str]) -> set[int]:
+        """The prefix lengths in pages at which this pool has what its policy asks for."""
+        pool = self._pools.get(_name_of(transfer.name))
+        if pool is None or pool.pages is None:
+            return set()
+        if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+            return set(range(1, self._leading(pool, keys) + 1))
+        window = max(1, len(transfer.keys) if transfer.keys else 1)
+        present = self._present(pool, keys)
+        complete: set[int] = set()
+        run = 0
+        for length, known in enumerate(present, start=1):
+            run = run + 1 if known else 0
+            if run >= min(window, length):
+                complete.add(length)
+        return complete
+
+    def _leading(self, pool: _BoundPool, keys: Sequence[str]) -> int:
+        """Leading pages of which every part is present."""
+        hashes = [page_hash_bytes(key) for key in keys]
+        leading = len(hashes)
+        for digest in pool.digests:
+            leading = self._store.count_leading([digest + page_hash for page_hash in hashes[:leading]])
+        return leading
+
+    def _present(self, pool: _BoundPool, keys: Sequence[str]) -> list[bool]:
+        hashes = [page_hash_bytes(key) for key in keys]
+        present = [True] * len(hashes)
+        for digest in pool.digests:
+            known = self._store.contains([digest + page_hash for page_hash in hashes])
+            present = [a and b for a, b in zip(present, known, strict=True)]
+        return present
+
+    # -- v1 and v2: pages of host pools ----------------------------------------------------------------------------
+
+    @_answering(_all_false)
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._get_pages(_KV, keys, host_indices)
+
+    @_answering(_all_false)
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._set_pages(_KV, keys, host_indices)
+
+    @_answering(_transfers_false)
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[Any, list[bool]]:
+        return {
+            transfer.name: self._get_pages(_name_of(transfer.name), transfer.keys or [], transfer.host_indices)
+            for transfer in transfers
+        }
+
+    @_answering(_transfers_false)
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[Any, list[bool]]:
+        return {
+            transfer.name: self._set_pages(_name_of(transfer.name), transfer.keys or [], transfer.host_indices)
+            for transfer in transfers
+        }
+
+    @_answering(lambda _name, keys, *_: [False] * _length(keys))
+    def _get_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+        pool = self._pools.get(name)
+        if self._unavailable or pool is None:
+            return [False] * len(keys)
+        if pool.pages is None:
+            return [True] * len(keys)
+        batch, owners = self._batch(pool, pool.pages, keys, host_indices)
+        started = time.perf_counter()
+        results = self._store.get(batch)
+        self._prefetched.record(
+            len(keys),
+            sum(batch.payload_bytes(i) for i, result in enumerate(results) if result is GetResult.HIT),
+            time.perf_counter() - started,
+        )
+        return _per_page(len(keys), len(pool.digests), owners, [result is GetResult.HIT for result in results])
+
+    @_answering(lambda _name, keys, *_: [False] * _length(keys))
+    def _set_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+        pool = self._pools.get(name)
+        if self._unavailable or pool is None:
+            return [False] * len(keys)
+        if pool.pages is None:
+            return [True] * len(keys)
+        batch, owners = self._batch(pool, pool.pages, keys, host_indices)
+        started = time.perf_counter()
+        results = self._store.set(batch)
+        self._backed_up.record(
+            len(keys),
+            sum(batch.payload_bytes(i) for i, result in enumerate(results) if result.durable),
+            time.perf_counter() - started,
+        )
+        return _per_page(len(keys), len(pool.digests), owners, [result.durable for result in results])
+
+    def _batch(
+        self, pool: _BoundPool, pages: HostPages, keys: Sequence[str], host_indices: torch.Tensor | None
+    ) -> tuple[PageBatch, list[int]]:
+        """The batch of all parts of all sound pages, and for each of its entries the page it belongs to."""
+        numbers = pages.page_numbers(host_indices, len(keys))
+        if numbers is None:
+            given = host_indices.numel() if host_indices is not None else "no"
+            self._report_failure(
+                "host_indices", ValueError(f"{given} indices for {len(keys)} pages of {pages.page_size} in {pool.name}")
+            )
+            numbers = [None] * len(keys)
+        store_keys: list[bytes] = []
+        buffers: list[list[memoryview]] = []
+        owners: list[int] = []
+        for page, (key, number) in enumerate(zip(keys, numbers, strict=True)):
+            if number is None:
+                continue
+            page_hash = page_hash_bytes(key)
+            for part, digest in enumerate(pool.digests):
+                store_keys.append(digest + page_hash)
+                buffers.append(pages.buffers(number, part))
+                owners.append(page)
+        return PageBatch(store_keys, buffers), owners
+
+    # -- generic calls: flat tensors -------------------------------------------------------------------------------
+
+    @_answering(lambda *_, **__: None)
+    def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> torch.Tensor | None:
+        return self.batch_get([key], [target_location], [target_sizes])[0]
+
+    @_answering(_all_none)
+    def batch_get(
+        self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
+    ) -> list[torch.Tensor | None]:
+        return self._flat_transfer(keys, target_locations, target_sizes, self._read_flat)
+
+    @_answering(lambda *_, **__: False)
+    def set(
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        return self.batch_set([key], [value], [target_location], [target_sizes])
+
+    @_answering(lambda *_, **__: False)
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        sources = values if values is not None and any(value is not None for value in values) else target_locations
+        done = self._flat_transfer(keys, sources, target_sizes, self._write_flat)
+        return len(done) == len(keys) and all(value is not None for value in done)
+
+    def _flat_transfer(
+        self,
+        keys: Sequence[str],
+        tensors: Sequence[Any] | None,
+        sizes: Sequence[Any] | None,
+        move: Callable[[PageBatch], list[bool]],
+    ) -> list[Any]:
+        """Move the bytes of one tensor (or address and size) per key; the tensor where it went well, else None."""
+        done: list[Any] = [None] * len(keys)
+        if self._unavailable:
+            return done
+        self._flat_used = True
+        digest = self._flat_pool().digests[0]
+        positions: list[int] = []
+        buffers: list[list[memoryview]] = []
+        kept_alive: list[Any] = []
+        for position in range(min(len(keys), len(tensors or ()))):
+            target = tensors[position] if tensors is not None else None
+            size = sizes[position] if sizes is not None and position < len(sizes) else None
+            segments: list[memoryview] | None = None
+            if isinstance(target, torch.Tensor):
+                if move == self._write_flat:
+                    target = target.detach().cpu().contiguous()
+                kept_alive.append(target)
+                segments = tensor_segments(target)
+            elif isinstance(target, int) and isinstance(size, int) and size > 0:
+                segments = address_segments([target], [size])
+            if segments is not None:
+                positions.append(position)
+                buffers.append(segments)
+        moved = move(PageBatch([digest + page_hash_bytes(keys[position]) for position in positions], buffers))
+        for position, ok in zip(positions, moved, strict=True):
+            if ok and tensors is not None:
+                done[position] = tensors[position]
+        return done
+
+    def _read_flat(self, batch: PageBatch) -> list[bool]:
+        return [result is GetResult.HIT for result in self._store.get(batch)]
+
+    def _write_flat(self, batch: PageBatch) -> list[bool]:
+        return [result.durable for result in self._store.set(batch)]
+
+    def _flat_pool(self) -> _BoundPool:
+        """The identity of pages that come as one flat tensor (``interface_v1`` off): another byte order than v1."""
+        if self._flat is None:
+            with self._state_lock:
+                kv = self._pools.get(_KV)
+                if kv is not None and kv.identities:
+                    pool = replace(kv.identities[0].pool, kind=f"flat:{kv.identities[0].pool.kind}", segments=())
+                    shards = [kv.identities[0].shard]
+                else:
+                    pool = PoolIdentity(name=_KV, kind="flat", dtype="", layout="flat", page_size=0, segments=())
+                    shards = self._shards(_KV, None, 1)
+                self._flat = self._identified("flat", None, pool, shards)
+        return self._flat
+
+    # -- weights updates -------------------------------------------------------------------------------------------
+
+    def suspend(self, reason: str) -> None:
+        """Answer everything as a miss and store nothing until ``resume``; called by plugin.py's hooks [scheduler]."""
+        self._suspended_because = reason
+
+    def resume(self) -> None:
+        self._suspended_because = None
+
+    @property
+    def flushes_with_cache(self) -> bool:
+        """Whether SGLang's flush empties the queues in front of this backend; not so on a decode node's offload."""
+        return hasattr(self, "registered_pools")
+
+    @property
+    def suspended_because(self) -> str | None:
+        return self._suspended_because
+
+    def advance_weights_epoch(self, nonce: str) -> None:
+        """The weights have changed: from now on every page belongs to another identity [scheduler].
+
+        ``nonce`` must be equal on all ranks of this deployment and different for every update of any deployment.
+        """
+        with self._state_lock:
+            epoch = f"{self._config.model.weights_epoch}+{nonce}"
+            self._model = replace(self._model, weights_epoch=epoch)
+            self._flat = None
+        for name, bound in list(self._pools.items()):
+            if bound.identities:
+                self._pools[name] = self._identified(
+                    name, bound.pages, bound.identities[0].pool, [identity.shard for identity in bound.identities]
+                )
+        logger.info("hicache_ext: weights updated, epoch is now %s", epoch)
+
+    # -- administration --------------------------------------------------------------------------------------------
+
+    @_answering(lambda *_, **__: False)
+    def clear(self) -> bool:
+        """Remove the pages of this rank's own identities, nobody else's. Does not wait for the disk."""
+        self._store.clear(sorted(self._own_digests))
+        return True
+
+    @_answering(lambda *_, **__: None)
+    def get_stats(self) -> StorageMetrics | None:
+        if self._prefetched.empty and self._backed_up.empty:
+            return None
+        prefetch_pages, prefetch_bandwidth = self._prefetched.drain()
+        backup_pages, backup_bandwidth = self._backed_up.drain()
+        return StorageMetrics(
+            prefetch_pgs=prefetch_pages,
+            backup_pgs=backup_pages,
+            prefetch_bandwidth=prefetch_bandwidth,
+            backup_bandwidth=backup_bandwidth,
+        )
+
+    @_answering(lambda *_, **__: None)
+    def close(self) -> None:
+        self._closed = True
+        _LIVE.discard(self)
+        self._store.close()
+
+    def _warn_about_missing_hooks(self) -> None:
+        if self._facts.model_path is None:
+            return
+        for target in missing_hooks():
+            logger.warning(
+                "hicache_ext: the hook on %s is not in force (is SGLANG_PLUGINS set?); do not update weights online",
+                target,
+            )
+
+    @property
+    def _unavailable(self) -> bool:
+        return self._closed or self._suspended_because is not None
+
+    def _report_failure(self, call: str, error: BaseException) -> None:
+        """Count trouble that SGLang must not see; log it with its traceback, at most once a second."""
+        self._failures.add("failure", call)
+        now = time.monotonic()
+        if now - self._last_failure_log >= 1.0:
+            self._last_failure_log = now
+            logger.error("hicache_ext: %s failed and is answered as a miss: %s", call, error, exc_info=error)
+
+
+def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence[bool]) -> list[bool]:
+    """A page succeeded when all its parts did; pages without entries did not."""
+    good = [0] * pages
+    for owner, ok in zip(owners, succeeded, strict=True):
+        good[owner] += ok
+    return [count == parts for count in good]
+
+
+def _name_of(pool_name: Any) -> str:
+    return str(getattr(pool_name, "value", pool_name))

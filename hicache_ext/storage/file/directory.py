@@ -1,0 +1,280 @@
+"""One directory of page files: its names, its creation by several processes at once, its left-overs.
+
+::
+
+    PATH/hicache_ext.json                     what this directory is: format and layout
+    PATH/usage                                the shared account (usage.py)
+    PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
+    PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
+    PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
+
+Only names of exactly these forms are ever read, counted or removed: a stranger's file stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.envelope import IDENTITY_LENGTH
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.file.usage import writer_alive, writer_name
+
+DIRECTORY_FORMAT = 1
+BLOCK = 4096
+"""What a file occupies is rounded up to this many bytes."""
+
+_IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+_FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
+_PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+
+
+def occupied(size: int) -> int:
+    """Bytes of disk a file of ``size`` bytes takes."""
+    return -(-size // BLOCK) * BLOCK
+
+
+class PageDirectory:
+    """Paths and whole-or-nothing publication in one directory. Thread-safe; holds no state but the temp counter."""
+
+    def __init__(self, path: Path, tier: str) -> None:
+        """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
+        self.path = path
+        self.pages = path / "pages"
+        self.identities = path / "identities"
+        self.temporary = path / "tmp"
+        self._temp_prefix = writer_name().replace("/", "_")
+        self._temp_numbers = itertools.count()
+        try:
+            for directory in (path, self.pages, self.identities, self.temporary):
+                directory.mkdir(parents=True, exist_ok=True)
+            self._adopt(tier)
+        except OSError as error:
+            raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
+        self._unnamed_files = self._supports_unnamed_files()
+        self.remove_left_overs()
+
+    def page_path(self, key: bytes) -> str:
+        """Where the page object of a 48-byte key lives."""
+        identity, page_hash = key[:IDENTITY_LENGTH].hex(), key[IDENTITY_LENGTH:].hex()
+        return f"{self.pages}/{identity}/{page_hash[:2]}/{page_hash}.page"
+
+    def create_parent(self, page_path: str) -> int:
+        """Make the fan-out directory of a page; bytes of disk that took (0 when it was there)."""
+        parent = os.path.dirname(page_path)
+        try:
+            os.mkdir(parent)
+            return BLOCK
+        except FileExistsError:
+            return 0
+        except FileNotFoundError:
+            os.makedirs(parent, exist_ok=True)
+            return 2 * BLOCK
+
+    def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
+        """A descriptor to write a page to that nobody can see yet, and its temp path (None: it has no name at all)."""
+        if self._unnamed_files:
+            return os.open(os.path.dirname(page_path), os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644), None
+        temp_path = self._temp_path()
+        return os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644), temp_path
+
+    def publish(self, fd: int, temp_path: str | None, page_path: str) -> bool:
+        """Give the written file its name, at once and whole; False when another writer was first."""
+        try:
+            if temp_path is None:
+                # The descriptor argument makes CPython call linkat, which can follow the /proc link; plain link cannot.
+                os.link(f"/proc/self/fd/{fd}", page_path, src_dir_fd=fd, follow_symlinks=True)
+            else:
+                _rename_without_replacing(temp_path, page_path)
+        except FileExistsError:
+            return False
+        return True
+
+    def discard(self, temp_path: str | None) -> None:
+        if temp_path is not None:
+            _unlink_quietly(temp_path)
+
+    def remove_page(self, page_path: str) -> int:
+        """Remove whatever has a page's name, a file or (somebody's mistake) a directory; bytes of disk freed.
+
+        Raises OSError when it cannot be removed, FileNotFoundError when it is gone already.
+        """
+        status = os.lstat(page_path)
+        try:
+            os.unlink(page_path)
+        except IsADirectoryError:
+            moved = self.temporary / f"clear-{uuid.uuid4().hex}"
+            os.rename(page_path, moved)
+            shutil.rmtree(moved, ignore_errors=True)
+            return 0
+        return occupied(status.st_size)
+
+    def fan_out_directories(self) -> list[str]:
+        """Paths of all directories that may hold pages."""
+        found: list[str] = []
+        for identity in _entries(self.pages, _IDENTITY_NAME):
+            found += [entry.path for entry in _entries(identity.path, _FANOUT_NAME)]
+        return found
+
+    def page_files(self, fan_out_directory: str) -> Iterator[tuple[str, os.stat_result]]:
+        """(path, status) of the page files in one fan-out directory; files that vanish meanwhile are left out."""
+        for entry in _entries(fan_out_directory, _PAGE_NAME):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            yield entry.path, status
+
+    def count_occupied(self) -> int:
+        """Bytes of disk of all pages and their directories; walks everything."""
+        total = 0
+        for identity in _entries(self.pages, _IDENTITY_NAME):
+            total += BLOCK
+            for fan_out in _entries(identity.path, _FANOUT_NAME):
+                total += BLOCK
+                total += sum(occupied(status.st_size) for _, status in self.page_files(fan_out.path))
+        return total
+
+    def detach_identity(self, identity: bytes) -> Path | None:
+        """Take all pages of an identity out of sight at once; the tree to delete, None when there is none."""
+        moved = self.temporary / f"clear-{uuid.uuid4().hex}"
+        try:
+            os.rename(self.pages / identity.hex(), moved)
+        except FileNotFoundError:
+            return None
+        return moved
+
+    def delete_detached(self, tree: Path) -> int:
+        """Delete what ``detach_identity`` took out; bytes of disk freed."""
+        freed = BLOCK
+        for fan_out in _entries(tree, _FANOUT_NAME):
+            freed += BLOCK + sum(occupied(status.st_size) for _, status in self.page_files(fan_out.path))
+        shutil.rmtree(tree, ignore_errors=True)
+        return freed
+
+    def known_identities(self) -> list[bytes]:
+        """Digests that have pages here."""
+        return [bytes.fromhex(entry.name) for entry in _entries(self.pages, _IDENTITY_NAME)]
+
+    def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._create_file_once(self.identities / f"{digest.hex()}.json", json.dumps(document, indent=1, sort_keys=True))
+
+    def load_identity(self, digest: bytes) -> dict[str, Any] | None:
+        try:
+            document = json.loads((self.identities / f"{digest.hex()}.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return document if isinstance(document, dict) else None
+
+    def remove_left_overs(self) -> int:
+        """Delete what processes that no longer run have left in tmp/; the number of entries."""
+        removed = 0
+        for entry in _entries(self.temporary, re.compile(r".+")):
+            if entry.name.startswith("clear-"):
+                shutil.rmtree(entry.path, ignore_errors=True)
+                removed += 1
+            elif entry.name.endswith(".tmp"):
+                writer = entry.name.rsplit(".", 2)[0]
+                try:
+                    last_change = entry.stat(follow_symlinks=False).st_mtime
+                except OSError:
+                    continue
+                if not writer_alive(writer, last_change):
+                    _unlink_quietly(entry.path)
+                    removed += 1
+        return removed
+
+    def _adopt(self, tier: str) -> None:
+        manifest = self.path / "hicache_ext.json"
+        self._create_file_once(manifest, json.dumps({"format": DIRECTORY_FORMAT, "layout": "pages"}) + "\n")
+        try:
+            document = json.loads(manifest.read_text())
+            found = (document["format"], document["layout"])
+        except (ValueError, KeyError, TypeError):
+            raise StoreSetupError(tier, f"{str(manifest)!r} is not a manifest of this package") from None
+        if found != (DIRECTORY_FORMAT, "pages"):
+            raise StoreSetupError(
+                tier,
+                f"{str(self.path)!r} holds format {found[0]}, layout {found[1]!r}; "
+                f"this tier writes format {DIRECTORY_FORMAT}, layout 'pages'",
+                ["name another path, or remove that directory"],
+            )
+
+    def _create_file_once(self, path: Path, text: str) -> None:
+        """Create ``path`` whole, unless it is there; safe between processes."""
+        if path.exists():
+            return
+        temp_path = self._temp_path()
+        try:
+            Path(temp_path).write_text(text)
+            _rename_without_replacing(temp_path, str(path))
+        except FileExistsError:
+            pass
+        finally:
+            _unlink_quietly(temp_path)
+
+    def _temp_path(self) -> str:
+        return f"{self.temporary}/{self._temp_prefix}.{next(self._temp_numbers)}.tmp"
+
+    def _supports_unnamed_files(self) -> bool:
+        """Whether O_TMPFILE and linkat work here: then a kill leaves nothing behind, not even a temp file."""
+        probe = self._temp_path()
+        try:
+            fd = os.open(self.temporary, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        except OSError:
+            return False
+        try:
+            os.link(f"/proc/self/fd/{fd}", probe, src_dir_fd=fd, follow_symlinks=True)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+            _unlink_quietly(probe)
+        return True
+
+
+def _entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as listing:
+            yield from (entry for entry in listing if name.fullmatch(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _unlink_quietly(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+def _rename_without_replacing(source: str, target: str) -> None:
+    """Rename unless ``target`` exists (then FileExistsError and ``source`` stays).
+
+    renameat2 does it in one step; file systems without it (NFS) get link + unlink, which is as atomic for readers.
+    """
+    result = _libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+    if result == 0:
+        return
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        os.link(source, target)
+        os.unlink(source)
+        return
+    raise OSError(code, os.strerror(code), target)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

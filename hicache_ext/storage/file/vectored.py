@@ -1,0 +1,48 @@
+"""preadv/pwritev of a whole list of buffers: the kernel's limits (1,024 buffers, short transfers) handled once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+IOV_MAX = 1024
+"""Buffers one call may name on Linux (UIO_MAXIOV)."""
+
+
+def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill ``buffers`` from ``fd`` at ``offset``; the number of bytes read, short only at the end of the file.
+
+    Raises OSError as preadv does.
+    """
+    return _transfer(os.preadv, fd, buffers, offset)
+
+
+def write_from(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write all of ``buffers`` to ``fd`` at ``offset``; the number of bytes written, always all of them.
+
+    Raises OSError as pwritev does.
+    """
+    return _transfer(os.pwritev, fd, buffers, offset)
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
+) -> int:
+    done = 0
+    pending = list(buffers)
+    while pending:
+        moved = call(fd, pending[:IOV_MAX], offset + done)
+        if moved == 0:
+            break
+        done += moved
+        pending = _after(pending, moved)
+    return done
+
+
+def _after(buffers: list[memoryview], moved: int) -> list[memoryview]:
+    """What is left of ``buffers`` once ``moved`` bytes are done."""
+    for position, buffer in enumerate(buffers):
+        if moved < buffer.nbytes:
+            return [buffer[moved:], *buffers[position + 1 :]]
+        moved -= buffer.nbytes
+    return []

@@ -1,0 +1,69 @@
+"""What SGLang's storage config does not carry, read from the launch arguments of the running server.
+
+One of the rooms that know SGLang: ``sglang.srt.runtime_context`` holds the resolved arguments in every scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_COMPUTE_ARGUMENTS = (
+    "dtype",
+    "quantization",
+    "quantization_param_path",
+    "json_model_override_args",
+    "torchao_config",
+)
+"""Launch arguments that change KV values although the weights are the same (rope overrides, quantised compute)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchFacts:
+    """``kv_cache_dtype`` is the argument as resolved by SGLang ("auto", "fp8_e4m3", ...), None outside a server."""
+
+    model_path: str | None = None
+    revision: str | None = None
+    kv_cache_dtype: str | None = None
+    compute: str = ""
+
+
+def read_launch_facts() -> LaunchFacts:
+    """The facts of this process's server; empty outside one (tests, tools). Never raises."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        arguments: Any = get_server_args()
+    except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
+        logger.debug("no server arguments: %s", error)
+        return LaunchFacts()
+    compute = {}
+    for name in _COMPUTE_ARGUMENTS:
+        value = getattr(arguments, name, None)
+        if value not in (None, "", "{}", "auto"):
+            compute[name] = str(value)
+    return LaunchFacts(
+        model_path=getattr(arguments, "model_path", None),
+        revision=getattr(arguments, "revision", None),
+        kv_cache_dtype=getattr(arguments, "kv_cache_dtype", None),
+        compute=json.dumps(compute, sort_keys=True) if compute else "",
+    )
+
+
+def logical_dtype(stored: str, kv_cache_dtype: str | None, override: str | None) -> str | None:
+    """The dtype the bytes mean; None when it cannot be known.
+
+    SGLang keeps fp8 KV in uint8 tensors: e4m3 and e5m2 look alike there, and only the launch argument tells.
+    ``stored`` is the pool's torch dtype without "torch.", ``override`` the configured ``kv_dtype``.
+    """
+    if override:
+        return override
+    if stored not in ("uint8", "int8"):
+        return stored
+    if kv_cache_dtype is None:
+        return None
+    return f"{kv_cache_dtype}({stored})"

@@ -1,0 +1,129 @@
+"""The PageStore contract: what every tier promises, and the words it answers with.
+
+A store keeps *page objects* (envelope.py) under 48-byte keys: identity digest + page hash. It moves whole batches
+between its medium and host memory.
+
+The caller (backend.py, tiered.py, a guard) guarantees:
+  - the memory of a batch stays valid and unshared until the call returns;
+  - keys are 48 bytes; the pages of one batch may have different sizes.
+The implementer guarantees:
+  - nothing touches the batch's memory after the call has returned, on any path;
+  - calls may come from several threads at once;
+  - no call raises except after close() (StoreClosedError) or for a programming error; trouble is a result;
+  - GetResult.HIT only if identity, page hash, length and checksum of the envelope agree with what was read;
+  - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
+  - a copy found bad is removed, so that the next write replaces it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from hicache_ext.metrics import TierMetrics
+
+
+class GetResult(enum.Enum):
+    """What became of one page of a ``get``. Only HIT means that the page's memory holds the page."""
+
+    HIT = "hit"
+    MISS = "miss"
+    """Absent."""
+    CORRUPT = "corrupt"
+    """There was an object and it is not this page; it has been removed where that is possible."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    """The medium failed (EIO, connection lost)."""
+    REJECTED = "rejected"
+    """Not tried: breaker open, tier closed or out of service."""
+
+
+class SetResult(enum.Enum):
+    """What became of one page of a ``set``. STORED and EXISTS mean that the page can be read from now on."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    REJECTED = "rejected"
+    """Not stored and not an error: no room that may be used, larger than the tier takes, breaker open."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+    @property
+    def durable(self) -> bool:
+        return self in (SetResult.STORED, SetResult.EXISTS)
+
+
+@dataclass(frozen=True, slots=True)
+class PageBatch:
+    """Pages to read into or write from: ``keys[i]`` belongs to the segments ``buffers[i]``.
+
+    A segment is a C-contiguous memoryview of bytes in host memory; the payload is the concatenation of a page's
+    segments. For a ``get`` they must be writable.
+    """
+
+    keys: Sequence[bytes]
+    buffers: Sequence[Sequence[memoryview]]
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.buffers):
+            raise ValueError(f"{len(self.keys)} keys for {len(self.buffers)} pages")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def select(self, positions: Iterable[int]) -> PageBatch:
+        chosen = list(positions)
+        return PageBatch([self.keys[i] for i in chosen], [self.buffers[i] for i in chosen])
+
+    def payload_bytes(self, position: int) -> int:
+        return sum(segment.nbytes for segment in self.buffers[position])
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """What ``describe()`` answers; for logs, doctor and tools. No secrets."""
+
+    name: str
+    type: str
+    shared: bool
+    """Other machines can see the same pages."""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class PageStore(Protocol):
+    """One tier. See the module docstring for the promises."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def metrics(self) -> TierMetrics: ...
+
+    def describe(self) -> StoreInfo: ...
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        """Called once per identity before its first page; lets tools name what is stored. Never raises."""
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        """Read each page into its segments. A page that is no HIT may leave its own segments half written."""
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        """Write each page that is not there yet."""
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are present. A present key may still turn out CORRUPT when read."""
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of present keys."""
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove pages; the number that was there."""
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Remove every page of these identities (None: of every identity of this package); the number removed."""
+
+    def close(self) -> None:
+        """Release everything. Waits for calls under way. Idempotent."""

@@ -1,0 +1,353 @@
+"""A real SGLang server as a context manager, for end-to-end tests and benchmarks.
+
+::
+
+    with SglangServer(make_tiny_model(directory), storage_backend="file", log_file=directory / "server.log") as server:
+        cold = server.generate([1, 2, 3] * 200)
+        server.flush_cache()
+        warm = server.generate([1, 2, 3] * 200)
+        assert warm.output_ids == cold.output_ids and warm.cached.storage > 0
+
+The server is ``python -m hicache_ext.testing.sglang_cpu``: SGLang as it is on a GPU, the CPU rig elsewhere. It runs in a
+session of its own, so that :meth:`SglangServer.stop` can prove that no process of it is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_HOST = "127.0.0.1"
+# Below the range Linux takes the source ports of outgoing connections from, so that no client grabs a port between
+# its choice here and the server's bind.
+_PORT_RANGE = (20000, 32000)
+_LOG_TAIL_LINES = 60
+
+_handed_out_ports: set[int] = set()
+_ports_lock = threading.Lock()
+
+
+class ServerError(RuntimeError):
+    """The server did not start, died, or refused a request; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    storage_backend: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One answer of ``/generate``. Times are seconds from sending the request to the first token and to the end."""
+
+    text: str
+    output_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    cached: CachedTokens
+    time_to_first_token: float
+    total_time: float
+    meta_info: Mapping[str, Any] = field(repr=False)
+
+
+class SglangServer:
+    """One SGLang server process tree.
+
+    Args:
+        model: directory of the model, see :func:`hicache_ext.testing.tiny_model.make_tiny_model`.
+        log_file: where standard output and error of all processes go; truncated at start.
+        tp: tensor-parallel size.
+        page_size: tokens per page.
+        hierarchical_cache: whether HiCache is on; the other cache arguments mean nothing without it.
+        mem_layout, io_backend, hicache_ratio: SGLang's ``--hicache-mem-layout``, ``--hicache-io-backend``,
+            ``--hicache-ratio``.
+        storage_backend: ``--hicache-storage-backend``; none if not given.
+        extra_config: ``--hicache-storage-backend-extra-config``: a mapping goes inline as JSON, a string as it is
+            (``@file`` included).
+        prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that a hit is a hit and not a race.
+        extra_arguments: anything else, as on the command line; comes last and therefore wins.
+        environment: added to this process's environment.
+        start_timeout, stop_timeout: seconds.
+
+    One thread at a time may start and stop; ``generate`` may be called from several.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        log_file: str | os.PathLike[str],
+        tp: int = 1,
+        page_size: int = 16,
+        hierarchical_cache: bool = True,
+        mem_layout: str = "page_first",
+        io_backend: str = "kernel",
+        hicache_ratio: float = 2,
+        storage_backend: str | None = None,
+        extra_config: Mapping[str, Any] | str | None = None,
+        prefetch_policy: str = "wait_complete",
+        extra_arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        start_timeout: float = 180,
+        stop_timeout: float = 30,
+    ) -> None:
+        self.log_file = Path(log_file)
+        self.port = free_port()
+        self._start_timeout = start_timeout
+        self._stop_timeout = stop_timeout
+        self._environment = dict(environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self.arguments = [
+            *("--model-path", os.fspath(model), "--host", _HOST, "--port", str(self.port)),
+            *("--nccl-port", str(free_port()), "--tp-size", str(tp), "--page-size", str(page_size)),
+        ]
+        if hierarchical_cache:
+            self.arguments += [
+                *("--enable-hierarchical-cache", "--hicache-ratio", str(hicache_ratio)),
+                *("--hicache-mem-layout", mem_layout, "--hicache-io-backend", io_backend),
+                *("--hicache-write-policy", "write_through"),
+            ]
+        if hierarchical_cache and storage_backend is not None:
+            self.arguments += [
+                *("--hicache-storage-backend", storage_backend),
+                *("--hicache-storage-prefetch-policy", prefetch_policy),
+            ]
+            if extra_config is not None:
+                inline = extra_config if isinstance(extra_config, str) else json.dumps(dict(extra_config))
+                self.arguments += ["--hicache-storage-backend-extra-config", inline]
+        self.arguments += extra_arguments
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a slash at the end."""
+        return f"http://{_HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's main process, which is also its session id."""
+        return self._running().pid
+
+    def __enter__(self) -> SglangServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers. Raises :class:`ServerError`, with no process left behind."""
+        if self._process is not None:
+            raise ServerError("the server is already started")
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **self._environment},
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        timeout: float = 120,
+        **body: Any,
+    ) -> Generation:
+        """One greedy completion of a text or of token ids, streamed to measure the time to the first token.
+
+        ``sampling`` adds to the sampling parameters and ``body`` to the request (``bootstrap_room`` and the like).
+        Raises :class:`ServerError` when the server refuses, ``OSError`` when it is gone.
+        """
+        request = {
+            **({"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}),
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **(sampling or {})},
+            "stream": True,
+            **body,
+        }
+        start = time.monotonic()
+        first_token: float | None = None
+        last: dict[str, Any] = {}
+        with self._open("POST", "/generate", request, timeout) as response:
+            for line in response:
+                if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+                    continue
+                last = json.loads(line[len(b"data:") :])
+                if "error" in last:
+                    raise ServerError(f"/generate failed: {last['error']}")
+                if first_token is None and last.get("output_ids"):
+                    first_token = time.monotonic() - start
+        total = time.monotonic() - start
+        meta = last["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        return Generation(
+            text=last["text"],
+            output_ids=tuple(last["output_ids"]),
+            prompt_tokens=meta["prompt_tokens"],
+            cached_tokens=meta["cached_tokens"],
+            cached=CachedTokens(
+                device=details.get("device", 0),
+                host=details.get("host", 0),
+                storage=details.get("storage", 0),
+                storage_backend=details.get("storage_backend"),
+            ),
+            time_to_first_token=total if first_token is None else first_token,
+            total_time=total,
+            meta_info=meta,
+        )
+
+    def flush_cache(self, timeout: float = 60) -> None:
+        """Empty L1 and L2, after every running request, host copy and storage write is done.
+
+        The wait is SGLang's own (``/flush_cache?timeout=``): it is idle only when its lists of ongoing write-throughs,
+        load-backs, prefetches and backups are empty, so nothing on its way to storage is lost.
+        Raises :class:`ServerError` if that takes longer than ``timeout`` seconds.
+        """
+        with self._open("POST", f"/flush_cache?timeout={timeout}", None, timeout + 30):
+            pass
+
+    def get(self, path: str, timeout: float = 30) -> str:
+        """Body of a GET request, for instance of ``/server_info`` or ``/metrics``."""
+        with self._open("GET", path, None, timeout) as response:
+            return str(response.read(), "utf-8", "replace")
+
+    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
+        """The last lines of the log."""
+        try:
+            return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+        except OSError as error:
+            return f"(no log: {error})"
+
+    def stop(self) -> None:
+        """Ask the server to leave, kill what has not left in time; raises :class:`ServerError` if anything survives."""
+        process = self._process
+        if process is None:
+            return
+        # The main process alone, at first: it drains and ends its children. A scheduler that gets the signal with it
+        # looks crashed to it, and costs 5 s of crash diagnostics.
+        deadline = time.monotonic() + self._stop_timeout
+        _signal_process(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline and (process.poll() is None or _session_members(process.pid)):
+            time.sleep(0.05)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the whole process tree, as a power cut would; raises :class:`ServerError` if anything survives."""
+        process = self._process
+        if process is None:
+            return
+        deadline = time.monotonic() + 10
+        while members := _session_members(process.pid):
+            if time.monotonic() > deadline:
+                raise ServerError(f"processes of the server survived SIGKILL: {sorted(members)}")
+            for pid in members:
+                _signal_process(pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.02)
+        process.wait()
+        self._process = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise ServerError("the server is not running")
+        return self._process
+
+    def _wait_until_ready(self) -> None:
+        process = self._running()
+        deadline = time.monotonic() + self._start_timeout
+        while True:
+            if process.poll() is not None:
+                raise ServerError(f"the server exited with {process.returncode} at start:\n{self.log_tail()}")
+            try:
+                # /health stays 503 until a warm-up request has run, which the rig leaves out.
+                self.get("/server_info", timeout=5)
+                return
+            except (OSError, ServerError):
+                pass
+            if time.monotonic() > deadline:
+                raise ServerError(f"the server was not ready after {self._start_timeout:g} s:\n{self.log_tail()}")
+            time.sleep(0.1)
+
+    def _open(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+        request = urllib.request.Request(
+            self.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+            method=method,
+        )
+        try:
+            # Proxies of the environment are not for this machine's own servers.
+            return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout)
+        except urllib.error.HTTPError as error:
+            answer = error.read().decode(errors="replace")
+            raise ServerError(f"{method} {path} answered {error.code}: {answer}\n{self.log_tail()}") from error
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listens on and that this process has not handed out before."""
+    with _ports_lock:
+        for _ in range(1000):
+            port = random.randrange(*_PORT_RANGE)
+            if port in _handed_out_ports:
+                continue
+            with socket.socket() as probe:
+                try:
+                    probe.bind((_HOST, port))
+                except OSError:
+                    continue
+            _handed_out_ports.add(port)
+            return port
+    raise ServerError(f"no free port found between {_PORT_RANGE[0]} and {_PORT_RANGE[1]}")
+
+
+def _session_members(session: int) -> set[int]:
+    """Living processes of a session (zombies are not), whoever their parent is by now."""
+    members = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # After the command in parentheses, which may hold anything: state, parent, process group, session.
+            state, _, _, entry_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(entry_session) == session and state not in "ZX":
+            members.add(int(entry.name))
+    return members
+
+
+def _signal_process(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass

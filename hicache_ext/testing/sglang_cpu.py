@@ -1,0 +1,217 @@
+"""Unmodified SGLang 0.5.23 on a machine without a GPU.
+
+``python -m hicache_ext.testing.sglang_cpu ARGUMENTS`` takes the arguments of ``sglang.launch_server`` and runs that
+server. On a machine with a GPU it hands over and changes nothing. Without one it mends, in every process of the server,
+what SGLang's CPU build of today lacks:
+
+==========================================  ==========================================================================
+missing on CPU                              mended by
+==========================================  ==========================================================================
+torchvision's operators (a CUDA build)      declaring the two schemas that its import needs
+``sgl_kernel``                              a stub module with the one function that is called
+pinned host memory                          HiCache host pools and PD transfers are told not to pin
+host <-> device copy operations             the reference engine, through ``hicache_ext.kernels.sglang_hooks``
+CPU engine switch, CUDA events in PD        environment variables (only where unset)
+==========================================  ==========================================================================
+
+SGLang spawns its processes, and a spawned child runs the module its parent was started from once more, under the name
+``__mp_main__``: so this module mends each child before the child imports SGLang. What has to be patched inside SGLang
+goes through SGLang's own hook registry.
+
+Tests that build host pools in their own process call :func:`prepare_process` before they import SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hicache_ext.kernels import sglang_hooks
+
+# --max-total-tokens fits any model that is worth running on CPU; sleep-on-idle and one OpenMP thread keep a scheduler's
+# polling loop from starving the model (a 1-token prefill took 3 s without them).
+_DEFAULT_ARGUMENTS: dict[str, str | None] = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    "--grammar-backend": "none",
+    "--dtype": "bfloat16",
+    "--mem-fraction-static": "0.1",
+    "--max-total-tokens": "32768",
+    "--max-running-requests": "8",
+    "--skip-server-warmup": None,
+    "--sleep-on-idle": None,
+}
+
+_DEFAULT_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def cpu_arguments(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with the defaults for CPU appended for every flag that is not given."""
+    given = {argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
+    completed = list(arguments)
+    for flag, value in _DEFAULT_ARGUMENTS.items():
+        if flag not in given:
+            completed += [flag] if value is None else [flag, value]
+    return completed
+
+
+def prepare_process() -> None:
+    """Make SGLang and its host pools importable and usable in this process; does nothing where there is a GPU.
+
+    For tests and tools, from the main thread, before their first import of SGLang. Unlike in a server, the hooks are
+    applied at once. Calling it again is free.
+    """
+    if sglang_hooks.has_accelerator():
+        return
+    install_mends()
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+
+
+def install_mends() -> None:
+    """Everything a process needs before SGLang starts in it; SGLang applies the registered hooks by itself."""
+    for name, value in _DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    _declare_torchvision_operators()
+    _install_sgl_kernel_stub()
+    _register_hooks()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the server until it is told to stop."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if sglang_hooks.has_accelerator():
+        sys.argv[1:] = arguments
+        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+        return
+    arguments = cpu_arguments(arguments)
+    _bind_cores(arguments)
+    install_mends()
+    # Not runpy: the children must find this module as their parent's main module, not SGLang's.
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    server_args = prepare_server_args(arguments)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _bind_cores(arguments: Sequence[str]) -> None:
+    """Give each tensor-parallel rank a core: SGLang would give each a NUMA node, and refuses where there are fewer."""
+    ranks = 1
+    for index, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag in ("--tp", "--tp-size", "--tensor-parallel-size"):
+            ranks = int(value or arguments[index + 1])
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+
+
+def _declare_torchvision_operators() -> None:
+    """Declare the operators torchvision registers meta kernels for, unless its extension brings them."""
+    specification = importlib.util.find_spec("torchvision")
+    if specification is None or specification.origin is None or hasattr(torch.ops.torchvision, "nms"):
+        return
+    try:
+        for library in Path(specification.origin).parent.glob("_C*.so"):
+            torch.ops.load_library(str(library))
+    except OSError:
+        pass  # a build for CUDA: the case this function is for
+    if not hasattr(torch.ops.torchvision, "nms"):
+        torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        torch.library.define(
+            "torchvision::qnms",
+            "(Tensor dets, Tensor scores, float iou_threshold, float score_threshold) -> Tensor",
+        )
+
+
+def _install_sgl_kernel_stub() -> None:
+    if "sgl_kernel" in sys.modules or importlib.util.find_spec("sgl_kernel") is not None:
+        return
+    stub = ModuleType("sgl_kernel", "Stand-in for SGLang's compiled kernels, made by hicache_ext.testing.sglang_cpu.")
+    stub.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", loader=None)
+    stub.assign_req_to_token_pool_cpu = _assign_req_to_token_pool  # type: ignore[attr-defined]
+    stub.__getattr__ = _missing_cpu_kernel  # type: ignore[method-assign]
+    sys.modules["sgl_kernel"] = stub
+
+
+def _assign_req_to_token_pool(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    *_: object,
+) -> None:
+    """Write each request's new token slots, consecutive in ``out_cache_loc``, into its row of ``req_to_token``."""
+    taken = 0
+    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    for request, start, end in spans:
+        req_to_token[request, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
+
+
+def _missing_cpu_kernel(name: str) -> Callable[..., None]:
+    """``__getattr__`` of the stub: SGLang imports some ten ``*_cpu`` kernels, which only speculative decoding calls."""
+    if not name.endswith("_cpu"):
+        raise AttributeError(f"the sgl_kernel stand-in has no {name}")
+
+    def missing(*_: object, **__: object) -> None:
+        raise NotImplementedError(f"{name} needs the real sgl_kernel; this CPU rig has a stand-in")
+
+    return missing
+
+
+def _register_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    sglang_hooks.register()
+    for target, hook in (
+        ("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinned_host_pool),
+        (
+            "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+            _without_pinned_page_indices,
+        ),
+    ):
+        if not any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ())):
+            HookRegistry.register(target, hook, HookType.BEFORE)
+
+
+def _without_pinned_host_pool(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "pin_memory": False}
+
+
+def _without_pinned_page_indices(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    # Only the Mooncake sender has the attribute; without it the scheduler takes the path that does not pin.
+    if getattr(req.disagg_kv_sender, "supports_host_tensor_indices", False):
+        req.disagg_kv_sender.supports_host_tensor_indices = False
+
+
+if __name__ == "__mp_main__" and not sglang_hooks.has_accelerator():
+    install_mends()
+
+if __name__ == "__main__":
+    main()
