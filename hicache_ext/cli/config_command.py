@@ -82,7 +82,13 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 
 def _read(file: str) -> Mapping[str, Any]:
-    return read_text(sys.stdin.read(), "standard input") if file == "-" else read_document(file)
+    if file != "-":
+        return read_document(file)
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError:
+        raise ConfigError("standard input", "is not UTF-8 text") from None
+    return read_text(text, "standard input")
 
 
 def _file_to_name(file: str) -> str:

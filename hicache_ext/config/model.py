@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -20,6 +19,7 @@ from hicache_ext.config.schema import (
     true_or_false,
 )
 from hicache_ext.config.tiers import AnyTier, directory_relation
+from hicache_ext.config.units import LONGEST_DURATION
 from hicache_ext.errors import ConfigError
 
 BACKEND_NAME = "hicache_ext"
@@ -35,15 +35,13 @@ _NAMES_ALLOWED = "a list of tier names"
 _INTERFACE_ALLOWED = "1 or true"
 _INTERFACE_REASON = "without it SGLang never uses the zero-copy calls that this backend serves"
 _DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
-_DTYPE_ALLOWED = "a logical dtype such as bfloat16 or float8_e4m3fn"
+_DTYPE_ALLOWED = "a logical dtype such as bfloat16 or fp8_e4m3"
 _SHORT_DTYPES = {
     "auto": "leave the key out to use the dtype that SGLang runs with",
     "bf16": "write bfloat16",
     "fp16": "write float16",
     "half": "write float16",
-    "fp8": "write float8_e4m3fn or float8_e5m2",
-    "fp8_e4m3": "write float8_e4m3fn, or float8_e4m3fnuz where the GPU uses it",
-    "fp8_e5m2": "write float8_e5m2, or float8_e5m2fnuz where the GPU uses it",
+    "fp8": "write fp8_e4m3 or fp8_e5m2",
 }
 
 
@@ -73,7 +71,7 @@ def _dtype(value: object) -> str | None:
         return None
     text = _text(value)
     if text in _SHORT_DTYPES:
-        raise ConfigError("", f"{shown(value)} is not one dtype everywhere; {_SHORT_DTYPES[text]}", _DTYPE_ALLOWED)
+        raise ConfigError("", f"{shown(value)} is not the name of one dtype; {_SHORT_DTYPES[text]}", _DTYPE_ALLOWED)
     if not _DTYPE.fullmatch(text):
         raise refuse(value, _DTYPE_ALLOWED)
     return text
@@ -96,7 +94,7 @@ def _count(value: object) -> int:
 
 
 def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9 or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_DURATION:
         raise refuse(value, "a number of seconds")
     return float(value)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hicache_ext.errors import ConfigError
 
-_LONGEST_ECHO = 60
+_LONGEST_ECHO = 200
 _LARGEST_ECHOED_NUMBER = 10**30
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _ADDRESS_PASSWORD = re.compile(r"://[^/\s]*@")
@@ -66,6 +66,17 @@ def shown(value: object, key: str = "") -> str:
     if isinstance(value, str):
         return f"the text {quoted(value)}"
     return f"a {type(value).__name__}"
+
+
+def kind_of(value: object) -> str:
+    """What sort of thing ``value`` is, and nothing of what it says: for places where a whole mapping belongs."""
+    if value is None or isinstance(value, Mapping | list | tuple | set | frozenset):
+        return shown(value)
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    return "text" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def quoted(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from hicache_ext.config.problems import config_error, did_you_mean, key_path, listed, refuse, shown
+from hicache_ext.config.problems import config_error, did_you_mean, key_path, kind_of, listed, refuse, shown
 from hicache_ext.errors import ConfigError
 
 _OUR_ERROR = "hicache_ext"
@@ -126,7 +126,7 @@ def _translated(model: type[ConfigModel], details: ErrorDetails) -> PydanticCust
         facts = details["ctx"]
         return _custom_error(facts["problem"], facts["allowed"], facts["below"])
     if not location:
-        return as_pydantic_error(refuse(value, "a mapping with " + listed(model.model_fields)))
+        return _custom_error(f"{kind_of(value)} is not accepted", "a mapping with " + listed(model.model_fields))
     field = str(location[0])
     if kind == "missing":
         return _custom_error(model.required_because.get(field, "required"), allowed_for(model, field))

@@ -15,13 +15,14 @@ from typing import Any, NoReturn
 
 import yaml
 
-from hicache_ext.config.problems import key_path, quoted, shown
+from hicache_ext.config.problems import key_path, kind_of, quoted, shown
 from hicache_ext.errors import ConfigError
 
 INLINE = "inline JSON"
 EXTENSIONS_ALLOWED = ".json, .yaml, .yml, .toml"
 
 _LARGEST_FILE = 1024 * 1024
+_PUNCTUATION = re.compile(r".|\\.|<[a-z ]*>")
 _QUOTED_WORD = re.compile(r" ?'([^']*)'")
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
@@ -65,8 +66,7 @@ def read_text(text: str, name: str, parse: Callable[[str, str], object] | None =
     if document is None:
         raise ConfigError(name, "is empty")
     if not isinstance(document, dict):
-        kind = "a list" if isinstance(document, list) else "a single value"
-        raise ConfigError(name, f"holds {kind}, not a mapping")
+        raise ConfigError(name, f"holds {kind_of(document)}, not a mapping")
     return document
 
 
@@ -145,7 +145,7 @@ def _parse_yaml(text: str, name: str) -> object:
 
 def _without_words(problem: str) -> str:
     """PyYAML's ``problem`` without the alias, tag or anchor it quotes: ``password: *hunter2`` is an unknown alias."""
-    return _QUOTED_WORD.sub(lambda word: word.group() if len(word[1]) < 2 or word[1][0] == "<" else "", problem)
+    return _QUOTED_WORD.sub(lambda word: word.group() if _PUNCTUATION.fullmatch(word[1]) else "", problem)
 
 
 def _refuse_keys_written_twice(root: yaml.Node, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, SerializeAsAny, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext.config.problems import did_you_mean, listed, quoted, refuse, shown
+from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error, checked, one_of, true_or_false
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_size
@@ -174,7 +174,9 @@ def _by_type(value: Any, handler: ValidatorFunctionWrapHandler, info: Validation
         return value
     types = tier_types()
     if not isinstance(value, Mapping):
-        raise as_pydantic_error(refuse(value, "a mapping with type, ..."))
+        raise as_pydantic_error(
+            ConfigError("", f"{kind_of(value)} is not accepted", "a mapping with a type and its settings")
+        )
     if "type" not in value:
         raise as_pydantic_error(ConfigError(".type", "required", listed(types)))
     name = value["type"]

@@ -33,7 +33,7 @@ _DURATION_UNITS = {
     "m": Fraction(60),
     "h": Fraction(3600),
 }
-_NUMBER_AND_UNIT = re.compile(r"([+-]?)([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([A-Za-z]*)", re.ASCII)
+_NUMBER_AND_UNIT = re.compile(r"([+-]?)([0-9]{1,30}(?:\.[0-9]{1,1100})?) ?([A-Za-z]*)", re.ASCII)
 
 
 def parse_size(value: object, key: str = "") -> int:
@@ -50,7 +50,7 @@ def parse_size(value: object, key: str = "") -> int:
     else:
         raise refuse(value, SIZE_ALLOWED, key)
     if size > LARGEST_SIZE:
-        raise ConfigError(key, f"{shown(value)} is more than 8EiB", SIZE_ALLOWED)
+        raise ConfigError(key, f"{shown(value)} is 8EiB or more", SIZE_ALLOWED)
     return size
 
 
@@ -72,7 +72,7 @@ def parse_duration(value: object, key: str = "") -> float:
     seconds: Fraction | float
     if isinstance(value, str):
         seconds = _number_with_unit(value, key, DURATION_ALLOWED, _duration_unit)
-    elif isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # NaN equals nothing
         seconds = value
         if seconds < 0:
             raise ConfigError(key, f"{shown(value)} is negative", DURATION_ALLOWED)

@@ -60,7 +60,7 @@ def _view(
     shape += (copy.segments, copy.segment_bytes)
     strides += (rows.segment_stride, 1)
     words = torch.empty(0, dtype=dtype, device=rows.storage.device)
-    words.set_(  # type: ignore[call-overload]
+    words.set_(
         rows.storage,
         (rows.base - rows.storage.data_ptr()) // width,
         (*shape[:-1], shape[-1] // width),

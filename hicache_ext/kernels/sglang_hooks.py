@@ -13,10 +13,9 @@ SGLang is imported inside functions only: the CPU launcher has to prepare the pr
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +23,17 @@ import torch
 from hicache_ext.kernels.geometry import CopyEngine, LayerCopy, device_rows, host_rows
 from hicache_ext.kernels.reference import ReferenceEngine
 
+_Layouts = Mapping[str, tuple[str, ...]]  # I/O backend -> host layouts
+
 _MHA = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
 _MLA = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
-_MHA_LAYOUTS = {"kernel": ("layer_first", "page_first", "page_head"), "direct": ("layer_first", "page_first_direct")}
-_MLA_LAYOUTS = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first", "page_first_direct")}
+_MHA_LAYOUTS: _Layouts = {
+    "kernel": ("layer_first", "page_first", "page_head"),
+    "direct": ("layer_first", "page_first_direct"),
+}
+_MLA_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first", "page_first_direct")}
 # SGLang backs layer-sharded MLA pools up layer by layer, which exists for fewer combinations.
-_MLA_SHARDED_BACKUP_LAYOUTS = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first",)}
+_MLA_SHARDED_BACKUP_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first",)}
 # Device buffers whose token t starts t rows after the first one; head-major and vectorised ones differ.
 _TOKEN_MAJOR_BUFFERS = ("nhd", "paged_nhd")
 
@@ -170,7 +174,6 @@ def _hooks() -> dict[str, Callable[..., None]]:
     }
 
 
-@functools.cache
 def _dotted_name(pool_class: type) -> str:
     return f"{pool_class.__module__}.{pool_class.__qualname__}"
 
@@ -187,7 +190,7 @@ def _serves_mha(pool: Any, io_backend: str) -> bool:
     )
 
 
-def _serves_mla(pool: Any, io_backend: str, layouts: dict[str, tuple[str, ...]]) -> bool:
+def _serves_mla(pool: Any, io_backend: str, layouts: _Layouts) -> bool:
     return (
         _dotted_name(type(pool)) == _MLA
         and not pool._is_dummy

@@ -199,7 +199,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         lcm = self._storage_config.tp_lcm_size
         if not lcm or name != _KV or self._storage_config.is_mla_model or getattr(pool, "layout", "") != "page_head":
             return 1
-        return lcm // self._storage_config.tp_size
+        return int(lcm) // int(self._storage_config.tp_size)
 
     def _shards(self, name: str, pool: Any, parts: int) -> list[Shard]:
         config = self._storage_config

@@ -8,8 +8,8 @@
         warm = server.generate([1, 2, 3] * 200)
         assert warm.output_ids == cold.output_ids and warm.cached.storage > 0
 
-The server is ``python -m hicache_ext.testing.sglang_cpu``: SGLang as it is on a GPU, the CPU rig elsewhere. It runs in a
-session of its own, so that :meth:`SglangServer.stop` can prove that no process of it is left.
+The server is ``python -m hicache_ext.testing.sglang_cpu``: SGLang as it is on a GPU, the CPU rig elsewhere. It runs in
+a session of its own, so that :meth:`SglangServer.stop` can prove that no process of it is left.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SglangServer:
         storage_backend: ``--hicache-storage-backend``; none if not given.
         extra_config: ``--hicache-storage-backend-extra-config``: a mapping goes inline as JSON, a string as it is
             (``@file`` included).
-        prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that a hit is a hit and not a race.
+        prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that hits are no race.
         extra_arguments: anything else, as on the command line; comes last and therefore wins.
         environment: added to this process's environment.
         start_timeout, stop_timeout: seconds.
@@ -187,7 +187,7 @@ class SglangServer:
         """One greedy completion of a text or of token ids, streamed to measure the time to the first token.
 
         ``sampling`` adds to the sampling parameters and ``body`` to the request (``bootstrap_room`` and the like).
-        Raises :class:`ServerError` when the server refuses, ``OSError`` when it is gone.
+        Raises :class:`ServerError` when the server refuses or dies while it answers, ``OSError`` when it is gone.
         """
         request = {
             **({"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}),
@@ -198,9 +198,13 @@ class SglangServer:
         start = time.monotonic()
         first_token: float | None = None
         last: dict[str, Any] = {}
+        complete = False
         with self._open("POST", "/generate", request, timeout) as response:
             for line in response:
-                if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+                if line.strip() == b"data: [DONE]":
+                    complete = True
+                    break
+                if not line.startswith(b"data:"):
                     continue
                 last = json.loads(line[len(b"data:") :])
                 if "error" in last:
@@ -208,6 +212,9 @@ class SglangServer:
                 if first_token is None and last.get("output_ids"):
                     first_token = time.monotonic() - start
         total = time.monotonic() - start
+        if not complete:
+            # http.client takes a connection that broke between two chunks for the end of the answer.
+            raise ServerError(f"the answer to /generate broke off: the server died\n{self.log_tail()}")
         meta = last["meta_info"]
         details = meta.get("cached_tokens_details") or {}
         return Generation(

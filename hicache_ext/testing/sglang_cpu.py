@@ -85,7 +85,12 @@ def prepare_process() -> None:
 
 
 def install_mends() -> None:
-    """Everything a process needs before SGLang starts in it; SGLang applies the registered hooks by itself."""
+    """Everything a process needs before SGLang starts in it; SGLang applies the registered hooks by itself.
+
+    Raises ``RuntimeError`` when SGLang is imported already: it decides at import that there is no CPU engine.
+    """
+    if "sglang" in sys.modules and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+        raise RuntimeError("SGLang was imported before its process was prepared for CPU; prepare it first")
     for name, value in _DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _declare_torchvision_operators()
@@ -110,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    if missing := sglang_hooks.verify():
+        raise SystemExit(f"SGLang did not take the hooks on {', '.join(missing)}: its log above says why")
     server_args = prepare_server_args(arguments)
     try:
         run_server(server_args)
@@ -137,7 +144,7 @@ def _declare_torchvision_operators() -> None:
         return
     try:
         for library in Path(specification.origin).parent.glob("_C*.so"):
-            torch.ops.load_library(str(library))
+            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError:
         pass  # a build for CUDA: the case this function is for
     if not hasattr(torch.ops.torchvision, "nms"):

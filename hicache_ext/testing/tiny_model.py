@@ -125,7 +125,8 @@ def _weights(recipe: TinyModelRecipe) -> dict[str, torch.Tensor]:
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         # Wide enough a spread that the answer depends on the whole prompt: a cache that returned wrong pages shows.
-        return (torch.randn(rows, columns, generator=generator) * (2.0 / columns**0.5)).to(torch.bfloat16)
+        values: torch.Tensor = torch.randn(rows, columns, generator=generator) * (2.0 / columns**0.5)
+        return values.to(torch.bfloat16)
 
     weights = {"model.embed_tokens.weight": matrix(VOCABULARY_SIZE, hidden)}
     for layer in range(recipe.layers):

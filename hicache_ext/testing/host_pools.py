@@ -1,0 +1,118 @@
+"""Real SGLang device and host pools, small and on the CPU, for tests of backends and copy engines.
+
+Call :func:`hicache_ext.testing.sglang_cpu.prepare_process` before the first use in a process without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """A host pool and the device pool it serves; ``host`` holds ``pages + 1`` pages, as SGLang's always do."""
+
+    host: Any
+    device: Any
+
+
+def mha_pools(
+    *,
+    layout: str = "page_first",
+    page_size: int = 16,
+    pages: int = 16,
+    layers: int = 2,
+    heads: int = 2,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    allocator: str = "default",
+) -> Pools:
+    """An MHATokenToKVPool and its MHATokenToKVPoolHost, the host buffer filled with random bytes."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    device = MHATokenToKVPool(
+        size=pages * page_size,
+        page_size=page_size,
+        dtype=dtype,
+        head_num=heads,
+        head_dim=head_dim,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    host = MHATokenToKVPoolHost(
+        device._mha_buffer_info(),
+        1.0,
+        0,
+        page_size,
+        layout,
+        pin_memory=False,
+        device="cpu",
+        allocator_type=allocator,
+        device_capacity_tokens=pages * page_size,
+        start_layer=0,
+        end_layer=layers,
+    )
+    fill_with_noise(host)
+    return Pools(host, device)
+
+
+def mla_pools(
+    *,
+    layout: str = "page_first",
+    page_size: int = 16,
+    pages: int = 16,
+    layers: int = 2,
+    kv_lora_rank: int = 64,
+    qk_rope_head_dim: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Pools:
+    """An MLATokenToKVPool and its MLATokenToKVPoolHost, the host buffer filled with random bytes."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    device = MLATokenToKVPool(
+        size=pages * page_size,
+        page_size=page_size,
+        dtype=dtype,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    host = MLATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info,
+        1.0,
+        0,
+        page_size,
+        layout,
+        pin_memory=False,
+        device="cpu",
+        device_capacity_tokens=pages * page_size,
+        start_layer=0,
+        end_layer=layers,
+        layer_shard_enabled=False,
+        target_layer_num=layers,
+    )
+    fill_with_noise(host)
+    return Pools(host, device)
+
+
+def fill_with_noise(host: Any, seed: int = 0) -> None:
+    """Random bytes in every buffer of a host pool, so that equality means something."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = host.kv_buffer.view(torch.uint8)
+    flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=generator))
+
+
+def page_indices(page_size: int, pages: list[int]) -> torch.Tensor:
+    """The token indices of ``pages``, as SGLang's controllers pass them: int64, on the CPU."""
+    return torch.cat([torch.arange(page * page_size, (page + 1) * page_size) for page in pages]).to(torch.int64)

@@ -1,0 +1,188 @@
+"""``hicache-ext config`` as an operator uses it."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hicache_ext import __version__
+from hicache_ext.cli.main import COMMANDS, main
+from hicache_ext.config import example_config, load_config
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "hicache.yaml"
+    path.write_text(example_config())
+    return path
+
+
+def test_check_says_ok_and_what_the_file_means(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"OK: {file}",
+        "  role: both",
+        "  tier nvme: file, capacity 512GiB, /mnt/nvme0/hicache",
+        "  retrieve from: nvme",
+        "  store to: nvme",
+    ]
+
+
+def test_check_prints_one_sentence_per_mistake_and_exits_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(example_config().replace("capacity:", "capcity:").replace("role: both", "role: prefil"))
+    assert main(["config", "check", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [line.split(": ")[0] for line in printed.err.splitlines()] == [
+        "hicache_ext.role",
+        "hicache_ext.tiers.nvme.capacity",
+        "hicache_ext.tiers.nvme.capcity",
+    ]
+
+
+def test_check_warns_that_a_decode_node_cannot_read_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(example_config().replace("role: both", "role: decode") + "  promote_to: null\nallocator: shm\n")
+    assert main(["config", "check", str(file)]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 2
+    assert f'"$(hicache-ext config render --inline {file})"' in notes[0]
+    assert "SGLang ignores 'allocator' in a file" in notes[1]
+
+
+def test_check_mentions_a_tier_that_is_never_used(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "    spare: {type: file, path: /mnt/spare, capacity: 1GiB}\n  retrieve_locations"
+    file.write_text(example_config().replace("  retrieve_locations", more))
+    assert main(["config", "check", str(file)]) == 0
+    assert "note: tier spare is neither read nor written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["standard input", "inline JSON", "at file"])
+def test_check_takes_whatever_the_launch_flag_takes(
+    kind: str, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(example_config()))
+    given = {"standard input": "-", "inline JSON": json.dumps(yaml.safe_load(example_config())), "at file": f"@{file}"}
+    assert main(["config", "check", given[kind]]) == 0
+    assert capsys.readouterr().out.startswith("OK")
+
+
+def test_render_without_anything_prints_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "render"]) == 0
+    assert capsys.readouterr().out == example_config()
+
+
+def test_render_makes_a_valid_file_from_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--path", "/mnt/a", "--path", "/mnt/b", "--capacity", "2TiB", "--role", "prefill", "--name", "nvme"]
+    assert main(["config", "render", *options]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0] == (
+        "# launch flags: --enable-hierarchical-cache --hicache-storage-backend dynamic "
+        "--hicache-storage-backend-extra-config @hicache.yaml"
+    )
+    file = tmp_path / "hicache.yaml"
+    file.write_text(text)
+    config = load_config(file)
+    assert config.role == "prefill"
+    assert config.tiers["nvme"].directories() == ("/mnt/a", "/mnt/b")
+
+
+def test_render_takes_a_capacity_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "render", "--path", "/a", "--capacity", "1073741824", "--inline"]) == 0
+    assert load_config(capsys.readouterr().out).tiers["disk"].summary() == "file, capacity 1GiB, /a"
+
+
+def test_render_inline_is_one_line_that_sglang_reads_on_a_decode_node(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "render", "--inline", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("\n") == 1
+    assert json.loads(text) == yaml.safe_load(file.read_text())
+
+
+def test_render_keeps_templates_for_the_node_that_reads_them(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(example_config().replace("/mnt/nvme0/hicache ", "'/mnt/{hostname}'"))
+    assert main(["config", "render", str(file)]) == 0
+    assert "/mnt/{hostname}" in capsys.readouterr().out
+
+
+def test_render_gives_a_decode_node_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "render", "--path", "/a", "--capacity", "1GiB", "--role", "decode"]) == 0
+    flags = shlex.split(capsys.readouterr().out.splitlines()[0], comments=False)
+    assert "--disaggregation-decode-enable-offload-kvcache" in flags
+    assert flags[-1] == "$(hicache-ext config render --inline hicache.yaml)"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--path", "/a"],
+            "--path and --capacity are both needed to make a tier; allowed: --path PATH --capacity SIZE",
+        ),
+        (["--role", "decode"], "--path and --capacity are both needed to make a tier; allowed: "),
+        (["--path", "a", "--capacity", "1GiB"], "hicache_ext.tiers.disk.path: 'a' is not an absolute path; allowed: "),
+        (["x.yaml", "--role", "both"], "FILE cannot be combined with --path, --capacity, --role or --name; allowed: "),
+        (["none.yaml"], "none.yaml: there is no such file"),
+    ],
+)
+def test_render_refuses_what_would_not_start(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "render", *options]) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    assert "FileTierConfig" in json.loads(capsys.readouterr().out)["$defs"]
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"hicache-ext {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["no-such-command"], ["config"], ["config", "check"]])
+def test_wrong_usage_exits_with_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+
+
+def test_every_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(command.name in text for command in COMMANDS)
+
+
+def test_starting_the_command_imports_neither_torch_nor_sglang_nor_another_command() -> None:
+    program = (
+        "import sys\nfrom hicache_ext.cli.main import main\n"
+        "try: main(['--version'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'sglang', 'pydantic', 'yaml') if name in sys.modules])\n"
+        "main(['config', 'render', '--inline'])\n"
+        "print([name for name in ('torch', 'sglang') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[1] == lines[3] == "[]"
+
+
+def test_a_reader_who_has_gone_is_not_a_traceback() -> None:
+    command = f"{shlex.quote(sys.executable)} -m hicache_ext.cli.main config schema | true"
+    program = command.replace(
+        "-m hicache_ext.cli.main", "-c 'import sys; from hicache_ext.cli.main import main; sys.exit(main())'"
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
