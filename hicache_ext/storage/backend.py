@@ -124,7 +124,6 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._model = self._model_identity()
         self._pools: dict[str, _BoundPool] = {}
         self._flat: _BoundPool | None = None
-        self._flat_used = False
         self._own_digests: set[bytes] = set()
         self._suspended_because: str | None = None
         self._state_lock = threading.Lock()
@@ -246,10 +245,9 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         if self._unavailable or not keys:
             return 0
         pool = self._pools.get(_KV)
-        if pool is None or pool.pages is None:
-            return self._leading(self._flat_pool(), keys) if self._flat_used or pool is None else 0
-        leading = self._leading(pool, keys)
-        if self._flat_used and leading < len(keys):
+        leading = self._leading(pool, keys) if pool is not None and pool.pages is not None else 0
+        if leading < len(keys):
+            # Pages that came as flat tensors; where there are none this costs one look-up.
             leading = max(leading, self._leading(self._flat_pool(), keys))
         return leading
 
@@ -458,7 +456,6 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         done: list[Any] = [None] * len(keys)
         if self._unavailable:
             return done
-        self._flat_used = True
         digest = self._flat_pool().digests[0]
         positions: list[int] = []
         buffers: list[list[memoryview]] = []

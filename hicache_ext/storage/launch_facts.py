@@ -60,10 +60,8 @@ def logical_dtype(stored: str, kv_cache_dtype: str | None, override: str | None)
     SGLang keeps fp8 KV in uint8 tensors: e4m3 and e5m2 look alike there, and only the launch argument tells.
     ``stored`` is the pool's torch dtype without "torch.", ``override`` the configured ``kv_dtype``.
     """
-    if override:
-        return override
-    if stored not in ("uint8", "int8"):
-        return stored
-    if kv_cache_dtype is None:
-        return None
-    return f"{kv_cache_dtype}({stored})"
+    known = override or kv_cache_dtype
+    if stored in ("uint8", "int8"):
+        return f"{known}/{stored}" if known else None
+    # An override never hides what the tensor itself says: bf16 and fp16 pages are equally long.
+    return f"{override}/{stored}" if override else stored

@@ -21,7 +21,6 @@ def extra_config(directory: Path, **ours: Any) -> dict[str, Any]:
         "interface_v1": 1,
         "hicache_ext": {
             "tiers": {"disk": {"type": "file", "path": str(directory), "capacity": "64MiB"}},
-            "kv_dtype": None,
             **ours,
         },
     }
@@ -31,7 +30,7 @@ class TestHiCacheExtBackend(StorageBackendTests):
     def open_backend(self, directory: Path, storage_config: Any) -> Any:
         from hicache_ext.storage.backend import HiCacheExtBackend
 
-        storage_config.extra_config = extra_config(directory, **storage_config.extra_config)
+        storage_config.extra_config = extra_config(directory, kv_dtype=self.kv_dtype)
         return HiCacheExtBackend(storage_config, {})
 
     def stored_files(self, directory: Path) -> list[Path]:
@@ -51,7 +50,6 @@ HICACHE_FILE_FAILS = {
     "test_pools_of_equal_size_and_other_meaning_never_meet": "dtype, layout and geometry are not in its key",
     "test_clear_leaves_other_models_alone": "deletes every file of the directory",
     "test_clear_leaves_strangers_files_alone": "deletes every file of the directory",
-    "test_ranks_may_start_at_the_same_moment": "ranks race to create the directory",
 }
 
 
@@ -74,4 +72,4 @@ class TestSglangHiCacheFile(StorageBackendTests):
     def _known_failures(self, request: pytest.FixtureRequest) -> None:
         reason = HICACHE_FILE_FAILS.get(request.function.__name__)
         if reason is not None:
-            request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))

@@ -37,6 +37,9 @@ _IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 _FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
 _PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
 
+_TEMP_NUMBERS = itertools.count()
+"""One count for the whole process: two stores of one process may share a directory."""
+
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 
@@ -47,7 +50,7 @@ def occupied(size: int) -> int:
 
 
 class PageDirectory:
-    """Paths and whole-or-nothing publication in one directory. Thread-safe; holds no state but the temp counter."""
+    """Paths and whole-or-nothing publication in one directory. Thread-safe."""
 
     def __init__(self, path: Path, tier: str) -> None:
         """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
@@ -56,7 +59,6 @@ class PageDirectory:
         self.identities = path / "identities"
         self.temporary = path / "tmp"
         self._temp_prefix = writer_name().replace("/", "_")
-        self._temp_numbers = itertools.count()
         try:
             for directory in (path, self.pages, self.identities, self.temporary):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -226,7 +228,7 @@ class PageDirectory:
             _unlink_quietly(temp_path)
 
     def _temp_path(self) -> str:
-        return f"{self.temporary}/{self._temp_prefix}.{next(self._temp_numbers)}.tmp"
+        return f"{self.temporary}/{self._temp_prefix}.{next(_TEMP_NUMBERS)}.tmp"
 
     def _supports_unnamed_files(self) -> bool:
         """Whether O_TMPFILE and linkat work here: then a kill leaves nothing behind, not even a temp file."""

@@ -107,6 +107,9 @@ class StorageBackendTests:
 
     zero_copy = True
 
+    kv_dtype: str | None = None
+    """What ``--kv-cache-dtype`` would say in a server, where a test uses fp8 pools (SGLang keeps them as uint8)."""
+
     def open_backend(self, directory: Path, storage_config: Any) -> Any:
         """A backend that keeps its pages under ``directory`` (or a namespace derived from it)."""
         raise NotImplementedError
@@ -277,7 +280,7 @@ class StorageBackendTests:
         "other",
         [
             {"dtype": torch.float16},
-            {"dtype": torch.float8_e4m3fn, "head_dim": 64},
+            {"dtype": torch.float8_e4m3fn, "head_dim": 64, "kv_dtype": "fp8_e4m3"},
             {"layout": "page_first_direct"},
             {"layout": "layer_first"},
             {"heads": 4, "head_dim": 16},
@@ -289,10 +292,9 @@ class StorageBackendTests:
     ) -> None:
         keys = page_keys(2)
         assert drive().write(keys, (0, 1))
-        stranger = drive(
-            pools=mha_pools(page_size=PAGE_SIZE, pages=PAGES, **other),
-            extra_config={"kv_dtype": "fp8_e4m3"} if "fp8" in str(other) else {},
-        )
+        geometry = dict(other)
+        self.kv_dtype = geometry.pop("kv_dtype", None)
+        stranger = drive(pools=mha_pools(page_size=PAGE_SIZE, pages=PAGES, **geometry))
         assert stranger.backend.batch_exists(keys) == 0
         assert stranger.read(keys, (0, 1)) == 0
 
@@ -314,7 +316,7 @@ class StorageBackendTests:
         assert strangers.read_text() == "keep me"
 
     def test_ranks_may_start_at_the_same_moment(self, drive: Callable[..., Driver], tmp_path: Path) -> None:
-        failures: list[BaseException] = []
+        failures: list[Exception] = []
         barrier = threading.Barrier(4)
 
         def start(rank: int) -> None:
@@ -323,7 +325,7 @@ class StorageBackendTests:
                 backend = self.open_backend(tmp_path / "together", make_storage_config(tp_rank=rank, tp_size=4))
                 if hasattr(backend, "close"):
                     backend.close()
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test must show it
                 failures.append(error)
 
         threads = [threading.Thread(target=start, args=(rank,)) for rank in range(4)]
