@@ -134,13 +134,16 @@ def decode_header(header: Buffer) -> Envelope:
 def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum: bool = True) -> str | None:
     """Why the page just read is not the page ``key``; None when it is.
 
-    ``header`` are the first bytes of the stored object, ``segments`` the memory the payload was read into. The reasons
-    are those of ``decode_header`` and ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
+    ``header`` is what was read in front of the payload, all of it; ``segments`` the memory the payload was read into.
+    The reasons are those of ``decode_header`` (``header_length`` also where the header says that the payload begins
+    elsewhere) and ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
     """
     try:
         envelope = decode_header(header)
     except FormatError as error:
         return error.reason
+    if envelope.header_length != len(header):
+        return "header_length"
     if envelope.identity != key[:IDENTITY_LENGTH]:
         return "identity"
     if envelope.page_hash != key[IDENTITY_LENGTH:]:

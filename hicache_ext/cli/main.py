@@ -29,6 +29,9 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
+    Command(
+        "demo", "hicache_ext.cli.demo_command", "hold a conversation with a real server, restart it, go on from disk"
+    ),
     Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
 )
 

@@ -123,7 +123,10 @@ class PageStore(Protocol):
         """Remove pages; the number that was there."""
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Remove every page of these identities (None: of every identity of this package); the number removed."""
+        """Remove every page of these identities (None: of every identity of this package).
+
+        The answer is the number of identities that had pages: counting pages would take as long as removing them.
+        """
 
     def close(self) -> None:
         """Release everything. Waits for calls under way. Idempotent."""

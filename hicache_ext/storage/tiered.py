@@ -94,7 +94,12 @@ class TieredStore:
         return present.index(False) if False in present else len(present)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        return max((tier.remove(keys) for tier in self._all), default=0)
+        wanted = list(dict.fromkeys(keys))
+        # A page of two tiers is one page: their own counts cannot be added.
+        present = [tier.contains(wanted) for tier in self._all]
+        for tier in self._all:
+            tier.remove(wanted)
+        return sum(any(known) for known in zip(*present, strict=True))
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         return max((tier.clear(digests) for tier in self._all), default=0)

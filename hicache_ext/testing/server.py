@@ -248,6 +248,11 @@ class SglangServer:
         with self._open("GET", path, None, timeout) as response:
             return str(response.read(), "utf-8", "replace")
 
+    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60) -> str:
+        """Body of the answer to a POST request, for instance to ``/update_weights_from_disk``."""
+        with self._open("POST", path, body, timeout) as response:
+            return str(response.read(), "utf-8", "replace")
+
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
         """The last lines of the log."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,3 +14,14 @@ from hicache_ext.testing.tiny_model import make_tiny_model
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny model every server of the session serves."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def file_tier_config(directory: Path, *, capacity: str = "256MiB", **ours: Any) -> dict[str, Any]:
+    """What an operator's configuration file holds, with one file tier."""
+    return {
+        "backend_name": "hicache_ext",
+        "module_path": "hicache_ext.storage.backend",
+        "class_name": "HiCacheExtBackend",
+        "interface_v1": 1,
+        "hicache_ext": {"tiers": {"disk": {"type": "file", "path": str(directory), "capacity": capacity}}, **ours},
+    }

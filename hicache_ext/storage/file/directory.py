@@ -8,7 +8,8 @@
     PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
     PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
 
-Only names of exactly these forms are ever read, counted or removed: a stranger's file stays.
+Only names of exactly these forms are ever read, counted or removed: a stranger's file stays, also where clear() takes
+the directory around it away (it is put back) and where a directory has a page's name (it is moved aside, whole).
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import itertools
 import json
 import os
 import re
-import shutil
-import uuid
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class PageDirectory:
         self.pages = path / "pages"
         self.identities = path / "identities"
         self.temporary = path / "tmp"
-        self._temp_prefix = writer_name().replace("/", "_")
+        self._temp_prefix = writer_name()
         try:
             for directory in (path, self.pages, self.identities, self.temporary):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -77,13 +77,10 @@ class PageDirectory:
         """Make the fan-out directory of a page; bytes of disk that took (0 when it was there)."""
         parent = os.path.dirname(page_path)
         try:
-            os.mkdir(parent)
-            return BLOCK
-        except FileExistsError:
-            return 0
+            return _make_directory(parent)
         except FileNotFoundError:
-            os.makedirs(parent, exist_ok=True)
-            return 2 * BLOCK
+            # Several threads come here for a new identity: each counts only what it made itself.
+            return _make_directory(os.path.dirname(parent)) + _make_directory(parent)
 
     def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
         """A descriptor to write a page to that nobody can see yet, and its temp path (None: it has no name at all)."""
@@ -108,20 +105,35 @@ class PageDirectory:
         if temp_path is not None:
             _unlink_quietly(temp_path)
 
-    def remove_page(self, page_path: str) -> int:
-        """Remove whatever has a page's name, a file or (somebody's mistake) a directory; bytes of disk freed.
+    def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
+        """Remove whatever has a page's name; the size of the file removed.
 
-        Raises OSError when it cannot be removed, FileNotFoundError when it is gone already.
+        With ``seen``, only if it is still the file that had this status: another process may have replaced it since.
+        A directory is not ours: it is removed when empty and moved aside otherwise. Raises OSError when the name cannot
+        be freed, FileNotFoundError when it is free already or (with ``seen``) another file's.
         """
         status = os.lstat(page_path)
-        try:
+        if seen is not None and (status.st_ino, status.st_ctime_ns) != (seen.st_ino, seen.st_ctime_ns):
+            raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", page_path)
+        if not stat.S_ISDIR(status.st_mode):
             os.unlink(page_path)
-        except IsADirectoryError:
-            moved = self.temporary / f"clear-{uuid.uuid4().hex}"
-            os.rename(page_path, moved)
-            shutil.rmtree(moved, ignore_errors=True)
-            return 0
-        return occupied(status.st_size)
+            return status.st_size
+        try:
+            os.rmdir(page_path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _rename_without_replacing(page_path, f"{page_path}.not-a-page-{os.getpid()}-{next(_TEMP_NUMBERS)}")
+        return 0
+
+    def remove_empty_directories(self) -> int:
+        """Remove fan-out and identity directories without pages; bytes of disk freed. Writers make them anew."""
+        freed = 0
+        for identity in _entries(self.pages, _IDENTITY_NAME):
+            for fan_out in _entries(identity.path, _FANOUT_NAME):
+                freed += _remove_directory(fan_out.path)
+            freed += _remove_directory(identity.path)
+        return freed
 
     def fan_out_directories(self) -> list[str]:
         """Paths of all directories that may hold pages."""
@@ -151,7 +163,8 @@ class PageDirectory:
 
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, None when there is none."""
-        moved = self.temporary / f"clear-{uuid.uuid4().hex}"
+        # The name says whose pages these were, so that whoever finds the tree can put a stranger's file back.
+        moved = self.temporary / f"{self._temp_prefix}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
         try:
             os.rename(self.pages / identity.hex(), moved)
         except FileNotFoundError:
@@ -159,12 +172,15 @@ class PageDirectory:
         return moved
 
     def delete_detached(self, tree: Path) -> int:
-        """Delete what ``detach_identity`` took out; bytes of disk freed."""
-        freed = BLOCK
-        for fan_out in _entries(tree, _FANOUT_NAME):
-            freed += BLOCK + sum(occupied(status.st_size) for _, status in self.page_files(fan_out.path))
-        shutil.rmtree(tree, ignore_errors=True)
-        return freed
+        """Delete the pages that ``detach_identity`` took out; bytes of disk freed. What is no page goes back."""
+        home = self.pages / tree.name.split(".")[-2]
+        freed = 0
+        for fan_out in list(_entries(tree, _FANOUT_NAME)):
+            for path, status in list(self.page_files(fan_out.path)):
+                if not stat.S_ISDIR(status.st_mode) and _unlink_quietly(path):
+                    freed += occupied(status.st_size)
+            freed += _remove_directory(fan_out.path) or _put_back(fan_out.path, home / fan_out.name)
+        return freed + (_remove_directory(tree) or _put_back(tree, home))
 
     def known_identities(self) -> list[bytes]:
         """Digests that have pages here."""
@@ -183,19 +199,24 @@ class PageDirectory:
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
         removed = 0
-        for entry in _entries(self.temporary, re.compile(r".+")):
-            if entry.name.startswith("clear-"):
-                shutil.rmtree(entry.path, ignore_errors=True)
-                removed += 1
+        for entry in list(_entries(self.temporary, re.compile(r".+"))):
+            if entry.name.endswith(".clear"):
+                writer = entry.name.rsplit(".", 3)[0]
             elif entry.name.endswith(".tmp"):
                 writer = entry.name.rsplit(".", 2)[0]
-                try:
-                    last_change = entry.stat(follow_symlinks=False).st_mtime
-                except OSError:
-                    continue
-                if not writer_alive(writer, last_change):
-                    _unlink_quietly(entry.path)
-                    removed += 1
+            else:
+                continue
+            try:
+                last_change = entry.stat(follow_symlinks=False).st_ctime
+            except OSError:
+                continue
+            if writer_alive(writer, last_change):
+                continue
+            if entry.name.endswith(".clear"):
+                self.delete_detached(Path(entry.path))
+            else:
+                _unlink_quietly(entry.path)
+            removed += 1
         return removed
 
     def _adopt(self, tier: str) -> None:
@@ -255,11 +276,51 @@ def _entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEnt
         return
 
 
-def _unlink_quietly(path: str) -> None:
+def _make_directory(path: str | Path) -> int:
+    """Make one directory; the bytes of disk that took, 0 when it was there. FileNotFoundError without its parent."""
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        return 0
+    return BLOCK
+
+
+def _remove_directory(path: str | Path) -> int:
+    """Remove an empty directory; the bytes of disk freed, 0 when it stays."""
+    try:
+        os.rmdir(path)
+    except OSError:
+        return 0
+    return BLOCK
+
+
+def _put_back(source: str | Path, target: Path) -> int:
+    """Move strangers' entries from ``source`` to ``target``, never over what is there, and remove ``source``.
+
+    The bytes of disk freed; negative where directories had to be made.
+    """
+    freed = 0
+    with os.scandir(source) as listing:
+        entries = list(listing)
+    for entry in entries:
+        # A page that could not be deleted, or a directory with such pages, must not come back into sight.
+        if (_FANOUT_NAME if entry.is_dir(follow_symlinks=False) else _PAGE_NAME).fullmatch(entry.name):
+            continue
+        try:
+            freed -= _make_directory(target.parent) + _make_directory(target)
+            _rename_without_replacing(entry.path, f"{target}/{entry.name}")
+        except OSError:
+            # It stays where it is, under tmp/: moved, not lost.
+            continue
+    return freed + _remove_directory(source)
+
+
+def _unlink_quietly(path: str) -> bool:
     try:
         os.unlink(path)
     except OSError:
-        pass
+        return False
+    return True
 
 
 def _rename_without_replacing(source: str, target: str) -> None:
@@ -273,7 +334,8 @@ def _rename_without_replacing(source: str, target: str) -> None:
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         os.link(source, target)
-        os.unlink(source)
+        # Published from here on; a second name left in tmp/ goes with the next start.
+        _unlink_quietly(source)
         return
     raise OSError(code, os.strerror(code), target)
 

@@ -7,26 +7,27 @@ pwritev release the GIL). A page gets its name only when it is whole.
 
 from __future__ import annotations
 
+import enum
 import errno
-import itertools
 import logging
 import os
-import random
 import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hicache_ext import envelope
-from hicache_ext.errors import StoreClosedError
+from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import vectored
 from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied
-from hicache_ext.storage.file.usage import Usage
+from hicache_ext.storage.file.eviction import Evictor
+from hicache_ext.storage.file.parallel import CallGate, Workers
+from hicache_ext.storage.file.usage import Removal, Usage
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -36,18 +37,27 @@ DEFAULT_THREADS = 4
 _HEADER_LENGTH = envelope.FIELDS_LENGTH
 _TOUCH_INTERVAL = 60.0
 """Seconds between two renewals of a page's recency (its mtime): eviction needs no finer order."""
-_EVICTION_SAMPLE = 4096
-"""Page files looked at to find the oldest; a directory with fewer is evicted in exact order of recency."""
 _EVICTION_SHARE = 1 / 16
 """Share of the capacity freed at once, so that the walk is paid for by many batches."""
 _NO_SPACE_PAUSE = 1.0
 """Seconds without writes after the file system said that it is full."""
 
+_PORTIONS = 8
+"""A write takes at most this part of the capacity at once, so that several processes can have one under way."""
+_WRITE_ATTEMPTS = 3
+_UNHEALED_LIMIT = 65536
+
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
 """Errors of open() that say: what has this page's name is nothing this tier can have written and may read."""
 
-_Answer = TypeVar("_Answer", GetResult, SetResult)
+
+class _Found(enum.Enum):
+    """What has a page's name when the page is to be written."""
+
+    PAGE = enum.auto()
+    NOTHING = enum.auto()
+    OBSTACLE = enum.auto()
 
 
 class PageFileStore:
@@ -73,13 +83,24 @@ class PageFileStore:
         self._capacity = capacity
         self._capacity_per_path = None if capacity is None else capacity // len(paths)
         self._directories = [PageDirectory(path, name) for path in paths]
-        self._usages = [Usage(directory.path / "usage", directory.count_occupied) for directory in self._directories]
+        self._usages = [self._open_usage(directory) for directory in self._directories]
+        self._evictors = [Evictor(directory, self._metrics) for directory in self._directories]
         self._threads = threads or DEFAULT_THREADS
-        self._workers = ThreadPoolExecutor(self._threads, thread_name_prefix=f"hicache-{name}")
+        self._workers = Workers(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
-        self._undeletable: set[str] = set()
+        # Paths under which this process found no page it could read, and which it could not free: absent to callers,
+        # freed by the next write where that has become possible.
+        self._unhealed: set[str] = set()
         self._cleaners: list[threading.Thread] = []
-        self._calls = _CallGate(name)
+        self._cleaners_lock = threading.Lock()
+        self._calls = CallGate(name)
+
+    def _open_usage(self, directory: PageDirectory) -> Usage:
+        path = directory.path / "usage"
+        try:
+            return Usage(path, directory.count_occupied)
+        except OSError as error:
+            raise StoreSetupError(self._name, f"account {str(path)!r}: {error.strerror or error}") from error
 
     @property
     def name(self) -> str:
@@ -117,7 +138,7 @@ class PageFileStore:
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._calls:
-            results = self._in_parallel(len(batch), lambda i: self._get_page(batch.keys[i], batch.buffers[i]))
+            results = self._workers.run(len(batch), lambda i: self._get_page(batch.keys[i], batch.buffers[i]))
         self._metrics.add_many("get", Counter(result.value for result in results))
         self._metrics.add(
             "bytes", "get", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is GetResult.HIT)
@@ -125,39 +146,41 @@ class PageFileStore:
         return results
 
     def _get_page(self, key: bytes, segments: Sequence[memoryview]) -> GetResult:
-        directory = self._directory(key)
-        path = directory.page_path(key)
+        path = self._directory(key).page_path(key)
+        size = _object_size(segments)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # O_NONBLOCK: opening a pipe that has a page's name would wait for its writer for ever.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return GetResult.MISS
         except OSError as error:
             if error.errno not in _UNREADABLE:
                 return self._failed_read(path, error)
-            self._heal(key, path, "unreadable")
+            self._heal(key, path, size, "unreadable")
             return GetResult.CORRUPT
         try:
-            reason = self._read_page(fd, key, segments)
-        except IsADirectoryError:
-            reason = "not_a_file"
+            status = os.fstat(fd)
+            reason = self._read_page(fd, status, key, segments)
         except OSError as error:
             return self._failed_read(path, error)
         finally:
             os.close(fd)
         if reason is None:
+            self._unhealed.discard(path)
             return GetResult.HIT
-        self._heal(key, path, reason)
+        self._heal(key, path, size, reason, status)
         return GetResult.CORRUPT
 
-    def _read_page(self, fd: int, key: bytes, segments: Sequence[memoryview]) -> str | None:
+    def _read_page(self, fd: int, status: os.stat_result, key: bytes, segments: Sequence[memoryview]) -> str | None:
         """Read and check one page; the reason why it is not the page, None when it is."""
-        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return "not_a_file"
         header = bytearray(_HEADER_LENGTH)
-        expected = _HEADER_LENGTH + sum(segment.nbytes for segment in segments)
+        expected = _object_size(segments)
+        if status.st_size != expected:
+            return "truncated" if status.st_size < expected else "longer"
         if vectored.read_into(fd, [memoryview(header), *segments], 0) != expected:
             return "truncated"
-        if status.st_size != expected:
-            return "longer"
         reason = envelope.reason_to_refuse(header, key, segments)
         if reason is None:
             self._touch(fd, status)
@@ -169,24 +192,52 @@ class PageFileStore:
             try:
                 os.utime(file)
             except OSError as error:
-                self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+                self._count_error(error)
 
     def _failed_read(self, path: str, error: OSError) -> GetResult:
-        self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+        self._count_error(error)
+        # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
+        self._remember_unhealed(path)
         logger.debug("tier %s: reading %s: %s", self._name, path, error)
         return GetResult.ERROR
 
-    def _heal(self, key: bytes, path: str, reason: str) -> None:
-        """Remove a copy that is not the page its name says, so that the next write replaces it."""
+    def _count_error(self, error: OSError) -> None:
+        self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+
+    def _heal(self, key: bytes, path: str, size: int, reason: str, seen: os.stat_result | None = None) -> bool:
+        """Remove a copy that is not the page its name says, so that the next write replaces it; False when it stays.
+
+        ``seen`` is the status of the file that was found bad: one that has replaced it since is left alone.
+        """
         self._metrics.add("corrupt", reason)
         try:
-            freed = self._directory(key).remove_page(path)
-            self._usage(key).removed(freed)
+            self._remove_page(key, path, size, seen)
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+            self._count_error(error)
+            self._remember_unhealed(path)
+            logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self._name, path, reason, error)
+            return False
+        self._unhealed.discard(path)
         logger.warning("tier %s: %s was bad (%s) and is removed", self._name, path, reason)
+        return True
+
+    def _remember_unhealed(self, path: str) -> None:
+        if len(self._unhealed) >= _UNHEALED_LIMIT:
+            self._unhealed.clear()
+        self._unhealed.add(path)
+
+    def _remove_page(self, key: bytes, path: str, size: int | None, seen: os.stat_result | None = None) -> None:
+        """Free a page's name, and the account of the page's ``size`` if it is known.
+
+        Raises OSError as ``PageDirectory.remove_page`` does.
+        """
+        with self._usage(key).removing() as removal:
+            found = self._directory(key).remove_page(path, seen)
+            # A damaged file must not take more out of the account than its page once put in.
+            removal.freed = occupied(found if size is None else min(found, size))
+            removal.uncertain = size is not None and found != size
 
     # -- presence --------------------------------------------------------------------------------------------------
 
@@ -202,10 +253,12 @@ class PageFileStore:
         return len(keys)
 
     def _present(self, key: bytes) -> bool:
+        path = self._directory(key).page_path(key)
         try:
-            return os.stat(self._directory(key).page_path(key)).st_size >= _HEADER_LENGTH
+            status = os.lstat(path)
         except OSError:
             return False
+        return stat.S_ISREG(status.st_mode) and status.st_size >= _HEADER_LENGTH and path not in self._unhealed
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -219,12 +272,17 @@ class PageFileStore:
         return results
 
     def _set(self, batch: PageBatch) -> list[SetResult]:
-        sizes = [_HEADER_LENGTH + batch.payload_bytes(i) for i in range(len(batch))]
-        results = [
-            SetResult.EXISTS if self._already_stored(key, size) else SetResult.REJECTED
-            for key, size in zip(batch.keys, sizes, strict=True)
-        ]
-        missing = [i for i, result in enumerate(results) if result is not SetResult.EXISTS]
+        sizes = [_object_size(segments) for segments in batch.buffers]
+        results = [SetResult.REJECTED] * len(batch)
+        missing: list[int] = []
+        for position, (key, size) in enumerate(zip(batch.keys, sizes, strict=True)):
+            match self._find_stored(key, size):
+                case _Found.PAGE:
+                    results[position] = SetResult.EXISTS
+                case _Found.NOTHING:
+                    missing.append(position)
+                case _Found.OBSTACLE:
+                    self._metrics.add("rejected", "obstacle")
         if time.monotonic() < self._no_writes_until:
             self._metrics.add("rejected", "no_space", len(missing))
             return results
@@ -237,24 +295,38 @@ class PageFileStore:
         self, number: int, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]
     ) -> None:
         """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
+        usage, make_room = self._usages[number], self._make_room(number)
         for portion in self._portions(positions, sizes):
             # The fan-out directories of new pages are charged in full and corrected by what was really made.
             reserved = sum(occupied(sizes[i]) + 2 * BLOCK for i in portion)
-            if not self._usages[number].reserve(reserved, self._capacity_per_path, self._make_room(number)):
+            try:
+                granted = usage.reserve(reserved, self._capacity_per_path, make_room)
+            except OSError as error:
+                self._count_error(error)
+                for position in portion:
+                    results[position] = SetResult.ERROR
+                continue
+            if not granted:
                 self._metrics.add("rejected", "capacity", len(portion))
                 continue
             stored = 0
             try:
-                written = self._in_parallel(len(portion), lambda n: self._set_page(batch, portion[n]))  # noqa: B023
-                for position, (result, added) in zip(portion, written, strict=True):
+                for position, (result, added) in zip(portion, self._set_pages(batch, portion), strict=True):
                     results[position] = result
                     stored += added
             finally:
-                self._usages[number].commit(reserved, stored)
+                self._end_operation(usage, reserved, stored)
+
+    def _end_operation(self, usage: Usage, reserved: int, stored: int) -> None:
+        try:
+            usage.commit(reserved, stored)
+        except OSError as error:
+            # The reservation stays in the account, which then says too much: never too little.
+            self._count_error(error)
 
     def _portions(self, positions: list[int], sizes: list[int]) -> list[list[int]]:
-        """``positions`` cut so that no portion needs more than half the capacity of a path."""
-        limit = None if self._capacity_per_path is None else self._capacity_per_path // 2
+        """``positions`` cut so that no portion needs more than its part of the capacity, unless one page does."""
+        limit = None if self._capacity_per_path is None else self._capacity_per_path // _PORTIONS
         portions: list[list[int]] = []
         filled = 0
         for position in positions:
@@ -266,42 +338,46 @@ class PageFileStore:
             filled += need
         return portions
 
-    def _set_page(self, batch: PageBatch, position: int) -> tuple[SetResult, int]:
-        """Write one page; its result and the bytes of disk it added."""
-        key, segments = batch.keys[position], batch.buffers[position]
+    def _set_pages(self, batch: PageBatch, positions: list[int]) -> list[tuple[SetResult, int]]:
+        return self._workers.run(
+            len(positions), lambda n: self._set_page(batch.keys[positions[n]], batch.buffers[positions[n]])
+        )
+
+    def _set_page(self, key: bytes, segments: Sequence[memoryview]) -> tuple[SetResult, int]:
+        """Write one page; its result and the bytes of disk that took, with directories and also when it failed."""
         directory = self._directory(key)
         path = directory.page_path(key)
-        try:
-            return self._write_page(directory, path, key, segments)
-        except FileNotFoundError:
-            # clear() took the directory away in between.
+        added = 0
+        for attempt in range(1, _WRITE_ATTEMPTS + 1):
             try:
-                return self._write_page(directory, path, key, segments)
+                added += directory.create_parent(path)
+                result = self._write_page(directory, path, key, segments)
+            except FileNotFoundError as error:
+                # clear() or an eviction took the directory away in between.
+                if attempt == _WRITE_ATTEMPTS:
+                    return self._failed_write(path, error), added
             except OSError as error:
-                return self._failed_write(path, error), 0
-        except OSError as error:
-            return self._failed_write(path, error), 0
+                return self._failed_write(path, error), added
+            else:
+                return result, added + (occupied(_object_size(segments)) if result is SetResult.STORED else 0)
+        raise AssertionError("unreachable")
 
-    def _write_page(
-        self, directory: PageDirectory, path: str, key: bytes, segments: Sequence[memoryview]
-    ) -> tuple[SetResult, int]:
-        added = directory.create_parent(path)
+    def _write_page(self, directory: PageDirectory, path: str, key: bytes, segments: Sequence[memoryview]) -> SetResult:
         header = envelope.encode_header(key, segments, header_length=_HEADER_LENGTH)
         fd, temp_path = directory.open_unpublished(path)
         published = False
         try:
-            written = vectored.write_from(fd, [memoryview(header), *segments], 0)
-            if written != len(header) + sum(segment.nbytes for segment in segments):
+            if vectored.write_from(fd, [memoryview(header), *segments], 0) != _object_size(segments):
                 raise OSError(errno.ENOSPC, "short write")
             published = directory.publish(fd, temp_path, path)
         finally:
             os.close(fd)
             if not published:
                 directory.discard(temp_path)
-        return (SetResult.STORED, added + occupied(written)) if published else (SetResult.EXISTS, added)
+        return SetResult.STORED if published else SetResult.EXISTS
 
     def _failed_write(self, path: str, error: OSError) -> SetResult:
-        self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+        self._count_error(error)
         if error.errno in _NO_SPACE:
             if time.monotonic() >= self._no_writes_until:
                 logger.warning("tier %s: no space left for %s; writes pause %.0f s", self._name, path, _NO_SPACE_PAUSE)
@@ -310,64 +386,23 @@ class PageFileStore:
         logger.debug("tier %s: writing %s: %s", self._name, path, error)
         return SetResult.ERROR
 
-    def _already_stored(self, key: bytes, size: int) -> bool:
-        """Whether a page of this size is there; anything else under its name is removed."""
+    def _find_stored(self, key: bytes, size: int) -> _Found:
+        """What has this page's name; anything but a page of this size is removed where it can be."""
         path = self._directory(key).page_path(key)
         try:
             status = os.lstat(path)
         except OSError:
-            return False
+            return _Found.NOTHING
+        if path in self._unhealed:
+            return _Found.NOTHING if self._heal(key, path, size, "unreadable") else _Found.OBSTACLE
         if status.st_size == size and stat.S_ISREG(status.st_mode):
             self._touch(path, status)
-            return True
-        self._heal(key, path, "length")
-        return False
-
-    # -- eviction --------------------------------------------------------------------------------------------------
+            return _Found.PAGE
+        return _Found.NOTHING if self._heal(key, path, size, "length") else _Found.OBSTACLE
 
     def _make_room(self, number: int) -> Callable[[int], int]:
-        assert self._capacity_per_path is None or self._capacity_per_path >= 0
         share = int((self._capacity_per_path or 0) * _EVICTION_SHARE)
-        return lambda need: self._evict(self._directories[number], max(need, share))
-
-    def _evict(self, directory: PageDirectory, need: int) -> int:
-        """Remove the pages not used for longest until ``need`` bytes are free; bytes freed.
-
-        The order is exact in a small directory. In a large one it is that of a random sample of fan-out directories,
-        which hashes fill evenly.
-        """
-        freed = evicted = 0
-        fan_outs = directory.fan_out_directories()
-        random.shuffle(fan_outs)
-        remaining = iter(fan_outs)
-        while freed < need:
-            sample: list[tuple[float, str, int]] = []
-            for fan_out in remaining:
-                for path, status in directory.page_files(fan_out):
-                    if path not in self._undeletable:
-                        sample.append((status.st_mtime, path, occupied(status.st_size)))
-                if len(sample) >= _EVICTION_SAMPLE:
-                    break
-            if not sample:
-                break
-            sample.sort()
-            for _, path, size in sample:
-                if freed >= need:
-                    break
-                try:
-                    os.unlink(path)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    # One file that cannot be removed must not wedge eviction for ever.
-                    self._undeletable.add(path)
-                    self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
-                    continue
-                freed += size
-                evicted += 1
-        self._metrics.add("evicted", "capacity", evicted)
-        self._metrics.add("bytes", "evicted", freed)
-        return freed
+        return lambda need: self._evictors[number].evict(max(need, share))
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -375,12 +410,13 @@ class PageFileStore:
         removed = 0
         with self._calls:
             for key in keys:
-                directory = self._directory(key)
                 try:
-                    self._usage(key).removed(directory.remove_page(directory.page_path(key)))
+                    self._remove_page(key, self._directory(key).page_path(key), None)
                     removed += 1
-                except OSError:
+                except FileNotFoundError:
                     continue
+                except OSError as error:
+                    self._count_error(error)
         return removed
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
@@ -393,30 +429,36 @@ class PageFileStore:
             for directory, usage in zip(self._directories, self._usages, strict=True):
                 for digest in directory.known_identities() if digests is None else digests:
                     try:
-                        tree = directory.detach_identity(digest)
+                        with ExitStack() as operation:
+                            # Under way before the tree moves: killed from here on, the account is known to be off.
+                            removal = operation.enter_context(usage.removing())
+                            tree = directory.detach_identity(digest)
+                            if tree is not None:
+                                cleared.add(digest)
+                                self._start_cleaner(directory, tree, removal, operation.pop_all())
                     except OSError as error:
+                        self._count_error(error)
                         logger.warning("tier %s: clearing %s: %s", self._name, digest.hex(), error)
-                        continue
-                    if tree is not None:
-                        cleared.add(digest)
-                        self._start_cleaner(directory, usage, tree)
         return len(cleared)
 
-    def _start_cleaner(self, directory: PageDirectory, usage: Usage, tree: Path) -> None:
+    def _start_cleaner(self, directory: PageDirectory, tree: Path, removal: Removal, operation: ExitStack) -> None:
         def clean() -> None:
             try:
-                usage.removed(directory.delete_detached(tree))
+                with operation:
+                    removal.freed = directory.delete_detached(tree)
             except OSError as error:
+                self._count_error(error)
                 logger.warning("tier %s: clearing %s: %s", self._name, tree, error)
 
         cleaner = threading.Thread(target=clean, name=f"hicache-{self._name}-clear", daemon=True)
-        self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
-        cleaner.start()
+        with self._cleaners_lock:
+            self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
+            cleaner.start()
 
     def close(self) -> None:
         if not self._calls.shut():
             return
-        self._workers.shutdown(wait=True)
+        self._workers.close()
         for cleaner in self._cleaners:
             cleaner.join()
         for usage in self._usages:
@@ -434,55 +476,6 @@ class PageFileStore:
     def _usage(self, key: bytes) -> Usage:
         return self._usages[self._directory_number(key)]
 
-    def _in_parallel(self, count: int, work: Callable[[int], Any]) -> list[Any]:
-        """``work(0..count-1)`` by this thread and the workers; returns, or raises, only when all of it has ended."""
-        if count <= 1:
-            return [work(i) for i in range(count)]
-        results: list[Any] = [None] * count
-        positions = itertools.count()
 
-        def run() -> None:
-            # next() on a counter is one step under the GIL: no two threads get the same position.
-            for position in iter(lambda: next(positions), -1):
-                if position >= count:
-                    return
-                results[position] = work(position)
-
-        helpers = [self._workers.submit(run) for _ in range(min(self._threads, count) - 1)]
-        try:
-            run()
-        finally:
-            wait(helpers)
-        for helper in helpers:
-            helper.result()
-        return results
-
-
-class _CallGate:
-    """Counts calls under way, so that close() waits for them and later ones are refused."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._condition = threading.Condition()
-        self._under_way = 0
-        self._closed = False
-
-    def __enter__(self) -> None:
-        with self._condition:
-            if self._closed:
-                raise StoreClosedError(self._name)
-            self._under_way += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._condition:
-            self._under_way -= 1
-            self._condition.notify_all()
-
-    def shut(self) -> bool:
-        """Close the gate and wait until nobody is inside; False when it was closed already."""
-        with self._condition:
-            if self._closed:
-                return False
-            self._closed = True
-            self._condition.wait_for(lambda: self._under_way == 0)
-            return True
+def _object_size(segments: Sequence[memoryview]) -> int:
+    return _HEADER_LENGTH + sum(segment.nbytes for segment in segments)

@@ -1,9 +1,10 @@
 """How full one directory is, agreed between all processes that write to it.
 
-One small file holds the bytes that are stored and, per writer process, the bytes it has reserved for pages under way.
-Every change happens under an flock, so the capacity holds for all ranks and processes together. A writer that was
-killed leaves its reservation behind; whoever sees next that it is dead counts those bytes as stored (never fewer than
-there are) and marks the directory for a recount at the next start.
+One small file holds the bytes that are stored and, per writer process, what it has under way: operations, and the bytes
+reserved for the pages they write. Every change happens under an flock, so the capacity holds for all ranks and
+processes together. Whatever adds or removes files is an operation from before its first file until the account knows
+about its last. A writer that was killed leaves its operations behind; whoever sees next that it is dead counts the
+bytes reserved as stored (never fewer than there are) and marks the directory for a recount at the next start.
 """
 
 from __future__ import annotations
@@ -25,20 +26,43 @@ _FOREIGN_WRITER_SILENCE = 600.0
 
 
 @dataclass(slots=True)
+class UnderWay:
+    """What one writer process has begun and not ended."""
+
+    operations: int = 0
+    reserved: int = 0
+    last_change: float = 0.0
+    """Wall-clock time."""
+
+
+@dataclass(slots=True)
 class UsageRecord:
-    """What the file holds. ``reserved`` maps a writer to (bytes under way, wall-clock time of its last change)."""
+    """What the file holds; ``under_way`` is keyed by writer (``writer_name``)."""
 
     stored: int = 0
-    reserved: dict[str, tuple[int, float]] = field(default_factory=dict)
+    under_way: dict[str, UnderWay] = field(default_factory=dict)
     recount: bool = False
 
     @property
+    def reserved(self) -> int:
+        return sum(writer.reserved for writer in self.under_way.values())
+
+    @property
     def total(self) -> int:
-        return self.stored + sum(amount for amount, _ in self.reserved.values())
+        return self.stored + self.reserved
+
+
+@dataclass(slots=True)
+class Removal:
+    """What a removal under way (``Usage.removing``) has done so far."""
+
+    freed: int = 0
+    uncertain: bool = False
+    """The file was not as large as its page is: what was charged for it is known only to a recount."""
 
 
 class Usage:
-    """The account of one directory. Thread-safe; each process opens its own."""
+    """The account of one directory. Thread-safe; each process opens its own. Calls raise OSError as the disk does."""
 
     def __init__(self, path: Path, count_stored: Callable[[], int]) -> None:
         """``count_stored`` walks the directory and answers its bytes; runs under the lock when the account is lost."""
@@ -49,7 +73,8 @@ class Usage:
         try:
             with self.locked() as record:
                 self._release_dead_writers(record)
-                if record.recount:
+                # Beside operations under way a walk would count twice what they are about to report.
+                if record.recount and not record.under_way:
                     record.stored = count_stored()
                     record.recount = False
         except OSError:
@@ -71,39 +96,46 @@ class Usage:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def reserve(self, amount: int, capacity: int | None, make_room: Callable[[int], int]) -> bool:
-        """Reserve ``amount`` bytes within ``capacity``; False when they cannot be had.
+        """Begin an operation that needs ``amount`` bytes within ``capacity``; False when they cannot be had.
 
         ``make_room(bytes)`` evicts at least that many bytes if it can and answers how many it freed; it runs under the
-        lock, so that two processes never evict for the same need.
+        lock, so that two processes never evict for the same need. True is followed by ``commit``, always.
         """
         with self.locked() as record:
-            if capacity is not None:
-                if record.total + amount > capacity:
-                    self._release_dead_writers(record)
-                if record.total + amount > capacity:
-                    record.stored = max(0, record.stored - make_room(record.total + amount - capacity))
-                if record.total + amount > capacity:
+            if capacity is not None and record.total + amount > capacity:
+                self._release_dead_writers(record)
+                if record.reserved + amount > capacity:
+                    # No eviction can help: do not throw the cache away for it.
                     return False
-            self._add_reservation(record, amount)
+            self._change_own(record, operations=1, reserved=amount)
+            if capacity is not None and record.total > capacity:
+                # On disk before the first file goes: killed amid the eviction, the account must be known to be off.
+                self._write(record)
+                record.stored = max(0, record.stored - make_room(record.total - capacity))
+                if record.total > capacity:
+                    self._change_own(record, operations=-1, reserved=-amount)
+                    return False
             return True
 
     def commit(self, reserved: int, stored: int) -> None:
-        """Turn a reservation into ``stored`` bytes (fewer where pages were refused or were there already)."""
+        """End an operation: its reservation becomes ``stored`` bytes (fewer where pages were refused or there)."""
         with self.locked() as record:
-            self._add_reservation(record, -reserved)
+            self._change_own(record, operations=-1, reserved=-reserved)
             record.stored = max(0, record.stored + stored)
 
-    def removed(self, amount: int) -> None:
-        if amount:
-            with self.locked() as record:
-                record.stored = max(0, record.stored - amount)
-
-    def recount(self) -> int:
+    @contextmanager
+    def removing(self) -> Iterator[Removal]:
+        """An operation that removes files and says in ``Removal`` how many bytes of disk that freed."""
+        removal = Removal()
         with self.locked() as record:
-            self._release_dead_writers(record)
-            record.stored = self._count_stored()
-            record.recount = False
-            return record.stored
+            self._change_own(record, operations=1)
+        try:
+            yield removal
+        finally:
+            with self.locked() as record:
+                self._change_own(record, operations=-1)
+                record.stored = max(0, record.stored - removal.freed)
+                record.recount = record.recount or removal.uncertain
 
     def total(self) -> int:
         with self.locked() as record:
@@ -115,20 +147,21 @@ class Usage:
                 os.close(self._fd)
                 self._fd = -1
 
-    def _add_reservation(self, record: UsageRecord, amount: int) -> None:
-        held, _ = record.reserved.get(self._writer, (0, 0.0))
-        if held + amount > 0:
-            record.reserved[self._writer] = (held + amount, time.time())
+    def _change_own(self, record: UsageRecord, *, operations: int = 0, reserved: int = 0) -> None:
+        own = record.under_way.get(self._writer, UnderWay())
+        own = UnderWay(own.operations + operations, max(0, own.reserved + reserved), time.time())
+        if own.operations > 0:
+            record.under_way[self._writer] = own
         else:
-            record.reserved.pop(self._writer, None)
+            record.under_way.pop(self._writer, None)
 
     def _release_dead_writers(self, record: UsageRecord) -> None:
-        for writer, (amount, last_change) in list(record.reserved.items()):
-            if writer != self._writer and not writer_alive(writer, last_change):
+        for writer, left in list(record.under_way.items()):
+            if writer != self._writer and not writer_alive(writer, left.last_change):
                 # How much of it was published is unknown: counting all keeps the promise on capacity.
-                record.stored += amount
+                record.stored += left.reserved
                 record.recount = True
-                del record.reserved[writer]
+                del record.under_way[writer]
 
     def _read(self) -> UsageRecord:
         raw = os.pread(self._fd, _RECORD_LIMIT, 0)
@@ -136,15 +169,24 @@ class Usage:
             document = json.loads(raw[: raw.index(b"\n")])
             return UsageRecord(
                 stored=int(document["stored"]),
-                reserved={str(name): (int(held), float(at)) for name, (held, at) in document["reserved"].items()},
+                under_way={
+                    str(writer): UnderWay(int(operations), int(reserved), float(last_change))
+                    for writer, (operations, reserved, last_change) in document["under_way"].items()
+                },
                 recount=bool(document["recount"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             # New, or damaged by a power loss: the directory itself tells.
             return UsageRecord(stored=self._count_stored())
 
     def _write(self, record: UsageRecord) -> None:
-        document = {"stored": record.stored, "reserved": record.reserved, "recount": record.recount}
+        document = {
+            "stored": record.stored,
+            "under_way": {
+                writer: (left.operations, left.reserved, left.last_change) for writer, left in record.under_way.items()
+            },
+            "recount": record.recount,
+        }
         # The newline ends the record: what an earlier, longer one left behind it is never read.
         os.pwrite(self._fd, json.dumps(document).encode() + b"\n", 0)
 
@@ -152,15 +194,20 @@ class Usage:
 def writer_name(pid: int | None = None) -> str:
     """``host:pid:start`` of a process; the start time tells a recycled pid from the writer that had it before."""
     pid = os.getpid() if pid is None else pid
-    return f"{socket.gethostname()}:{pid}:{_start_time(pid)}"
+    return f"{_host()}:{pid}:{_start_time(pid)}"
 
 
 def writer_alive(writer: str, last_change: float) -> bool:
     """Whether the process that called itself ``writer`` may still be running."""
     host, _, rest = writer.rpartition(":")[0].rpartition(":")
-    if host != socket.gethostname():
+    if host != _host():
         return time.time() - last_change < _FOREIGN_WRITER_SILENCE
     return rest.isdigit() and writer_name(int(rest)) == writer
+
+
+def _host() -> str:
+    # Part of file names, too.
+    return socket.gethostname().replace("/", "_")
 
 
 def _start_time(pid: int) -> str:

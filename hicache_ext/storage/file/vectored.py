@@ -29,7 +29,8 @@ def _transfer(
     call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
 ) -> int:
     done = 0
-    pending = list(buffers)
+    # Empty buffers would look like the end of the file where 1,024 of them come in a row.
+    pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:
         moved = call(fd, pending[:IOV_MAX], offset + done)
         if moved == 0:

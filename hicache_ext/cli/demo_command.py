@@ -1,0 +1,193 @@
+"""``hicache-ext demo``: the main job, seen with one's own eyes.
+
+A real SGLang server without any cache holds a conversation; another one with the file tier holds the same conversation,
+is restarted in the middle, and goes on from disk. Every answer is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hicache_ext.config import load_config
+from hicache_ext.config.model import ExtraConfig
+from hicache_ext.config.render import as_yaml, launch_flags
+from hicache_ext.testing.server import SglangServer
+from hicache_ext.testing.tiny_model import make_tiny_model
+
+TURNS = 6
+RESTART_AFTER = 3
+USER_TOKENS = 480
+ANSWER_TOKENS = 32
+PAGE_SIZE = 16
+_START_TIMEOUT = 1800
+"""Seconds; a large model takes its time to load."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--model", help="a model directory or name that SGLang can load (default: a tiny one, made here)"
+    )
+    parser.add_argument("--directory", type=Path, default=Path(".demo"), help="where the demo keeps its files")
+    parser.add_argument("--capacity", default="2GiB", help="capacity of the file tier (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="start from the pages an earlier demo has stored")
+    parser.add_argument(
+        "server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="passed to sglang.launch_server, after --"
+    )
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the conversation: what was asked (the whole prompt so far) and how it was answered."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    device: int
+    host: int
+    storage: int
+    time_to_first_token: float
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Hold the conversation twice and print the comparison; 0 when every answer is the same."""
+    directory: Path = arguments.directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    storage = directory / "l3"
+    if not arguments.keep:
+        shutil.rmtree(storage, ignore_errors=True)
+    config_file = _write_config(directory, storage, arguments.capacity)
+
+    steps = _Steps(4)
+    with steps.step("the model"):
+        model = arguments.model or make_tiny_model(
+            directory / "model", layers=4, hidden_size=256, heads=4, kv_heads=2, head_dim=64
+        )
+    rig = _Rig(str(model), directory, config_file, tuple(arguments.server_arguments))
+
+    plain: list[Turn] = []
+    with steps.step("a server without any cache holds the conversation"), rig.server_without_cache() as server:
+        for number in range(TURNS):
+            plain.append(_ask(server, _next_prompt(plain, number)))
+    cached: list[Turn] = []
+    with steps.step("a server with the file tier holds its first half"), rig.server("first-half") as server:
+        cached += [_ask(server, turn.prompt) for turn in plain[:RESTART_AFTER]]
+        server.flush_cache()
+    with steps.step("a new server process goes on from disk"), rig.server("second-half") as server:
+        cached += [_ask(server, turn.prompt) for turn in plain[RESTART_AFTER:]]
+        server.flush_cache()
+
+    _print_table(plain, cached)
+    pages = sum(1 for _ in storage.rglob("*.page"))
+    print(f"\n{pages} pages of {PAGE_SIZE} tokens are stored in {storage}; the servers' logs are in {directory}.")
+    different = [number for number, (a, b) in enumerate(zip(plain, cached, strict=True), 1) if a.output != b.output]
+    if different:
+        print(f"The answers of turns {different} differ from those computed without a cache.")
+        return 1
+    if not cached[RESTART_AFTER].storage:
+        print("Nothing came back from storage after the restart; `hicache-ext config check` and the logs may tell why.")
+        return 1
+    print("Every answer equals the one computed without any cache.")
+    _print_what_to_paste(config_file)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rig:
+    """The servers of the demo: one model, one configuration file, the user's own arguments last."""
+
+    model: str
+    directory: Path
+    config_file: Path
+    server_arguments: tuple[str, ...]
+
+    def server(self, name: str) -> SglangServer:
+        return SglangServer(
+            self.model,
+            log_file=self.directory / f"{name}.log",
+            page_size=PAGE_SIZE,
+            storage_backend="dynamic",
+            extra_config=f"@{self.config_file}",
+            extra_arguments=self.server_arguments,
+            start_timeout=_START_TIMEOUT,
+        )
+
+    def server_without_cache(self) -> SglangServer:
+        return SglangServer(
+            self.model,
+            log_file=self.directory / "no-cache.log",
+            page_size=PAGE_SIZE,
+            hierarchical_cache=False,
+            extra_arguments=("--disable-radix-cache", *self.server_arguments),
+            start_timeout=_START_TIMEOUT,
+        )
+
+
+def _ask(server: SglangServer, prompt: Sequence[int]) -> Turn:
+    answer = server.generate(prompt, max_new_tokens=ANSWER_TOKENS, sampling={"ignore_eos": True}, timeout=600)
+    return Turn(
+        prompt=tuple(prompt),
+        output=answer.output_ids,
+        device=answer.cached.device,
+        host=answer.cached.host,
+        storage=answer.cached.storage,
+        time_to_first_token=answer.time_to_first_token,
+    )
+
+
+def _next_prompt(turns: Sequence[Turn], number: int) -> list[int]:
+    """The conversation so far, the last answer, and what the user says next (tokens that every tokenizer has)."""
+    before = [*turns[-1].prompt, *turns[-1].output] if turns else []
+    generator = random.Random(number)
+    return [*before, *(generator.randrange(10, 250) for _ in range(USER_TOKENS))]
+
+
+class _Steps:
+    """Says what is going on, and how long it took."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._number = 0
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[None]:
+        self._number += 1
+        print(f"[{self._number}/{self._total}] {title} ...", flush=True)
+        started = time.monotonic()
+        yield
+        print(f"      {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _print_table(plain: Sequence[Turn], cached: Sequence[Turn]) -> None:
+    print()
+    print("turn  prompt tokens  from device  from host  from storage   first token   without cache  same answer")
+    for number, (turn, reference) in enumerate(zip(cached, plain, strict=True), 1):
+        if number == RESTART_AFTER + 1:
+            print("----- the server was restarted " + "-" * 70)
+        print(
+            f"{number:4}  {len(turn.prompt):13}  {turn.device:11}  {turn.host:9}  {turn.storage:12}"
+            f"  {turn.time_to_first_token * 1e3:9.0f} ms  {reference.time_to_first_token * 1e3:11.0f} ms"
+            f"  {'yes' if turn.output == reference.output else 'NO'}"
+        )
+
+
+def _write_config(directory: Path, storage: Path, capacity: str) -> Path:
+    document = ExtraConfig.around({"tiers": {"disk": {"type": "file", "path": str(storage), "capacity": capacity}}})
+    path = directory / "hicache.yaml"
+    path.write_text(as_yaml(document))
+    load_config(path)
+    return path
+
+
+def _print_what_to_paste(config_file: Path) -> None:
+    print("\nFor your own server, put this into a file, with your path and capacity:\n")
+    print("".join(f"    {line}\n" for line in config_file.read_text().splitlines()), end="")
+    print("\nand add to your launch command:\n")
+    print(f"    {launch_flags(config_file.name, 'both')}")

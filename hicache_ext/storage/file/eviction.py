@@ -1,0 +1,75 @@
+"""Eviction of page files: which pages go when a directory is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import stat
+
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.file.directory import PageDirectory, occupied
+
+_SAMPLE = 4096
+"""Page files looked at to find the oldest; a directory with fewer is evicted in exact order of recency."""
+
+
+class Evictor:
+    """Removes the pages of one directory that were not used for longest. Called under the lock of its account."""
+
+    def __init__(self, directory: PageDirectory, metrics: TierMetrics) -> None:
+        self._directory = directory
+        self._metrics = metrics
+        self._undeletable: set[str] = set()
+
+    def evict(self, need: int) -> int:
+        """Remove pages until ``need`` bytes are free, if there are that many; bytes freed. Never raises OSError.
+
+        The order is exact in a small directory. In a large one it is that of a random sample of fan-out directories,
+        which hashes fill evenly.
+        """
+        freed = evicted = 0
+        try:
+            fan_outs = self._directory.fan_out_directories()
+            random.shuffle(fan_outs)
+            remaining = iter(fan_outs)
+            while freed < need:
+                sample: list[tuple[float, str, int]] = []
+                for fan_out in remaining:
+                    for path, status in self._directory.page_files(fan_out):
+                        if stat.S_ISREG(status.st_mode) and path not in self._undeletable:
+                            sample.append((status.st_mtime, path, occupied(status.st_size)))
+                    if len(sample) >= _SAMPLE:
+                        break
+                if not sample:
+                    break
+                sample.sort()
+                for _, path, size in sample:
+                    if freed >= need:
+                        break
+                    if self._removed(path):
+                        freed += size
+                        evicted += 1
+            if freed < need:
+                # Old identities leave empty directories; in a small capacity they would crowd out the pages.
+                freed += self._directory.remove_empty_directories()
+        except OSError as error:
+            self._count_error(error)
+        self._metrics.add("evicted", "capacity", evicted)
+        self._metrics.add("bytes", "evicted", freed)
+        return freed
+
+    def _removed(self, path: str) -> bool:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            # One file that cannot be removed must not wedge eviction for ever.
+            self._undeletable.add(path)
+            self._count_error(error)
+            return False
+        return True
+
+    def _count_error(self, error: OSError) -> None:
+        self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Sets up .venv with everything that `make demo` and `make test` need. Runs again only when a requirement has changed.
+#   scripts/setup.sh          what a demo needs
+#   scripts/setup.sh test     also what the tests need
+set -euo pipefail
+cd "$(dirname "$0")/.."
+purpose=${1:-demo}
+
+say() { printf '[setup] %s\n' "$*"; }
+fail() { printf '[setup] %s\n' "$*" >&2; exit 1; }
+
+# -- a Python of the right age ---------------------------------------------------------------------------------------
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+  for candidate in python3.11 python3.12 python3.13 python3; do
+    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+      python=$candidate
+      break
+    fi
+  done
+fi
+[ -n "$python" ] || fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python make $purpose"
+
+# -- Debian packages: SGLang compiles its page hashing once ----------------------------------------------------------
+missing=()
+need() { # need COMMAND-OR-FILE PACKAGE
+  command -v "$1" >/dev/null || [ -e "$1" ] || missing+=("$2")
+}
+need g++ g++
+need ninja ninja-build
+need /usr/include/openssl/sha.h libssl-dev
+ldconfig -p 2>/dev/null | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
+"$python" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
+"$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+  missing+=(python3-dev)
+if [ ${#missing[@]} -gt 0 ]; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing ${missing[*]}"
+    apt-get update -qq >/dev/null || true
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
+  else
+    fail "missing: ${missing[*]}; install them (on Debian: sudo apt-get install ${missing[*]}) and run make $purpose again"
+  fi
+fi
+
+# -- .venv -----------------------------------------------------------------------------------------------------------
+accelerator=cpu
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then accelerator=gpu; fi
+stamp=".venv/.setup-$accelerator-$purpose"
+wanted=$(cat scripts/setup.sh requirements/*.txt pyproject.toml | sha256sum | cut -d' ' -f1)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
+
+[ -x .venv/bin/python ] || { say "creating .venv with $("$python" --version)"; "$python" -m venv .venv; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
+say "installing SGLang 0.5.23 for $accelerator (a minute or two)"
+if [ "$accelerator" = gpu ]; then
+  pip install "sglang==0.5.23"
+else
+  pip install -r requirements/sglang-cpu.txt
+  # Its metadata asks for a CUDA build of torch, which a machine without a GPU has no use for.
+  pip install --no-deps -r requirements/sglang-cpu-nodeps.txt
+fi
+say "installing hicache-ext"
+if [ "$purpose" = test ]; then pip install -e '.[dev]'; else pip install -e .; fi
+echo "$wanted" > "$stamp"
+say "done"

@@ -1,0 +1,38 @@
+"""For the whole suite: nothing that is missing may go unnoticed.
+
+A test that cannot run for want of something (a program, a privilege) calls ``pytest.skip("missing: ...")``. The end of
+the run counts those; in continuous integration (CI=true) they fail it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+MISSING = "missing: "
+
+_missing: Counter[str] = Counter()
+
+
+@pytest.hookimpl
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason.startswith(MISSING):
+            _missing[reason] += 1
+
+
+@pytest.hookimpl
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _missing:
+        terminalreporter.section("tests not run because something is missing")
+        for reason, count in sorted(_missing.items()):
+            terminalreporter.line(f"{count} x {reason}")
+
+
+@pytest.hookimpl
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if _missing and os.environ.get("CI") == "true" and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

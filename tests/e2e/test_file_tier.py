@@ -1,0 +1,191 @@
+"""The main job: a real SGLang server restores a conversation from our file tier, and never a wrong byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.tiny_model import make_tiny_model
+from tests.e2e.conftest import file_tier_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE_SIZE = 16
+PROMPT = [(11 * position * position + 5 * position) % 250 for position in range(640)]
+REUSABLE = len(PROMPT) - PAGE_SIZE
+"""The last token of a prompt is always computed, so a hit ends one page before a prompt of whole pages does."""
+
+
+@pytest.fixture(scope="module")
+def cold(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generation:
+    """The answer of a server that has no hierarchical cache at all."""
+    log = tmp_path_factory.mktemp("cold") / "server.log"
+    with SglangServer(tiny_model, log_file=log, page_size=PAGE_SIZE, hierarchical_cache=False) as server:
+        return server.generate(PROMPT)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "hicache.yaml"
+    path.write_text(yaml.safe_dump(file_tier_config(tmp_path / "l3")))
+    return path
+
+
+def page_files(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.page"))
+
+
+def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
+    tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
+) -> None:
+    def serve(name: str) -> SglangServer:
+        return SglangServer(
+            tiny_model,
+            log_file=tmp_path / f"{name}.log",
+            page_size=PAGE_SIZE,
+            storage_backend="dynamic",
+            extra_config=f"@{config_file}",
+        )
+
+    with serve("first") as server:
+        assert server.generate(PROMPT).cached_tokens == 0
+        server.flush_cache()
+        after_flush = server.generate(PROMPT)
+    assert after_flush.cached.storage == REUSABLE
+    assert after_flush.cached.storage_backend == "HiCacheExtBackend"
+    assert after_flush.output_ids == cold.output_ids
+
+    with serve("second") as server:
+        after_restart = server.generate(PROMPT)
+        assert after_restart.cached.storage == REUSABLE
+        assert after_restart.output_ids == cold.output_ids
+
+        # Every stored page gets one flipped bit somewhere: the cold result, not a wrong one.
+        generator = random.Random(1)
+        damaged = page_files(tmp_path / "l3")
+        assert len(damaged) >= REUSABLE // PAGE_SIZE
+        for file in damaged:
+            data = bytearray(file.read_bytes())
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+            file.write_bytes(data)
+        server.flush_cache()
+        after_damage = server.generate(PROMPT)
+        assert after_damage.cached_tokens == 0
+        assert after_damage.output_ids == cold.output_ids
+
+        server.flush_cache()
+        healed = server.generate(PROMPT)
+        assert healed.cached.storage == REUSABLE
+        assert healed.output_ids == cold.output_ids
+
+
+def test_two_ranks_restore_together_and_never_meet_one_rank(
+    tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
+) -> None:
+    def serve(name: str, tp: int) -> SglangServer:
+        return SglangServer(
+            tiny_model,
+            log_file=tmp_path / f"{name}.log",
+            tp=tp,
+            page_size=PAGE_SIZE,
+            storage_backend="dynamic",
+            extra_config=f"@{config_file}",
+        )
+
+    with serve("tp1", 1) as server:
+        server.generate(PROMPT)
+        server.flush_cache()
+    with serve("tp2", 2) as server:
+        first = server.generate(PROMPT)
+        assert first.cached_tokens == 0
+        server.flush_cache()
+        again = server.generate(PROMPT)
+        assert again.cached.storage == REUSABLE
+        assert again.output_ids == first.output_ids
+    assert len({file.parts[-3] for file in page_files(tmp_path / "l3")}) == 3
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield make_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+def test_new_weights_under_the_same_name_never_see_the_old_pages(
+    tiny_model: Path, other_weights: Path, tmp_path: Path, config_file: Path, cold: Generation
+) -> None:
+    def serve(name: str, model: Path) -> SglangServer:
+        return SglangServer(
+            model,
+            log_file=tmp_path / f"{name}.log",
+            page_size=PAGE_SIZE,
+            storage_backend="dynamic",
+            extra_config=f"@{config_file}",
+            extra_arguments=("--served-model-name", "same-name"),
+        )
+
+    with serve("old", tiny_model) as server:
+        assert server.generate(PROMPT).output_ids == cold.output_ids
+        # Online: the same server takes other weights.
+        server.post("/update_weights_from_disk", {"model_path": str(other_weights)})
+        updated = server.generate(PROMPT)
+        assert updated.cached_tokens == 0
+        assert updated.output_ids != cold.output_ids
+        server.flush_cache()
+        restored = server.generate(PROMPT)
+        assert restored.cached.storage == REUSABLE
+        assert restored.output_ids == updated.output_ids
+    # Offline: another server, other weights, the same name and directory.
+    with serve("new", other_weights) as server:
+        fresh = server.generate(PROMPT)
+        assert fresh.cached_tokens == 0
+        assert fresh.output_ids == updated.output_ids
+
+
+def test_sglangs_fault_injector_costs_hits_and_nothing_else(
+    tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
+) -> None:
+    with SglangServer(
+        tiny_model,
+        log_file=tmp_path / "server.log",
+        page_size=PAGE_SIZE,
+        storage_backend="dynamic",
+        extra_config=f"@{config_file}",
+        environment={
+            "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
+            "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.4",
+        },
+    ) as server:
+        for _ in range(12):
+            answer = server.generate(PROMPT)
+            assert answer.output_ids == cold.output_ids
+            server.flush_cache()
+
+
+@pytest.mark.parametrize(
+    ("ours", "sentence"),
+    [
+        ({"tiers": {"disk": {"type": "file", "path": "/x", "capcity": "1GiB"}}}, "did you mean 'capacity'"),
+        ({"tiers": {"disk": {"type": "file", "path": "/proc/nowhere", "capacity": "1GiB"}}}, "tier 'disk' cannot start"),
+    ],
+    ids=["typo", "impossible path"],
+)
+def test_a_wrong_configuration_stops_the_server_at_start_with_its_sentence(
+    tiny_model: Path, tmp_path: Path, ours: dict[str, object], sentence: str
+) -> None:
+    config = {**file_tier_config(tmp_path / "l3"), "hicache_ext": ours}
+    server = SglangServer(
+        tiny_model,
+        log_file=tmp_path / "server.log",
+        page_size=PAGE_SIZE,
+        storage_backend="dynamic",
+        extra_config=config,
+        start_timeout=90,
+    )
+    with pytest.raises(RuntimeError), server:
+        pass
+    assert sentence in (tmp_path / "server.log").read_text()
