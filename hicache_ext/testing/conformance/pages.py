@@ -1,0 +1,103 @@
+"""Pages for tests of stores: keys, contents that follow from the key, and host memory with guard bytes around it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+
+IDENTITY = bytes(range(16))
+OTHER_IDENTITY = bytes(range(16, 32))
+
+_GUARD = b"\xa5" * 64
+
+
+def page_key(name: int | str, identity: bytes = IDENTITY) -> bytes:
+    """The 48-byte key of a page called ``name``."""
+    return identity + hashlib.sha256(str(name).encode()).digest()
+
+
+def page_keys(count: int, prefix: str = "page", identity: bytes = IDENTITY) -> list[bytes]:
+    return [page_key(f"{prefix}-{number}", identity) for number in range(count)]
+
+
+def payload_of(key: bytes, size: int) -> bytes:
+    """The content of a page: ``size`` bytes that follow from the key, so that any process can check any page."""
+    return hashlib.shake_128(key).digest(size)
+
+
+def cut(size: int, pieces: int) -> list[int]:
+    """``size`` bytes as ``pieces`` segments of unequal sizes, none of them empty."""
+    return [size // pieces + (1 if piece < size % pieces else 0) for piece in range(pieces)]
+
+
+class HostPages:
+    """Host memory of a batch: page ``i`` has the segments ``sizes[i]``, each between guard bytes."""
+
+    def __init__(self, sizes: Sequence[Sequence[int]], fill: int = 0) -> None:
+        self._arenas: list[bytearray] = []
+        self.buffers: list[list[memoryview]] = []
+        for page in sizes:
+            arena = bytearray(_GUARD)
+            places: list[tuple[int, int]] = []
+            for size in page:
+                places.append((len(arena), len(arena) + size))
+                arena += bytes([fill]) * size + _GUARD
+            memory = memoryview(arena)
+            self._arenas.append(arena)
+            self.buffers.append([memory[begin:end] for begin, end in places])
+
+    def write(self, page: int, payload: bytes) -> None:
+        offset = 0
+        for segment in self.buffers[page]:
+            segment[:] = payload[offset : offset + segment.nbytes]
+            offset += segment.nbytes
+        assert offset == len(payload), "the page and its payload differ in size"
+
+    def payload(self, page: int) -> bytes:
+        return b"".join(self.buffers[page])
+
+    def snapshot(self) -> list[bytes]:
+        """Everything, guard bytes included."""
+        return [bytes(arena) for arena in self._arenas]
+
+    def assert_guards_intact(self) -> None:
+        for arena, segments in zip(self._arenas, self.buffers, strict=True):
+            position = 0
+            for segment in [*segments, None]:
+                assert arena[position : position + len(_GUARD)] == _GUARD, "bytes beside a segment were changed"
+                position += len(_GUARD) + (0 if segment is None else segment.nbytes)
+
+
+def filled(keys: Sequence[bytes], sizes: Sequence[Sequence[int]]) -> HostPages:
+    """Host memory that holds the content of ``keys``."""
+    pages = HostPages(sizes)
+    for number, key in enumerate(keys):
+        pages.write(number, payload_of(key, sum(sizes[number])))
+    return pages
+
+
+def store_pages(store: PageStore, keys: Iterable[bytes], sizes: Sequence[int] = (1000,)) -> list[SetResult]:
+    """Set the pages ``keys``, each with segments of ``sizes``."""
+    wanted = list(keys)
+    return store.set(PageBatch(wanted, filled(wanted, [sizes] * len(wanted)).buffers))
+
+
+def read_pages(
+    store: PageStore, keys: Iterable[bytes], sizes: Sequence[int] = (1000,)
+) -> tuple[list[GetResult], list[bytes]]:
+    """Get the pages ``keys``: results, and what the memory holds afterwards."""
+    wanted = list(keys)
+    pages = HostPages([sizes] * len(wanted), fill=0x77)
+    results = store.get(PageBatch(wanted, pages.buffers))
+    pages.assert_guards_intact()
+    return results, [pages.payload(number) for number in range(len(wanted))]
+
+
+def assert_hits(store: PageStore, keys: Iterable[bytes], sizes: Sequence[int] = (1000,)) -> None:
+    """Every page is a HIT with its own content."""
+    wanted = list(keys)
+    results, payloads = read_pages(store, wanted, sizes)
+    assert results == [GetResult.HIT] * len(wanted)
+    assert payloads == [payload_of(key, sum(sizes)) for key in wanted]

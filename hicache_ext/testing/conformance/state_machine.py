@@ -1,0 +1,171 @@
+"""A Hypothesis state machine that runs a PageStore beside a dict: any order of calls, never a wrong byte.
+
+A store's test file::
+
+    TestMyStore = page_store_machine(open_my_store).TestCase
+
+where ``open_my_store()`` answers a ``StoreUnderTest`` over a fresh, empty medium.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.testing.conformance.page_store import RawAccess
+from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, page_key
+
+_SEGMENTS = {IDENTITY: (40, 1, 300), OTHER_IDENTITY: (64,)}
+_KEYS = [page_key(number, identity) for identity in _SEGMENTS for number in range(6)]
+
+_keys = st.sampled_from(_KEYS)
+_key_lists = st.lists(_keys, max_size=8)
+
+
+@dataclass(slots=True)
+class StoreUnderTest:
+    """What the machine drives."""
+
+    store: PageStore
+    dispose: Callable[[], None]
+    """Ends the medium; called once, after the store was closed."""
+    raw: RawAccess | None = None
+    reopen: Callable[[], PageStore] | None = None
+    """A new store over the same medium; the machine closes the old one first."""
+    evicts: bool = False
+    """The store may drop pages to stay within its capacity, and refuse some."""
+
+
+def page_store_machine(open_store: Callable[[], StoreUnderTest]) -> type[RuleBasedStateMachine]:
+    """The machine for the stores that ``open_store`` makes; its ``TestCase`` is what pytest collects."""
+    return type("PageStoreMachine", (_PageStoreMachine,), {"open_store": staticmethod(open_store)})
+
+
+class _PageStoreMachine(RuleBasedStateMachine):
+    open_store: Callable[[], StoreUnderTest]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.subject = type(self).open_store()
+        self.store = self.subject.store
+        self.model: dict[bytes, bytes] = {}
+        self.damaged: set[bytes] = set()
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.subject.dispose()
+
+    @rule(keys=_key_lists, fill=st.integers(0, 255))
+    def set_pages(self, keys: list[bytes], fill: int) -> None:
+        """Pages that differ from writer to writer (``fill``): the first one's bytes have to stay."""
+        pages = HostPages([_SEGMENTS[key[:16]] for key in keys], fill=fill)
+        results = self.store.set(PageBatch(keys, pages.buffers))
+        assert len(results) == len(keys)
+        stored_here: set[bytes] = set()
+        for number, (key, result) in enumerate(zip(keys, results, strict=True)):
+            if result is SetResult.STORED:
+                assert key not in stored_here, "one page of a batch was stored twice"
+                stored_here.add(key)
+        for number, (key, result) in enumerate(zip(keys, results, strict=True)):
+            known = key in self.model
+            if result is SetResult.STORED:
+                assert not known or key in self.damaged or self.subject.evicts, "a stored page was written again"
+                self.model[key] = pages.payload(number)
+                self.damaged.discard(key)
+            elif result is SetResult.EXISTS:
+                assert known or key in stored_here
+            else:
+                assert self.subject.evicts and result is SetResult.REJECTED, result
+        pages.assert_guards_intact()
+
+    @rule(keys=_key_lists)
+    def get_pages(self, keys: list[bytes]) -> None:
+        pages = HostPages([_SEGMENTS[key[:16]] for key in keys], fill=0x33)
+        results = self.store.get(PageBatch(keys, pages.buffers))
+        pages.assert_guards_intact()
+        assert len(results) == len(keys)
+        # A damaged page that is asked for twice in one batch is CORRUPT at least once, and gone afterwards.
+        for key in set(keys) & self.damaged:
+            answers = [result for other, result in zip(keys, results, strict=True) if other == key]
+            assert set(answers) <= {GetResult.CORRUPT, GetResult.MISS}, answers
+            assert GetResult.CORRUPT in answers or self.subject.evicts
+            del self.model[key]
+            self.damaged.discard(key)
+            keys = [other for other in keys if other != key] if False else keys
+        for number, (key, result) in enumerate(zip(keys, results, strict=True)):
+            if result is GetResult.HIT:
+                assert pages.payload(number) == self.model[key]
+            elif key in self.model:
+                assert self.subject.evicts and result is GetResult.MISS, result
+                del self.model[key]
+
+    @rule(keys=_key_lists)
+    def contains(self, keys: list[bytes]) -> None:
+        present = self.store.contains(keys)
+        assert len(present) == len(keys)
+        for key, known in zip(keys, present, strict=True):
+            if known or not self.subject.evicts:
+                assert known == (key in self.model) or key in self.damaged
+
+    @rule(keys=_key_lists)
+    def count_leading(self, keys: list[bytes]) -> None:
+        count = self.store.count_leading(keys)
+        assert all(key in self.model for key in keys[:count])
+        if count < len(keys) and not self.subject.evicts:
+            assert keys[count] not in self.model or keys[count] in self.damaged
+
+    @rule(keys=st.lists(_keys, max_size=4))
+    def remove(self, keys: list[bytes]) -> None:
+        removed = self.store.remove(keys)
+        if not self.subject.evicts:
+            assert removed == len(set(keys) & set(self.model))
+        for key in keys:
+            self._forget(key)
+
+    @rule(identity=st.sampled_from([None, *_SEGMENTS]))
+    def clear(self, identity: bytes | None) -> None:
+        self.store.clear(None if identity is None else [identity])
+        for key in _KEYS:
+            if identity is None or key.startswith(identity):
+                self._forget(key)
+
+    @precondition(lambda self: self.subject.raw is not None)
+    @rule(key=_keys, data=st.data())
+    def damage(self, key: bytes, data: Any) -> None:
+        raw = self.subject.raw
+        assert raw is not None
+        stored = raw.read(key)
+        if stored is None:
+            return
+        position = data.draw(st.integers(0, len(stored) - 1), label="position")
+        form = data.draw(st.sampled_from(["cut", "flip", "grow"]), label="form")
+        if form == "cut":
+            damaged = stored[:position]
+        elif form == "grow":
+            damaged = stored + b"\0"
+        else:
+            damaged = stored[:position] + bytes([stored[position] ^ 0x10]) + stored[position + 1 :]
+        raw.write(key, damaged)
+        self.damaged.add(key)
+
+    @precondition(lambda self: self.subject.reopen is not None)
+    @rule()
+    def reopen(self) -> None:
+        assert self.subject.reopen is not None
+        self.store.close()
+        self.store = self.subject.reopen()
+
+    @precondition(lambda self: not self.subject.evicts)
+    @invariant()
+    def holds_as_many_pages_as_the_dict(self) -> None:
+        if self.subject.raw is not None:
+            assert set(self.subject.raw.keys()) <= set(self.model)
+
+    def _forget(self, key: bytes) -> None:
+        self.model.pop(key, None)
+        self.damaged.discard(key)
