@@ -182,7 +182,10 @@ class HostPages:
 
 def has_page_bytes(pool: Any) -> bool:
     """False for a logical anchor, which owns page numbers and no memory (DeepSeek V4)."""
-    return not (hasattr(pool, "kv_buffer") and pool.kv_buffer is None and not hasattr(pool, "get_page_buffer_meta"))
+    if getattr(pool, "kv_buffer", pool) is not None:
+        return True
+    ask = getattr(pool, "get_page_buffer_meta", None)
+    return ask is not None and ask(torch.arange(int(pool.page_size), dtype=torch.int64)) is not None
 
 
 def tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:

@@ -168,10 +168,10 @@ class DroppingStore(PageStoreWrapper):
 class DiskFaults:
     """A disk that fails by a seeded schedule: a context manager around calls of the file tier.
 
-    While it is entered, ``os.open``, ``os.preadv``, ``os.pwritev``, ``os.link``, ``os.mkdir`` and ``os.unlink`` on files
-    under ``directory`` fail with one of ``errors`` in the share ``rate`` of their calls; reads and writes may instead
-    move fewer bytes than asked (``short``), which is no error. Files elsewhere are left alone, as are descriptors.
-    ``injected`` counts faults by call and name. One instance at a time: it replaces functions of the module ``os``.
+    While it is entered, the functions ``CALLS`` of the module ``os`` fail with one of ``errors`` in the share ``rate``
+    of their calls on files under ``directory``; reads and writes may instead move fewer bytes than asked (``short``),
+    which is no error. Files elsewhere are left alone. ``injected`` counts faults by call and name. One instance at a
+    time: it replaces functions of the module ``os``.
     """
 
     CALLS = ("open", "preadv", "pwritev", "link", "mkdir", "unlink")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -66,21 +65,17 @@ class _PageStoreMachine(RuleBasedStateMachine):
         pages = HostPages([_SEGMENTS[key[:16]] for key in keys], fill=fill)
         results = self.store.set(PageBatch(keys, pages.buffers))
         assert len(results) == len(keys)
-        stored_here: set[bytes] = set()
+        before = set(self.model)
         for number, (key, result) in enumerate(zip(keys, results, strict=True)):
             if result is SetResult.STORED:
-                assert key not in stored_here, "one page of a batch was stored twice"
-                stored_here.add(key)
-        for number, (key, result) in enumerate(zip(keys, results, strict=True)):
-            known = key in self.model
-            if result is SetResult.STORED:
-                assert not known or key in self.damaged or self.subject.evicts, "a stored page was written again"
+                assert key not in before or key in self.damaged or self.subject.evicts, "a page was written again"
                 self.model[key] = pages.payload(number)
-                self.damaged.discard(key)
             elif result is SetResult.EXISTS:
-                assert known or key in stored_here
+                # There already, or a page further on in this batch was the first under its key.
+                assert key in before or key in keys[:number] + keys[number + 1 :]
             else:
                 assert self.subject.evicts and result is SetResult.REJECTED, result
+        self.damaged -= {key for key, result in zip(keys, results, strict=True) if result is SetResult.STORED}
         pages.assert_guards_intact()
 
     @rule(keys=_key_lists)
@@ -90,19 +85,20 @@ class _PageStoreMachine(RuleBasedStateMachine):
         pages.assert_guards_intact()
         assert len(results) == len(keys)
         # A damaged page that is asked for twice in one batch is CORRUPT at least once, and gone afterwards.
-        for key in set(keys) & self.damaged:
-            answers = [result for other, result in zip(keys, results, strict=True) if other == key]
-            assert set(answers) <= {GetResult.CORRUPT, GetResult.MISS}, answers
+        bad = set(keys) & self.damaged
+        for key in bad:
+            answers = {result for other, result in zip(keys, results, strict=True) if other == key}
+            assert answers <= {GetResult.CORRUPT, GetResult.MISS}, answers
             assert GetResult.CORRUPT in answers or self.subject.evicts
-            del self.model[key]
-            self.damaged.discard(key)
-            keys = [other for other in keys if other != key] if False else keys
+            self._forget(key)
         for number, (key, result) in enumerate(zip(keys, results, strict=True)):
             if result is GetResult.HIT:
                 assert pages.payload(number) == self.model[key]
             elif key in self.model:
                 assert self.subject.evicts and result is GetResult.MISS, result
                 del self.model[key]
+            else:
+                assert result is GetResult.MISS or key in bad, result
 
     @rule(keys=_key_lists)
     def contains(self, keys: list[bytes]) -> None:
@@ -135,15 +131,14 @@ class _PageStoreMachine(RuleBasedStateMachine):
                 self._forget(key)
 
     @precondition(lambda self: self.subject.raw is not None)
-    @rule(key=_keys, data=st.data())
-    def damage(self, key: bytes, data: Any) -> None:
+    @rule(key=_keys, form=st.sampled_from(["cut", "flip", "grow"]), place=st.integers(0, 1 << 20))
+    def damage(self, key: bytes, form: str, place: int) -> None:
         raw = self.subject.raw
         assert raw is not None
         stored = raw.read(key)
-        if stored is None:
+        if stored is None or key in self.damaged:
             return
-        position = data.draw(st.integers(0, len(stored) - 1), label="position")
-        form = data.draw(st.sampled_from(["cut", "flip", "grow"]), label="form")
+        position = place % len(stored)
         if form == "cut":
             damaged = stored[:position]
         elif form == "grow":

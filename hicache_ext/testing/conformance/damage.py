@@ -1,0 +1,159 @@
+"""The part of the PageStore suite about damage: whatever is wrong with a stored copy, it is never a HIT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hicache_ext.storage.store import GetResult, PageStore, SetResult
+from hicache_ext.testing.conformance.pages import (
+    OTHER_IDENTITY,
+    assert_hits,
+    page_key,
+    payload_of,
+    read_pages,
+    store_pages,
+)
+from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
+
+if TYPE_CHECKING:
+    from hicache_ext.testing.conformance.page_store import RawAccess
+
+_SIZES = (700, 333)
+_SIZE = sum(_SIZES)
+_NEIGHBOUR = page_key("neighbour")
+
+Damage = Callable[[bytes, bytes], bytes]
+"""(key, page object as the store wrote it) -> what is found in its place."""
+
+
+def _rewrite(**wrong: object) -> Damage:
+    """The same page with ``wrong`` header fields under a header checksum that holds."""
+
+    def rewrite(key: bytes, stored: bytes) -> bytes:
+        page = read_page_object(stored)
+        return write_page_object(key, page.payload, header_length=page.header_length, **wrong)  # type: ignore[arg-type]
+
+    return rewrite
+
+
+def _cut_to(length: int) -> Damage:
+    return lambda _, stored: stored[:length]
+
+
+def _page_of(key: bytes) -> Damage:
+    return lambda _, stored: write_page_object(
+        key, payload_of(key, _SIZE), header_length=read_page_object(stored).header_length
+    )
+
+
+def _payload_of_another_page(key: bytes, stored: bytes) -> bytes:
+    return stored[:-_SIZE] + payload_of(_NEIGHBOUR, _SIZE)
+
+
+_FORMS: dict[str, Damage] = {
+    **{f"cut to {length} bytes": _cut_to(length) for length in (0, 1, 7, 8, 16, 63, 64, 111, 112, 127, 128, 129, 500)},
+    "without its last byte": lambda _, stored: stored[:-1],
+    "without half of its payload": lambda _, stored: stored[: -_SIZE // 2],
+    "one byte longer": lambda _, stored: stored + b"\0",
+    "a block longer": lambda _, stored: stored + bytes(4096),
+    "twice": lambda _, stored: stored + stored,
+    "zeros": lambda _, stored: bytes(len(stored)),
+    "zeros behind the header": lambda _, stored: stored[:-_SIZE] + bytes(_SIZE),
+    "zeros from the last block on": lambda _, stored: stored[:-100] + bytes(100),
+    "the payload alone": lambda _, stored: stored[-_SIZE:],
+    "text": lambda _, stored: b"<html>503 Service Unavailable</html>",
+    "another page": _page_of(_NEIGHBOUR),
+    "the page of another identity": lambda key, stored: _page_of(OTHER_IDENTITY + key[16:])(key, stored),
+    "this header before another page's payload": _payload_of_another_page,
+    "a wrong payload checksum": _rewrite(payload_checksum=bytes(16)),
+    "no payload checksum": _rewrite(flags=0, payload_checksum=bytes(16)),
+    "no payload checksum, field filled": _rewrite(flags=0),
+    "a future version": _rewrite(version=2),
+    "version zero": _rewrite(version=0),
+    "a payload length one too small": _rewrite(payload_length=_SIZE - 1),
+    "a payload length one too large": _rewrite(payload_length=_SIZE + 1),
+    "an absurd payload length": _rewrite(payload_length=2**64 - 1),
+    "a payload that begins elsewhere": _rewrite(header_length_field=640),
+    "a header length below the fields": _rewrite(header_length_field=0),
+    "an absurd header length": _rewrite(header_length_field=2**32 - 1),
+}
+
+
+class DamageTests:
+    """Mixed into PageStoreTests; needs its fixtures and ``count``."""
+
+    def count(self, store: PageStore, event: str) -> int:
+        raise NotImplementedError
+
+    def _assert_refused_and_healed(self, store: PageStore, raw: RawAccess, key: bytes, stored: bytes) -> None:
+        """Put ``stored`` in the page's place: it is refused, counted, gone, and the key works again."""
+        raw.write(key, stored)
+        corrupt_before = self.count(store, "corrupt")
+        results, payloads = read_pages(store, [_NEIGHBOUR, key, _NEIGHBOUR], _SIZES)
+        assert results == [GetResult.HIT, GetResult.CORRUPT, GetResult.HIT]
+        assert payloads[::2] == [payload_of(_NEIGHBOUR, _SIZE)] * 2
+        assert self.count(store, "corrupt") > corrupt_before
+        assert store.contains([key]) == [False], "the bad copy is still there"
+        assert store_pages(store, [key], _SIZES) == [SetResult.STORED]
+        assert_hits(store, [key], _SIZES)
+        healed = raw.read(key)
+        assert healed is not None and read_page_object(healed).payload == payload_of(key, _SIZE)
+
+    @pytest.mark.parametrize("form", list(_FORMS))
+    def test_a_damaged_page_is_refused_and_replaced(self, store: PageStore, raw: RawAccess | None, form: str) -> None:
+        if raw is None:
+            pytest.skip("this store has no `raw` access")
+        key = page_key("damaged")
+        store_pages(store, [_NEIGHBOUR, key], _SIZES)
+        good = raw.read(key)
+        assert good is not None
+        self._assert_refused_and_healed(store, raw, key, _FORMS[form](key, good))
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+    )
+    @given(data=st.data())
+    def test_a_flipped_bit_is_refused_wherever_it_is(
+        self, store: PageStore, raw: RawAccess | None, data: st.DataObject
+    ) -> None:
+        if raw is None:
+            pytest.skip("this store has no `raw` access")
+        key = page_key("flipped")
+        store_pages(store, [_NEIGHBOUR, key], _SIZES)
+        good = raw.read(key)
+        assert good is not None
+        # Padding between the fields and the payload (block-aligned stores) says nothing and is not looked at.
+        places = [*range(128), *range(len(good) - _SIZE, len(good))]
+        place = data.draw(st.sampled_from(places), label="byte")
+        bit = data.draw(st.integers(0, 7), label="bit")
+        damaged = bytearray(good)
+        damaged[place] ^= 1 << bit
+        self._assert_refused_and_healed(store, raw, key, bytes(damaged))
+
+    def test_a_page_asked_for_with_another_size_is_no_hit(self, store: PageStore) -> None:
+        for number, sizes in enumerate([(_SIZE - 1,), (_SIZE + 1,), (1,)]):
+            key = page_key(f"size {number}")
+            store_pages(store, [key], _SIZES)
+            assert read_pages(store, [key], sizes)[0] == [GetResult.CORRUPT]
+
+    def test_damage_in_one_page_of_a_batch_leaves_the_others_hits(
+        self, store: PageStore, raw: RawAccess | None
+    ) -> None:
+        if raw is None:
+            pytest.skip("this store has no `raw` access")
+        keys = [page_key(number) for number in range(20)]
+        store_pages(store, keys, _SIZES)
+        for number in (3, 11):
+            raw.write(keys[number], (raw.read(keys[number]) or b"")[:-5])
+        raw.write(keys[19], b"")
+        results, payloads = read_pages(store, keys, _SIZES)
+        for number, (key, result) in enumerate(zip(keys, results, strict=True)):
+            assert result is (GetResult.CORRUPT if number in (3, 11, 19) else GetResult.HIT)
+            assert result is GetResult.CORRUPT or payloads[number] == payload_of(key, _SIZE)

@@ -1,0 +1,36 @@
+"""Backends over one directory, closed at the end of each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.testing.conformance.storage_backend import make_storage_config
+from tests.backend.test_conformance import extra_config
+
+
+@pytest.fixture
+def open_backend(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """``open_backend(kv_pool, ours={...}, **storage_config)``: a backend over ``tmp_path / "l3"`` with its KV pool."""
+    opened: list[Any] = []
+
+    def open_(kv_pool: Any = None, ours: dict[str, Any] | None = None, **storage_config: Any) -> Any:
+        config = make_storage_config(extra_config=extra_config(tmp_path / "l3", **(ours or {})), **storage_config)
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+
+        from hicache_ext.storage.backend import HiCacheExtBackend
+
+        backend = HiCacheExtBackend(config, {})
+        opened.append(backend)
+        if kv_pool is not None:
+            backend.register_mem_pool_host(kv_pool)
+            backend.register_mem_host_pool_v2(kv_pool, PoolName.KV)
+            backend.on_host_pools_registered()
+        return backend
+
+    yield open_
+    for backend in opened:
+        backend.close()

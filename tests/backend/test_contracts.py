@@ -1,0 +1,204 @@
+"""What SGLang may rely on whatever happens inside: no exception, the right shape, honest results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
+from hicache_ext.testing.host_pools import mha_pools, page_indices
+
+pytestmark = pytest.mark.sglang
+
+KEYS = page_keys(3)
+
+
+def indices(*pages: int) -> torch.Tensor:
+    return page_indices(PAGE_SIZE, list(pages))
+
+
+class BrokenStore:
+    """Raises from every call, as a store with a bug would."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def broken(*_: Any, **__: Any) -> Any:
+            raise self.error
+
+        return broken
+
+
+def transfer(pool_name: Any, keys: list[str] | None, host_indices: torch.Tensor | None) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+    return PoolTransfer(name=pool_name, keys=keys, host_indices=host_indices)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), OSError(5, "EIO"), SystemExit(1), MemoryError()], ids=repr)
+def test_a_store_that_raises_is_a_miss_of_the_right_shape(
+    open_backend: Callable[..., Any], error: BaseException
+) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    working, backend._store = backend._store, BrokenStore(error)
+    try:
+        assert backend.batch_exists(KEYS) == 0
+        assert backend.exists(KEYS[0]) is False
+        result = backend.batch_exists_v2(KEYS, [transfer(PoolName.KV, None, None)])
+        assert (result.kv_hit_pages, result.restorable_prefix_pages) == (0, [])
+        assert backend.batch_get_v1(KEYS, indices(0, 1, 2)) == [False] * 3
+        assert backend.batch_set_v1(KEYS, indices(0, 1, 2)) == [False] * 3
+        moves = [transfer(PoolName.KV, KEYS, indices(0, 1, 2))]
+        assert backend.batch_get_v2(moves) == {PoolName.KV: [False] * 3}
+        assert backend.batch_set_v2(moves) == {PoolName.KV: [False] * 3}
+        assert backend.get(KEYS[0], torch.zeros(4)) is None
+        assert backend.batch_get(KEYS, [torch.zeros(4)] * 3) == [None] * 3
+        assert backend.set(KEYS[0], torch.zeros(4)) is False
+        assert backend.batch_set(KEYS, [torch.zeros(4)] * 3) is False
+        assert backend.clear() is False
+        assert backend.get_stats() is None
+    finally:
+        backend._store = working
+
+
+@pytest.mark.parametrize(
+    ("keys", "host_indices"),
+    [
+        (KEYS, indices(0, 1)),
+        (KEYS, indices(0, 1, 2, 3)),
+        (KEYS, torch.zeros(0, dtype=torch.int64)),
+        (KEYS, None),
+        (KEYS, indices(0, 1, 2) + 1),
+        (KEYS, indices(0, 1, 2) - PAGE_SIZE * 10),
+        (KEYS, indices(0, 1, 2) + PAGE_SIZE * 1000),
+        (KEYS, indices(0, 1, 2).flip(0)),
+        (KEYS, "not a tensor"),
+        ([None, 1, b"x"], indices(0, 1, 2)),
+    ],
+    ids=["few", "many", "empty", "none", "unaligned", "negative", "outside", "reversed", "string", "odd keys"],
+)
+def test_odd_input_is_refused_page_by_page_without_touching_memory(
+    open_backend: Callable[..., Any], keys: Any, host_indices: Any
+) -> None:
+    pool = mha_pools(page_size=PAGE_SIZE).host
+    backend = open_backend(pool)
+    before = pool.kv_buffer.view(torch.uint8).clone()
+    assert backend.batch_set_v1(keys, host_indices) == [False] * 3
+    assert backend.batch_get_v1(keys, host_indices) == [False] * 3
+    assert backend.batch_exists(KEYS) == 0
+    assert torch.equal(pool.kv_buffer.view(torch.uint8), before)
+
+
+def test_one_unsound_page_does_not_spoil_its_batch(open_backend: Callable[..., Any]) -> None:
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    host_indices = indices(0, 1, 2)
+    host_indices[PAGE_SIZE + 3] += 1
+    assert backend.batch_set_v1(KEYS, host_indices) == [True, False, True]
+    assert backend.batch_exists(KEYS) == 1
+
+
+def test_an_unknown_pool_is_a_miss(open_backend: Callable[..., Any]) -> None:
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    moves = [transfer("never_registered", KEYS, indices(0, 1, 2))]
+    assert backend.batch_get_v2(moves) == {"never_registered": [False] * 3}
+    assert backend.batch_exists_v2(KEYS, moves).kv_hit_pages == 0
+
+
+def test_nothing_works_after_close_and_nothing_raises(open_backend: Callable[..., Any]) -> None:
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    assert all(backend.batch_set_v1(KEYS, indices(0, 1, 2)))
+    backend.close()
+    backend.close()
+    assert backend.batch_exists(KEYS) == 0
+    assert backend.batch_get_v1(KEYS, indices(0, 1, 2)) == [False] * 3
+    assert backend.batch_set_v1(KEYS, indices(0, 1, 2)) == [False] * 3
+    assert backend.get(KEYS[0], torch.zeros(4)) is None
+    assert backend.clear() is False
+
+
+def test_a_read_never_writes_after_it_has_returned(open_backend: Callable[..., Any]) -> None:
+    pool = mha_pools(page_size=PAGE_SIZE).host
+    backend = open_backend(pool)
+    backend.batch_set_v1(KEYS, indices(0, 1, 2))
+    for _ in range(20):
+        backend.batch_get_v1(KEYS, indices(4, 5, 6))
+        pool.kv_buffer.view(torch.uint8).zero_()
+        time.sleep(0.002)
+        assert not pool.kv_buffer.view(torch.uint8).any()
+
+
+def test_stats_are_deltas_and_free_when_nothing_happened(open_backend: Callable[..., Any]) -> None:
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    backend.batch_set_v1(KEYS, indices(0, 1, 2))
+    backend.batch_get_v1(KEYS, indices(4, 5, 6))
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [3])
+    assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1
+    assert backend.get_stats() is None
+
+
+def test_clear_returns_while_pages_are_still_being_deleted(
+    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang calls clear() on the scheduler's thread: it must not wait for millions of unlinks."""
+    from hicache_ext.storage.file.directory import PageDirectory
+
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    backend.batch_set_v1(KEYS, indices(0, 1, 2))
+    delete = PageDirectory.delete_detached
+    finished: list[float] = []
+
+    def slow_delete(self: PageDirectory, tree: Any) -> int:
+        time.sleep(0.5)
+        freed = delete(self, tree)
+        finished.append(time.monotonic())
+        return freed
+
+    monkeypatch.setattr(PageDirectory, "delete_detached", slow_delete)
+    assert backend.clear() is True
+    returned = time.monotonic()
+    assert backend.batch_exists(KEYS) == 0
+    backend.close()
+    assert len(finished) == 1
+    assert finished[0] > returned
+
+
+def test_generic_calls_take_tensors_and_raw_addresses(open_backend: Callable[..., Any]) -> None:
+    backend = open_backend()
+    value = torch.arange(1000, dtype=torch.int32)
+    assert backend.set("any key at all", value)
+    assert backend.exists("any key at all")
+    target = torch.zeros(1000, dtype=torch.int32)
+    assert backend.get("any key at all", target) is target
+    assert torch.equal(target, value)
+    other = torch.zeros(1000, dtype=torch.int32)
+    assert backend.get("any key at all", other.data_ptr(), other.numel() * 4) is not None
+    assert torch.equal(other, value)
+    assert backend.get("any key at all", torch.zeros(999, dtype=torch.int32)) is None
+
+
+def test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should_keep(
+    open_backend: Callable[..., Any],
+) -> None:
+    backend = open_backend()
+    assert backend.batch_set(["a", "b"], [torch.ones(8), torch.ones(8)])
+    assert [found is not None for found in backend.batch_get(["a", "b"], [torch.zeros(8), None])] == [True, False]
+    assert backend.exists("b")
+
+
+def test_a_version_that_is_too_old_is_refused_and_a_newer_one_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    from hicache_ext.plugin import check_sglang_version
+
+    check_sglang_version("0.5.23")
+    with pytest.raises(UnsupportedError, match=r"SGLang 0\.5\.9 cannot be served: this package needs 0\.5\.23"):
+        check_sglang_version("0.5.9")
+    check_sglang_version("0.5.24.post1")
+    assert "was tested with SGLang 0.5.23; this is 0.5.24.post1" in caplog.text
