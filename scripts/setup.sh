@@ -51,7 +51,10 @@ wanted=$(cat scripts/setup.sh requirements/*.txt pyproject.toml | sha256sum | cu
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 
 [ -x .venv/bin/python ] || { say "creating .venv with $("$python" --version)"; "$python" -m venv .venv; }
-pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
+# pip reports that SGLang was installed without its dependencies; that is on purpose and alarms people.
+pip() {
+  .venv/bin/python -m pip --disable-pip-version-check -q "$@" 2> >(grep -vE 'dependency resolver|^sglang .* requires' >&2)
+}
 say "installing SGLang 0.5.23 for $accelerator (a minute or two)"
 if [ "$accelerator" = gpu ]; then
   pip install "sglang==0.5.23"

@@ -73,14 +73,17 @@ class PageDirectory:
         identity, page_hash = key[:IDENTITY_LENGTH].hex(), key[IDENTITY_LENGTH:].hex()
         return f"{self.pages}/{identity}/{page_hash[:2]}/{page_hash}.page"
 
-    def create_parent(self, page_path: str) -> int:
-        """Make the fan-out directory of a page; bytes of disk that took (0 when it was there)."""
-        parent = os.path.dirname(page_path)
+    def create_parent(self, page_path: str) -> Iterator[int]:
+        """Make the directories of a page, where missing; the bytes of disk of each, as soon as it is made.
+
+        Several threads come here for a new identity: each hears only of what it made itself.
+        """
+        fan_out = os.path.dirname(page_path)
         try:
-            return _make_directory(parent)
+            yield _make_directory(fan_out)
         except FileNotFoundError:
-            # Several threads come here for a new identity: each counts only what it made itself.
-            return _make_directory(os.path.dirname(parent)) + _make_directory(parent)
+            yield _make_directory(os.path.dirname(fan_out))
+            yield _make_directory(fan_out)
 
     def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
         """A descriptor to write a page to that nobody can see yet, and its temp path (None: it has no name at all)."""
@@ -129,8 +132,8 @@ class PageDirectory:
     def remove_empty_directories(self) -> int:
         """Remove fan-out and identity directories without pages; bytes of disk freed. Writers make them anew."""
         freed = 0
-        for identity in _entries(self.pages, _IDENTITY_NAME):
-            for fan_out in _entries(identity.path, _FANOUT_NAME):
+        for identity in _directories(self.pages, _IDENTITY_NAME):
+            for fan_out in _directories(identity.path, _FANOUT_NAME):
                 freed += _remove_directory(fan_out.path)
             freed += _remove_directory(identity.path)
         return freed
@@ -138,8 +141,8 @@ class PageDirectory:
     def fan_out_directories(self) -> list[str]:
         """Paths of all directories that may hold pages."""
         found: list[str] = []
-        for identity in _entries(self.pages, _IDENTITY_NAME):
-            found += [entry.path for entry in _entries(identity.path, _FANOUT_NAME)]
+        for identity in _directories(self.pages, _IDENTITY_NAME):
+            found += [entry.path for entry in _directories(identity.path, _FANOUT_NAME)]
         return found
 
     def page_files(self, fan_out_directory: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -154,9 +157,9 @@ class PageDirectory:
     def count_occupied(self) -> int:
         """Bytes of disk of all pages and their directories; walks everything."""
         total = 0
-        for identity in _entries(self.pages, _IDENTITY_NAME):
+        for identity in _directories(self.pages, _IDENTITY_NAME):
             total += BLOCK
-            for fan_out in _entries(identity.path, _FANOUT_NAME):
+            for fan_out in _directories(identity.path, _FANOUT_NAME):
                 total += BLOCK
                 total += sum(occupied(status.st_size) for _, status in self.page_files(fan_out.path))
         return total
@@ -165,8 +168,11 @@ class PageDirectory:
         """Take all pages of an identity out of sight at once; the tree to delete, None when there is none."""
         # The name says whose pages these were, so that whoever finds the tree can put a stranger's file back.
         moved = self.temporary / f"{self._temp_prefix}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
+        home = self.pages / identity.hex()
         try:
-            os.rename(self.pages / identity.hex(), moved)
+            if not stat.S_ISDIR(os.lstat(home).st_mode):
+                return None
+            os.rename(home, moved)
         except FileNotFoundError:
             return None
         return moved
@@ -175,7 +181,7 @@ class PageDirectory:
         """Delete the pages that ``detach_identity`` took out; bytes of disk freed. What is no page goes back."""
         home = self.pages / tree.name.split(".")[-2]
         freed = 0
-        for fan_out in list(_entries(tree, _FANOUT_NAME)):
+        for fan_out in list(_directories(tree, _FANOUT_NAME)):
             for path, status in list(self.page_files(fan_out.path)):
                 if not stat.S_ISDIR(status.st_mode) and _unlink_quietly(path):
                     freed += occupied(status.st_size)
@@ -184,7 +190,7 @@ class PageDirectory:
 
     def known_identities(self) -> list[bytes]:
         """Digests that have pages here."""
-        return [bytes.fromhex(entry.name) for entry in _entries(self.pages, _IDENTITY_NAME)]
+        return [bytes.fromhex(entry.name) for entry in _directories(self.pages, _IDENTITY_NAME)]
 
     def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self._create_file_once(self.identities / f"{digest.hex()}.json", json.dumps(document, indent=1, sort_keys=True))
@@ -274,6 +280,11 @@ def _entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEnt
             yield from (entry for entry in listing if name.fullmatch(entry.name))
     except (FileNotFoundError, NotADirectoryError):
         return
+
+
+def _directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
+    """Real directories only: behind a symlink are somebody's files elsewhere."""
+    return (entry for entry in _entries(directory, name) if entry.is_dir(follow_symlinks=False))
 
 
 def _make_directory(path: str | Path) -> int:

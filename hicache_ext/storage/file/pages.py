@@ -350,7 +350,8 @@ class PageFileStore:
         added = 0
         for attempt in range(1, _WRITE_ATTEMPTS + 1):
             try:
-                added += directory.create_parent(path)
+                for made in directory.create_parent(path):
+                    added += made
                 result = self._write_page(directory, path, key, segments)
             except FileNotFoundError as error:
                 # clear() or an eviction took the directory away in between.

@@ -1,0 +1,272 @@
+"""Kill writers of a file tier at random moments, and look at what they leave.
+
+::
+
+    python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report docs/reports/kills.md
+
+Over one directory per mode: a process works (writes; writes and evicts; removes and clears) and is killed with SIGKILL
+at a random moment, while this process reads and verifies all the time. The bytes of a page follow from its key, so any
+process can tell a wrong one. After each kill:
+
+- nothing the reader was given is wrong, nothing was CORRUPT or an ERROR;
+- the account on disk is not below what a walk finds;
+- the next start removes every temp file and cleared tree, and its account equals a walk;
+- every key can be written and read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
+
+KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(48)]
+SIZES = {key: cut(random.Random(key).choice([1000, 16_384, 65_536, 262_144]), 5) for key in KEYS}
+BLOCK = 4096
+LATEST_KILL = 0.08
+"""Seconds after the first finished batch within which the kill comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    name: str
+    capacity: int | None
+    unnamed_files: bool
+    removes: bool
+
+
+MODES = [
+    Mode("writes", None, True, False),
+    Mode("writes, temp names (as on NFS)", None, False, False),
+    Mode("evicts", 2 << 20, True, False),
+    Mode("evicts, temp names", 2 << 20, False, False),
+    Mode("removes and clears", None, True, True),
+]
+
+
+@dataclass
+class Findings:
+    """Of one mode. ``problems`` is what must not be; the rest shows that the kills hit something."""
+
+    kills: int = 0
+    hits: int = 0
+    misses: int = 0
+    killed_under_way: int = 0
+    """Kills after which the account named operations that were never ended."""
+    left_files: int = 0
+    """Temp files and cleared trees that kills left behind, and the next start had to remove."""
+    problems: Counter[str] = field(default_factory=Counter)
+
+
+# -- the process that is killed ----------------------------------------------------------------------------------------
+
+
+def work(place: str, mode: Mode, seed: int, ready: Connection) -> None:
+    chance = random.Random(seed)
+    payloads = {key: payload_of(key, sum(SIZES[key])) for key in KEYS}
+    store = open_store(Path(place), mode)
+    for number in range(1_000_000):
+        keys = chance.sample(KEYS, chance.randint(1, 24))
+        pages = HostPages([SIZES[key] for key in keys])
+        for position, key in enumerate(keys):
+            pages.write(position, payloads[key])
+        store.set(PageBatch(keys, pages.buffers))
+        if number == 0:
+            ready.send("working")
+        if mode.removes and chance.random() < 0.3:
+            store.clear([chance.choice([IDENTITY, OTHER_IDENTITY])])
+        elif mode.capacity is None:
+            store.remove(chance.sample(KEYS, 24))
+
+
+def open_store(place: Path, mode: Mode) -> PageFileStore:
+    store = PageFileStore("disk", [place], capacity=mode.capacity)
+    for directory in store._directories:
+        directory._unnamed_files &= mode.unnamed_files
+    return store
+
+
+# -- the process that looks on -----------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads random pages in a thread until it is stopped, and verifies every hit."""
+
+    def __init__(self, place: Path, findings: Findings, seed: int) -> None:
+        self._store = PageFileStore("disk", [place], capacity=None)
+        self._findings = findings
+        self._chance = random.Random(seed)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            verify(self._store, self._chance.sample(KEYS, 8), self._findings, "while another process works")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._store.close()
+
+
+def verify(store: PageFileStore, keys: Sequence[bytes], findings: Findings, when: str) -> list[GetResult]:
+    pages = HostPages([SIZES[key] for key in keys])
+    results = store.get(PageBatch(keys, pages.buffers))
+    for position, (key, result) in enumerate(zip(keys, results, strict=True)):
+        if result is GetResult.HIT:
+            findings.hits += 1
+            if pages.payload(position) != payload_of(key, sum(SIZES[key])):
+                findings.problems[f"a wrong page, {when}"] += 1
+        elif result is GetResult.MISS:
+            findings.misses += 1
+        else:
+            findings.problems[f"{result.name}, {when}"] += 1
+    return results
+
+
+def occupied_by_walk(place: Path) -> int:
+    """Bytes of disk of the pages and their directories, without the package's help."""
+    total = 0
+    for entry in (place / "pages").glob("**/*"):
+        total += BLOCK if entry.is_dir() else -(-entry.stat().st_size // BLOCK) * BLOCK
+    return total
+
+
+def look_after_kill(place: Path, findings: Findings) -> None:
+    """What the killed process has left, before anybody opens the directory."""
+    account = json.loads((place / "usage").read_bytes().partition(b"\n")[0])
+    reserved = sum(bytes_reserved for _, bytes_reserved, _ in account["under_way"].values())
+    if account["stored"] + reserved < occupied_by_walk(place):
+        findings.problems["the account is below what is stored, after the kill"] += 1
+    findings.killed_under_way += bool(account["under_way"])
+    findings.left_files += len(list((place / "tmp").iterdir()))
+
+
+def look_after_start(place: Path, mode: Mode, findings: Findings) -> None:
+    """The next start: left-overs gone, account right, every key works."""
+    store = open_store(place, mode)
+    try:
+        if list((place / "tmp").iterdir()):
+            findings.problems["files left in tmp/, after the next start"] += 1
+        if store.used_bytes() != occupied_by_walk(place):
+            findings.problems["the account differs from a walk, after the next start"] += 1
+        verify(store, KEYS, findings, "after the next start")
+        for key in KEYS:
+            pages = HostPages([SIZES[key]])
+            pages.write(0, payload_of(key, sum(SIZES[key])))
+            if store.set(PageBatch([key], pages.buffers)) not in ([SetResult.STORED], [SetResult.EXISTS]):
+                findings.problems["a key that cannot be written"] += 1
+            if verify(store, [key], findings, "after it was written again") != [GetResult.HIT]:
+                findings.problems["a key that cannot be read"] += 1
+        if store.used_bytes() != occupied_by_walk(place):
+            findings.problems["the account differs from a walk, after writing every key"] += 1
+        store.remove(KEYS)
+    finally:
+        store.close()
+
+
+def kill_once(place: Path, mode: Mode, chance: random.Random, findings: Findings) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    mine, theirs = spawn.Pipe()
+    process = spawn.Process(target=work, args=(str(place), mode, chance.randrange(1 << 30), theirs))
+    process.start()
+    if not mine.poll(60):
+        raise TimeoutError("the worker did not start")
+    time.sleep(chance.random() * LATEST_KILL)
+    if not process.is_alive():
+        raise ChildProcessError("the worker ended by itself")
+    process.kill()
+    process.join()
+    findings.kills += 1
+    look_after_kill(place, findings)
+    look_after_start(place, mode, findings)
+
+
+def run(kills: int, seed: int) -> dict[Mode, Findings]:
+    """``kills`` kills, spread over the modes."""
+    chance = random.Random(seed)
+    all_findings = {mode: Findings() for mode in MODES}
+    root = Path(tempfile.mkdtemp(prefix="hicache-kills-"))
+    try:
+        for number, (mode, findings) in enumerate(all_findings.items()):
+            place = root / str(number)
+            reader = Reader(place, findings, seed)
+            try:
+                for _ in range(kills // len(MODES) + (number < kills % len(MODES))):
+                    kill_once(place, mode, chance, findings)
+            finally:
+                reader.close()
+    finally:
+        shutil.rmtree(root)
+    return all_findings
+
+
+def report(all_findings: dict[Mode, Findings], seed: int, seconds: float) -> str:
+    total = sum(findings.kills for findings in all_findings.values())
+    problems = sum((findings.problems for findings in all_findings.values()), Counter())
+    lines = [
+        "# Killed writers",
+        "",
+        f"`python -m tests.campaigns.kill_writers --kills {total} --seed {seed}`: {total} processes killed with "
+        f"SIGKILL while they worked on a file tier, in {seconds:.0f} s on {os.cpu_count()} cores, "
+        f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}.",
+        "",
+        "| the killed process | kills | killed amid an operation | left-overs the next start removed | pages verified |"
+        " misses | problems |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for mode, found in all_findings.items():
+        lines.append(
+            f"| {mode.name} | {found.kills} | {found.killed_under_way} | {found.left_files} | {found.hits} |"
+            f" {found.misses} | {sum(found.problems.values())} |"
+        )
+    lines += [
+        "",
+        "Checked after every kill: no wrong byte, no CORRUPT and no ERROR in what another process read meanwhile and"
+        " afterwards; the account not below what is stored; after the next start no temp file and no cleared tree"
+        " left, the account equal to a walk over the directory; every key written and read again.",
+        "",
+        "Problems: none." if not problems else "Problems:",
+        *(f"- {count} x {problem}" for problem, count in problems.most_common()),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING)
+    begun = time.monotonic()
+    findings = run(options.kills, options.seed)
+    text = report(findings, options.seed, time.monotonic() - begun)
+    print(text)
+    if options.report:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        options.report.write_text(text)
+    return 1 if any(found.problems for found in findings.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""One directory of page files: creation, names, publication, clearing, left-overs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.file import directory as directory_module
+from hicache_ext.storage.file.directory import PageDirectory
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.testing.conformance.pages import (
+    IDENTITY,
+    OTHER_IDENTITY,
+    assert_hits,
+    page_key,
+    page_keys,
+    store_pages,
+)
+from tests.storage.raw_access import account_and_walk
+
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+def _open_and_write(place: str, start, number: int) -> None:
+    start.wait()
+    store = PageFileStore("disk", [Path(place)], capacity=None)
+    store.register_identity(IDENTITY, {"model": "m"})
+    keys = page_keys(20, prefix="shared")
+    assert all(result.durable for result in store_pages(store, keys))
+    assert_hits(store, keys)
+    store.close()
+
+
+def _stand_still(place: str, ready) -> None:
+    directory = PageDirectory(Path(place), "disk")
+    directory._unnamed_files = False
+    fd, temp_path = directory.open_unpublished(directory.page_path(page_key("unfinished")))
+    os.write(fd, b"half a page")
+    ready.put(temp_path)
+    time.sleep(60)
+
+
+def test_four_processes_create_one_directory_at_once(place):
+    start = _SPAWN.Barrier(4)
+    processes = [_SPAWN.Process(target=_open_and_write, args=(str(place), start, n)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    store = PageFileStore("disk", [place], capacity=None)
+    assert_hits(store, page_keys(20, prefix="shared"))
+    assert account_and_walk(store)[0] == account_and_walk(store)[1]
+    store.close()
+    assert list((place / "tmp").iterdir()) == []
+
+
+def test_a_directory_is_named_and_laid_out_as_documented(place, store):
+    key = page_key("layout")
+    store.register_identity(IDENTITY, {"model": {"id": "m"}})
+    store_pages(store, [key])
+    page_hash = key[16:].hex()
+    found = sorted(str(file.relative_to(place)) for file in place.rglob("*") if file.is_file())
+    assert found == [
+        "hicache_ext.json",
+        f"identities/{IDENTITY.hex()}.json",
+        f"pages/{IDENTITY.hex()}/{page_hash[:2]}/{page_hash}.page",
+        "usage",
+    ]
+    assert json.loads((place / "hicache_ext.json").read_text()) == {"format": 1, "layout": "pages"}
+    assert store._directories[0].load_identity(IDENTITY) == {"model": {"id": "m"}}
+    assert store._directories[0].load_identity(OTHER_IDENTITY) is None
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ['{"format": 2, "layout": "pages"}', '{"format": 1, "layout": "slab"}', "{}", "", "[]", "null", "\x00\x01", "7"],
+)
+def test_a_directory_of_another_format_is_refused_in_one_sentence(place, manifest):
+    place.mkdir()
+    (place / "hicache_ext.json").write_text(manifest)
+    with pytest.raises(StoreSetupError, match="tier 'disk' cannot start") as raised:
+        PageDirectory(place, "disk")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_where_the_directory_should_be_is_refused(place):
+    place.write_text("not a directory")
+    with pytest.raises(StoreSetupError, match=str(place)):
+        PageDirectory(place, "disk")
+
+
+def test_a_file_where_the_pages_should_be_is_refused(place):
+    place.mkdir()
+    (place / "pages").write_text("")
+    with pytest.raises(StoreSetupError, match="cannot start"):
+        PageDirectory(place, "disk")
+
+
+def test_an_account_that_cannot_be_opened_is_refused(place, directory):
+    (place / "usage").mkdir()
+    with pytest.raises(StoreSetupError, match="account"):
+        PageFileStore("disk", [place], capacity=None)
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_of_two_writers_the_first_to_publish_wins(directory, unnamed):
+    if unnamed and not directory._unnamed_files:
+        pytest.skip("missing: O_TMPFILE on this file system")
+    directory._unnamed_files = unnamed
+    path = directory.page_path(page_key("race"))
+    sum(directory.create_parent(path))
+    first, second = directory.open_unpublished(path), directory.open_unpublished(path)
+    os.write(first[0], b"first")
+    os.write(second[0], b"second")
+    assert not os.path.exists(path)
+    assert directory.publish(*second, path)
+    assert not directory.publish(*first, path)
+    for fd, temp_path in (first, second):
+        os.close(fd)
+        directory.discard(temp_path)
+    assert Path(path).read_bytes() == b"second"
+    assert list(directory.temporary.iterdir()) == []
+
+
+def test_without_renameat2_publishing_is_still_whole_or_nothing(directory, monkeypatch):
+    class OldKernel:
+        def renameat2(self, *_):
+            directory_module.ctypes.set_errno(errno.EINVAL)
+            return -1
+
+    monkeypatch.setattr(directory_module, "_libc", OldKernel)
+    directory._unnamed_files = False
+    path = directory.page_path(page_key("race"))
+    sum(directory.create_parent(path))
+    first, second = directory.open_unpublished(path), directory.open_unpublished(path)
+    assert directory.publish(*first, path)
+    assert not directory.publish(*second, path)
+    os.close(first[0])
+    os.close(second[0])
+    directory.discard(second[1])
+    assert list(directory.temporary.iterdir()) == []
+
+
+def test_the_file_of_a_killed_writer_is_removed_and_that_of_a_living_one_stays(place):
+    ready = _SPAWN.Queue()
+    process = _SPAWN.Process(target=_stand_still, args=(str(place), ready))
+    process.start()
+    left = Path(ready.get(timeout=60))
+    PageDirectory(place, "disk")
+    assert left.exists()
+    process.kill()
+    process.join()
+    PageDirectory(place, "disk")
+    assert not left.exists()
+
+
+def test_only_what_was_made_is_charged_for_directories(directory):
+    first, same = directory.page_path(page_key(1)), directory.page_path(page_key(1)[:-1] + b"\0")
+    assert sum(directory.create_parent(first)) == 2 * 4096
+    assert sum(directory.create_parent(same)) == 0
+    assert sum(directory.create_parent(directory.page_path(page_key(2)))) == 4096
+    assert directory.count_occupied() == 3 * 4096
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+def _put_strangers(place: Path, key: bytes) -> list[Path]:
+    identity = place / "pages" / key[:16].hex()
+    fan_out = identity / key[16:17].hex()
+    fan_out.mkdir(parents=True, exist_ok=True)
+    strangers = [
+        place / "important.txt",
+        place / "pages" / "README",
+        place / "tmp" / "scratch",
+        identity / "notes",
+        identity / "ab.txt",
+        fan_out / "backup.page",
+        fan_out / f"{key[16:].hex()}.page.bak",
+        fan_out / "sub" / "deep.page",
+    ]
+    for number, stranger in enumerate(strangers):
+        stranger.parent.mkdir(exist_ok=True)
+        stranger.write_text(f"stranger {number}")
+    return strangers
+
+
+def test_clear_leaves_strangers_files_where_they_were(place, store):
+    keys = page_keys(20)
+    store_pages(store, keys)
+    strangers = _put_strangers(place, keys[0])
+    assert store.clear(None) == 1
+    assert store.contains(keys) == [False] * 20
+    store.close()
+    assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
+    assert list(place.glob("pages/*/*/????*.page")) == [strangers[5]]
+    assert [entry.name for entry in (place / "tmp").iterdir()] == ["scratch"]
+    again = PageFileStore("disk", [place], capacity=None)
+    used, walked = account_and_walk(again)
+    assert used >= walked
+    again.close()
+
+
+def test_eviction_leaves_strangers_files_alone(place, open_store):
+    store = open_store(capacity=100 * 1024)
+    strangers = _put_strangers(place, page_key("x"))
+    for number in range(60):
+        store_pages(store, [page_key(number)], [8000])
+    assert store.metrics.value("evicted", "capacity") > 20
+    assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
+
+
+def test_a_symlink_among_the_pages_is_not_followed_when_clearing(place, store, tmp_path):
+    keys = page_keys(1)
+    store_pages(store, keys)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / f"{'ab' * 32}.page").write_text("theirs")
+    (place / "pages" / IDENTITY.hex() / "ab").symlink_to(outside)
+    store.clear(None)
+    store.close()
+    assert (outside / f"{'ab' * 32}.page").read_text() == "theirs"
+
+
+def test_clearing_that_a_kill_interrupted_is_finished_by_the_next_start(place, open_store):
+    store = open_store()
+    keys = page_keys(10)
+    store_pages(store, keys)
+    strangers = _put_strangers(place, keys[0])
+    tree = store._directories[0].detach_identity(IDENTITY)
+    store.close()
+    # As if its writer had run elsewhere and were gone.
+    _, _, rest = tree.name.split(":", 2)
+    dead = tree.with_name(f"{tree.name.split(':')[0]}:4194304:{rest}")
+    tree.rename(dead)
+    again = open_store()
+    assert not dead.exists()
+    assert again.contains(keys) == [False] * 10
+    assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]

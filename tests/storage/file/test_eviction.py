@@ -1,0 +1,154 @@
+"""Capacity: what is refused, what goes, and that nothing can wedge it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+
+import pytest
+
+from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.testing.conformance.pages import (
+    OTHER_IDENTITY,
+    assert_hits,
+    page_key,
+    page_keys,
+    read_pages,
+    store_pages,
+)
+from hicache_ext.testing.faults import DiskFaults
+from tests.storage.raw_access import account_and_walk
+
+PAGE = [8000]
+CAPACITY = 160 * 1024
+
+
+def _disk_usage(place) -> int:
+    return 1024 * int(subprocess.check_output(["du", "-sk", place]).split()[0])
+
+
+def _age(raw, key: bytes, seconds: float) -> None:
+    status = raw.path(key).stat()
+    os.utime(raw.path(key), (status.st_atime - seconds, status.st_mtime - seconds))
+
+
+def test_the_page_not_used_for_longest_goes_first(open_store, raw):
+    store = open_store(capacity=CAPACITY)
+    old, read_again, written_again, new = page_keys(4)
+    store_pages(store, [old, read_again, written_again, new], [12_000])
+    for age, key in ((3000, old), (4000, read_again), (5000, written_again)):
+        _age(raw, key, age)
+    assert_hits(store, [read_again], [12_000])
+    assert store_pages(store, [written_again], [12_000]) == [SetResult.EXISTS]
+    number = 0
+    while store.metrics.value("evicted", "capacity") == 0:
+        number += 1
+        assert store_pages(store, [page_key(f"filler {number}")], [12_000]) == [SetResult.STORED]
+    assert store.contains([old, read_again, written_again, new]) == [False, True, True, True]
+
+
+def test_the_disk_never_holds_more_than_the_capacity(open_store, place):
+    store = open_store(capacity=CAPACITY)
+    empty = _disk_usage(place)
+    for number in range(100):
+        assert store_pages(store, [page_key(number)], PAGE) == [SetResult.STORED]
+        assert _disk_usage(place) - empty <= CAPACITY
+    assert account_and_walk(store)[0] == account_and_walk(store)[1] <= CAPACITY
+    assert_hits(store, [page_key(99)], PAGE)
+
+
+def test_a_batch_larger_than_the_capacity_is_stored_in_part(open_store, place):
+    store = open_store(capacity=CAPACITY)
+    results = store_pages(store, page_keys(100), PAGE)
+    assert set(results) <= {SetResult.STORED, SetResult.REJECTED}
+    assert account_and_walk(store)[0] == account_and_walk(store)[1] <= CAPACITY
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 4096, 8192])
+def test_a_capacity_smaller_than_a_page_refuses_it(open_store, capacity):
+    store = open_store(capacity=capacity)
+    assert store_pages(store, page_keys(3), PAGE) == [SetResult.REJECTED] * 3
+    assert store.metrics.value("rejected", "capacity") == 3
+    assert read_pages(store, page_keys(3), PAGE)[0] == [GetResult.MISS] * 3
+
+
+def test_a_page_larger_than_the_capacity_does_not_evict_the_others(open_store):
+    store = open_store(capacity=CAPACITY)
+    store_pages(store, page_keys(5), PAGE)
+    assert store_pages(store, [page_key("huge")], [CAPACITY]) == [SetResult.REJECTED]
+    assert_hits(store, page_keys(5), PAGE)
+
+
+def test_an_undeletable_page_does_not_wedge_eviction(open_store, raw):
+    """sgl-project/sglang#31485: the oldest page could not be removed, and nothing was evicted ever after."""
+    store = open_store(capacity=CAPACITY)
+    stuck = page_key("stuck")
+    store_pages(store, [stuck], PAGE)
+    _age(raw, stuck, 10_000)
+    if os.geteuid() != 0 or subprocess.run(["chattr", "+i", raw.path(stuck)], check=False).returncode:
+        pytest.skip("missing: chattr +i (root, and a file system that has it)")
+    try:
+        for number in range(60):
+            assert store_pages(store, [page_key(number)], PAGE) == [SetResult.STORED]
+        assert store.metrics.value("error", "EPERM") == 1
+        assert_hits(store, [stuck, page_key(59)], PAGE)
+        assert account_and_walk(store)[0] == account_and_walk(store)[1]
+    finally:
+        subprocess.run(["chattr", "-i", raw.path(stuck)], check=True)
+
+
+def test_a_disk_that_refuses_to_delete_refuses_writes_and_recovers(open_store, place):
+    store = open_store(capacity=CAPACITY)
+    while store.metrics.value("evicted", "capacity") == 0:
+        store_pages(store, [page_key(os.urandom(8).hex())], PAGE)
+    with DiskFaults(place, rate=1, errors=(errno.EROFS,), calls=("unlink",)):
+        results = [store_pages(store, [page_key(number)], PAGE)[0] for number in range(20)]
+    assert set(results) == {SetResult.STORED, SetResult.REJECTED}
+    assert account_and_walk(store)[0] == account_and_walk(store)[1] <= CAPACITY
+    store.close()
+    again = open_store(capacity=CAPACITY)
+    assert store_pages(again, page_keys(10), PAGE) == [SetResult.STORED] * 10
+
+
+def test_a_walk_that_fails_refuses_the_write_and_raises_nothing(open_store, monkeypatch):
+    store = open_store(capacity=CAPACITY)
+    for number in range(19):
+        store_pages(store, [page_key(number)], PAGE)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "directory unreadable")
+
+    monkeypatch.setattr(store._directories[0], "fan_out_directories", fail)
+    assert SetResult.REJECTED in store_pages(store, page_keys(30), PAGE)
+    monkeypatch.undo()
+    assert store_pages(store, [page_key("after")], PAGE) == [SetResult.STORED]
+
+
+def test_the_empty_directories_of_old_identities_do_not_crowd_out_the_pages(open_store):
+    """Each weight update begins a new identity; 40 of them leave 40 trees of empty directories."""
+    store = open_store(capacity=CAPACITY)
+    for epoch in range(40):
+        identity = epoch.to_bytes(16, "big")
+        assert store_pages(store, page_keys(3, identity=identity), PAGE) == [SetResult.STORED] * 3, epoch
+    assert_hits(store, page_keys(3, identity=identity), PAGE)
+    assert account_and_walk(store)[0] == account_and_walk(store)[1] <= CAPACITY
+
+
+def test_capacity_is_shared_by_stores_of_one_directory(open_store, place):
+    first, second = open_store(capacity=CAPACITY), open_store(capacity=CAPACITY)
+    for number in range(40):
+        store_pages(first, [page_key(number)], PAGE)
+        store_pages(second, [page_key(number, OTHER_IDENTITY)], PAGE)
+        assert first.used_bytes() == second.used_bytes() <= CAPACITY
+    assert account_and_walk(first)[0] == account_and_walk(first)[1]
+
+
+def test_a_smaller_capacity_at_the_next_start_is_kept(open_store, place):
+    store = open_store(capacity=4 * CAPACITY)
+    for number in range(50):
+        store_pages(store, [page_key(number)], PAGE)
+    store.close()
+    smaller = open_store(capacity=CAPACITY)
+    assert store_pages(smaller, [page_key("next")], PAGE) == [SetResult.STORED]
+    assert account_and_walk(smaller)[0] == account_and_walk(smaller)[1] <= CAPACITY

@@ -1,0 +1,403 @@
+"""What may be found in a page's place, and a disk that fails: a counted miss or a refused write, and then it works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.file import pages
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, payload_of, read_pages, store_pages
+from hicache_ext.testing.faults import DiskFaults
+from tests.storage.raw_access import RawFiles, account_and_walk
+
+NOBODY = 65534
+KEY = page_key("the page")
+
+
+@pytest.fixture
+def page(store, raw) -> Path:
+    """The file of a stored page."""
+    store_pages(store, [KEY, page_key("another")])
+    return raw.path(KEY)
+
+
+def _assert_counted_healed_and_works(store: PageFileStore, reason: str) -> None:
+    assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
+    assert store.metrics.value("corrupt", reason) == 1
+    assert store.contains([KEY]) == [False]
+    assert read_pages(store, [KEY])[0] == [GetResult.MISS]
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert_hits(store, [KEY, page_key("another")])
+    assert store.metrics.total("corrupt") == 1
+
+
+# -- what is found in a page's place -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 128, 600, 1127])
+def test_a_truncated_page_is_counted_and_replaced(store, page, length):
+    os.truncate(page, length)
+    _assert_counted_healed_and_works(store, "truncated")
+
+
+@pytest.mark.parametrize("length", [1129, 5000])
+def test_a_longer_page_is_counted_and_replaced(store, page, length):
+    os.truncate(page, length)
+    _assert_counted_healed_and_works(store, "longer")
+
+
+@pytest.mark.parametrize(("offset", "reason"), [(0, "magic"), (70, "header_checksum"), (127, "header_checksum")])
+def test_a_flipped_header_bit_is_counted_and_replaced(store, page, offset, reason):
+    _flip(page, offset)
+    _assert_counted_healed_and_works(store, reason)
+
+
+@pytest.mark.parametrize("offset", [128, 700, 1127])
+def test_a_flipped_payload_bit_is_counted_and_replaced(store, page, offset):
+    _flip(page, offset)
+    _assert_counted_healed_and_works(store, "checksum")
+
+
+def _flip(page: Path, offset: int) -> None:
+    content = bytearray(page.read_bytes())
+    content[offset] ^= 4
+    page.write_bytes(content)
+
+
+def test_an_empty_directory_in_a_pages_place_is_replaced(store, page):
+    page.unlink()
+    page.mkdir()
+    _assert_counted_healed_and_works(store, "not_a_file")
+
+
+def test_a_directory_with_files_in_a_pages_place_is_moved_aside_whole(store, page):
+    page.unlink()
+    page.mkdir()
+    (page / "thesis.tex").write_text("years of work")
+    _assert_counted_healed_and_works(store, "not_a_file")
+    assert [file.read_text() for file in page.parent.glob("*/thesis.tex")] == ["years of work"]
+
+
+def test_a_symlink_in_a_pages_place_is_replaced_and_its_target_stays(store, page, tmp_path):
+    target = tmp_path / "target"
+    page.rename(target)
+    page.symlink_to(target)
+    assert store.contains([KEY]) == [False]
+    _assert_counted_healed_and_works(store, "unreadable")
+    assert target.read_bytes()[128:] == payload_of(KEY, 1000)
+
+
+def test_a_pipe_in_a_pages_place_is_replaced_and_nobody_waits_for_its_writer(store, page):
+    page.unlink()
+    os.mkfifo(page)
+    begun = time.monotonic()
+    _assert_counted_healed_and_works(store, "not_a_file")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_socket_in_a_pages_place_is_replaced(store, page):
+    page.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        # The path is too long to bind to as it is.
+        folder = os.open(page.parent, os.O_RDONLY)
+        listener.bind(f"/proc/self/fd/{folder}/{page.name}")
+        os.close(folder)
+        _assert_counted_healed_and_works(store, "unreadable")
+
+
+@pytest.mark.parametrize("kind", ["directory", "symlink", "pipe", "short"])
+def test_a_write_replaces_what_is_no_page_without_a_read_before(store, page, kind):
+    page.unlink()
+    match kind:
+        case "directory":
+            page.mkdir()
+        case "symlink":
+            page.symlink_to("/nonexistent")
+        case "pipe":
+            os.mkfifo(page)
+        case "short":
+            page.write_bytes(b"x" * 10)
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert_hits(store, [KEY])
+
+
+def test_a_file_in_place_of_a_fan_out_directory_is_an_error_and_not_an_exception(store, page):
+    shutil.rmtree(page.parent)
+    page.parent.write_text("in the way")
+    assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    assert store_pages(store, [KEY]) == [SetResult.ERROR]
+    assert store.contains([KEY]) == [False]
+    page.parent.unlink()
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert_hits(store, [KEY])
+
+
+def test_a_bad_page_that_another_writer_has_replaced_meanwhile_is_left_alone(store, page, open_store, monkeypatch):
+    """Two readers find one bad page; the slower one must not remove the good copy written since."""
+    other = open_store()
+    _flip(page, 500)
+    read_page = store._read_page
+
+    def read_slowly(*arguments):
+        reason = read_page(*arguments)
+        assert read_pages(other, [KEY])[0] == [GetResult.CORRUPT]
+        assert store_pages(other, [KEY]) == [SetResult.STORED]
+        return reason
+
+    monkeypatch.setattr(store, "_read_page", read_slowly)
+    assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
+    monkeypatch.undo()
+    assert_hits(store, [KEY])
+
+
+def test_damaged_files_do_not_make_the_account_smaller_than_what_is_stored(store, raw, open_store):
+    """A page blown up to 1 MiB must not take 1 MiB out of the account when it is removed."""
+    keys = page_keys(20)
+    store_pages(store, keys)
+    os.truncate(raw.path(keys[0]), 1 << 20)
+    os.truncate(raw.path(keys[1]), 0)
+    read_pages(store, keys[:2])
+    used, walked = account_and_walk(store)
+    assert used >= walked
+    store.close()
+    again = open_store()
+    assert again.used_bytes() == account_and_walk(again)[1] == walked
+
+
+# -- permissions -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _as_nobody():
+    if os.geteuid() != 0:
+        pytest.skip("missing: root, to drop privileges from")
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.fixture
+def open_place():
+    """A directory that other users reach, unlike pytest's."""
+    place = Path(tempfile.mkdtemp(prefix="hicache-open-"))
+    place.chmod(0o755)
+    yield place / "tier"
+    shutil.rmtree(place)
+
+
+def _unreadable_page(place: Path) -> tuple[PageFileStore, Path]:
+    store = PageFileStore("disk", [place], capacity=None)
+    store_pages(store, [KEY, page_key("another")])
+    page = RawFiles(place).path(KEY)
+    page.chmod(0)
+    return store, page
+
+
+def test_an_unreadable_page_in_our_own_directory_is_counted_and_replaced(open_place):
+    store, _ = _unreadable_page(open_place)
+    for folder in [open_place, *(folder for folder in open_place.rglob("*") if folder.is_dir())]:
+        os.chown(folder, NOBODY, NOBODY)
+    with _as_nobody():
+        _assert_counted_healed_and_works(store, "unreadable")
+    store.close()
+
+
+def test_an_unreadable_page_that_cannot_be_removed_is_absent_until_it_can_be(open_place):
+    """It must not be said to exist: SGLang would plan with it, and never write it again."""
+    store, page = _unreadable_page(open_place)
+    with _as_nobody():
+        assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
+        assert store.contains([KEY]) == [False]
+        assert store.count_leading([KEY]) == 0
+        assert store_pages(store, [KEY]) == [SetResult.REJECTED]
+        assert store.metrics.value("rejected", "obstacle") == 1
+        assert_hits(store, [page_key("another")])
+    os.chown(page.parent, NOBODY, NOBODY)
+    with _as_nobody():
+        assert store_pages(store, [KEY]) == [SetResult.STORED]
+        assert_hits(store, [KEY])
+        assert store.contains([KEY]) == [True]
+    store.close()
+
+
+def test_a_directory_without_write_permission_is_read_and_refuses_writes(open_place):
+    store = PageFileStore("disk", [open_place], capacity=None)
+    store_pages(store, [KEY])
+    with _as_nobody():
+        assert_hits(store, [KEY])
+        assert store_pages(store, page_keys(3)) == [SetResult.ERROR] * 3
+        assert store.metrics.value("error", "EACCES") == 3
+    assert store_pages(store, page_keys(3)) == [SetResult.STORED] * 3
+    store.close()
+
+
+def test_a_page_that_cannot_even_be_removed_by_root_is_absent_until_it_can_be(store, page):
+    _flip(page, 400)
+    with _immutable(page):
+        assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
+        assert store.contains([KEY]) == [False]
+        assert store_pages(store, [KEY]) == [SetResult.REJECTED]
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert_hits(store, [KEY])
+
+
+@contextmanager
+def _immutable(file: Path):
+    if os.geteuid() != 0 or subprocess.run(["chattr", "+i", file], check=False, capture_output=True).returncode:
+        pytest.skip("missing: chattr +i (root, and a file system that has it)")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", file], check=True)
+
+
+# -- a disk that is full or fails --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("missing: root, to mount a small file system")
+    mount_point = tmp_path / "small"
+    mount_point.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount_point], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("missing: the right to mount a small file system")
+    yield mount_point
+    subprocess.run(["umount", "-l", mount_point], check=True)
+
+
+def test_a_full_disk_refuses_writes_keeps_reads_and_recovers(small_disk, monkeypatch):
+    monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 0.1)
+    store = PageFileStore("disk", [small_disk / "tier"], capacity=None)
+    keys = page_keys(40)
+    results = [store_pages(store, [key], [60_000])[0] for key in keys]
+    stored = [key for key, result in zip(keys, results, strict=True) if result is SetResult.STORED]
+    refused = [key for key in keys if key not in stored]
+    assert 10 <= len(stored) <= 17
+    assert set(results) == {SetResult.STORED, SetResult.REJECTED}
+    assert store.metrics.value("error", "ENOSPC") > 0
+    assert_hits(store, stored, [60_000])
+    assert read_pages(store, refused, [60_000])[0] == [GetResult.MISS] * len(refused)
+    assert list((small_disk / "tier" / "tmp").iterdir()) == []
+    assert account_and_walk(store)[0] == account_and_walk(store)[1]
+    assert store.remove(stored[:5]) == 5
+    time.sleep(0.15)
+    assert store_pages(store, refused[:3], [60_000]) == [SetResult.STORED] * 3
+    assert_hits(store, [*stored[5:], *refused[:3]], [60_000])
+    store.close()
+
+
+def test_a_full_disk_is_not_tried_again_for_every_page(store, place, monkeypatch):
+    with DiskFaults(place, rate=1, errors=(errno.ENOSPC,), short=False, calls=("pwritev",)) as faults:
+        store_pages(store, page_keys(1))
+        assert store_pages(store, page_keys(50, prefix="more")) == [SetResult.REJECTED] * 50
+        assert sum(faults.injected.values()) == 1
+    assert store.metrics.value("rejected", "no_space") == 50
+
+
+def test_a_disk_too_full_to_start_on_is_refused_in_a_sentence(small_disk):
+    (small_disk / "ballast").write_bytes(bytes(1 << 19))
+    subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/more", "bs=4096"], check=False, capture_output=True)
+    with pytest.raises(StoreSetupError, match="tier 'disk' cannot start") as raised:
+        PageFileStore("disk", [small_disk / "tier"], capacity=None)
+    assert "No space left" in str(raised.value)
+
+
+@pytest.mark.parametrize("call", ["preadv", "open"])
+def test_a_read_that_fails_is_an_error_and_the_next_write_replaces_the_page(store, page, place, call):
+    """A bad block: the page must not stay there, unreadable, refused by every write as existing."""
+    with DiskFaults(place, rate=1, errors=(errno.EIO,), short=False, calls=(call,)):
+        assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    assert store.metrics.value("error", "EIO") == 1
+    assert store.contains([KEY]) == [False]
+    inode = page.stat().st_ino, page.stat().st_ctime_ns
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert (page.stat().st_ino, page.stat().st_ctime_ns) != inode
+    assert_hits(store, [KEY])
+
+
+def test_a_read_that_fails_once_and_then_works_is_a_hit_again(store, page, place):
+    with DiskFaults(place, rate=1, errors=(errno.EIO,), short=False, calls=("preadv",)):
+        assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    assert_hits(store, [KEY])
+    assert store.contains([KEY]) == [True]
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "link", "mkdir"])
+@pytest.mark.parametrize(("code", "result"), [(errno.EIO, SetResult.ERROR), (errno.ENOSPC, SetResult.REJECTED)])
+def test_a_write_that_fails_leaves_nothing_behind(store, place, monkeypatch, call, code, result):
+    monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 0.0)
+    with DiskFaults(place, rate=1, errors=(code,), short=False, calls=(call,)):
+        assert store_pages(store, [KEY]) == [result]
+    assert store.metrics.value("error", errno.errorcode[code]) == 1
+    assert store.contains([KEY]) == [False]
+    assert account_and_walk(store)[0] == account_and_walk(store)[1]
+    assert list((place / "tmp").iterdir()) == []
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert_hits(store, [KEY])
+    assert account_and_walk(store)[0] == account_and_walk(store)[1]
+
+
+@pytest.mark.parametrize("unnamed_files", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
+    store, place, monkeypatch, seed, unnamed_files
+):
+    monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 0.0)
+    store._directories[0]._unnamed_files &= unnamed_files
+    keys = page_keys(30)
+    with DiskFaults(place, seed=seed, rate=0.2) as faults:
+        for _ in range(10):
+            for result in store_pages(store, keys, [2000, 500]):
+                assert result is not SetResult.TIMEOUT
+            results, payloads = read_pages(store, keys, [2000, 500])
+            for key, result, payload in zip(keys, results, payloads, strict=True):
+                assert result is not GetResult.HIT or payload == payload_of(key, 2500)
+            store.remove(keys[::3])
+    assert sum(faults.injected.values()) > 100
+    assert account_and_walk(store)[0] >= account_and_walk(store)[1]
+    assert all(result.durable for result in store_pages(store, keys, [2000, 500]))
+    assert_hits(store, keys, [2000, 500])
+
+
+def test_an_account_that_fails_is_a_refused_write_and_not_an_exception(store, page, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("hicache_ext.storage.file.usage.fcntl.flock", fail)
+    assert store_pages(store, page_keys(3)) == [SetResult.ERROR] * 3
+    assert_hits(store, [KEY])
+    _flip(page, 300)
+    assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
+    assert store.remove([page_key("another")]) == 0
+    assert store.clear(None) == 0
+    monkeypatch.undo()
+    assert store_pages(store, [KEY, *page_keys(3)]) == [SetResult.STORED] * 4
+    assert_hits(store, [KEY, *page_keys(3)])
+
+
+def test_a_pipe_is_never_counted_as_present(store, page):
+    page.unlink()
+    os.mkfifo(page)
+    assert store.contains([KEY]) == [False]
+    assert stat.S_ISFIFO(page.lstat().st_mode)
