@@ -25,7 +25,7 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import vectored
 from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied
-from hicache_ext.storage.file.eviction import Evictor
+from hicache_ext.storage.file.page_eviction import Evictor
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.usage import Removal, Usage
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
