@@ -170,7 +170,10 @@ def test_sglangs_fault_injector_costs_hits_and_nothing_else(
     ("ours", "sentence"),
     [
         ({"tiers": {"disk": {"type": "file", "path": "/x", "capcity": "1GiB"}}}, "did you mean 'capacity'"),
-        ({"tiers": {"disk": {"type": "file", "path": "/proc/nowhere", "capacity": "1GiB"}}}, "tier 'disk' cannot start"),
+        (
+            {"tiers": {"disk": {"type": "file", "path": "/proc/nowhere", "capacity": "1GiB"}}},
+            "tier 'disk' cannot start",
+        ),
     ],
     ids=["typo", "impossible path"],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.index import Place
+from hicache_ext.storage.file.slab.store import SlabStore, _SlabPart
 from hicache_ext.testing.memory_store import MemoryPageStore
 
 
@@ -54,6 +56,57 @@ class RawObjects:
 
     def keys(self) -> list[bytes]:
         return list(self._objects)
+
+
+class RawSlots:
+    """Pages of a SlabStore in the slots of its files; where they are, its index says."""
+
+    def __init__(self, store: SlabStore) -> None:
+        self._parts = store._parts
+
+    def _part(self, key: bytes) -> _SlabPart:
+        return self._parts[int.from_bytes(key[-4:], "little") % len(self._parts)]
+
+    def _file_and_offset(self, part: _SlabPart, slab_number: int, slot: int) -> tuple[Path, int]:
+        (file,) = (part.directory.path / "slabs").glob(f"{slab_number:08x}-*.slab")
+        return file, slot * int(file.stem.split("-")[1])
+
+    def read(self, key: bytes) -> bytes | None:
+        part = self._part(key)
+        (found,) = part.directory.index.find([key])
+        if found is None:
+            return None
+        file, offset = self._file_and_offset(part, found.place.slab, found.place.slot)
+        return file.read_bytes()[offset : offset + found.place.length]
+
+    def write(self, key: bytes, stored: bytes) -> None:
+        """As if a writer had published ``stored`` under ``key``; in the page's own slot where it has one."""
+        part = self._part(key)
+        index = part.directory.index
+        (found,) = index.find([key])
+        with index.changing() as change:
+            if found is not None:
+                slab, slot = found.place.slab, found.place.slot
+                change.remove(key)
+            else:
+                slab, slot = -1, -1
+            slot_size = next(s.slot_size for s in change.slabs() if slab in (-1, s.number))
+            passed_over = []
+            while (taken := change.take_free_slot(slot_size, key)) not in ((slab, slot), None) and slab != -1:
+                passed_over.append(taken)
+            assert taken is not None
+            slab, slot = taken
+            for other in passed_over:
+                change.give_back(slot_size, *other)
+            stored = stored[:slot_size]
+            assert change.publish(key, slot_size, Place(slab, slot, len(stored)), 0)
+        file, offset = self._file_and_offset(part, slab, slot)
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(stored.ljust(slot_size, b"\0"))
+
+    def keys(self) -> list[bytes]:
+        return [key for part in self._parts for key, _ in part.directory.index.pages()]
 
 
 def account_and_walk(store: PageFileStore) -> tuple[int, int]:

@@ -53,6 +53,8 @@ class Evictor:
             if freed < need:
                 # Old identities leave empty directories; in a small capacity they would crowd out the pages.
                 freed += self._directory.remove_empty_directories()
+                # Nothing else is left: what could not be removed, as on a disk read-only for a while, gets another try.
+                self._undeletable.clear()
         except OSError as error:
             self._count_error(error)
         self._metrics.add("evicted", "capacity", evicted)

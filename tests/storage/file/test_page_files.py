@@ -134,6 +134,21 @@ def test_a_write_replaces_what_is_no_page_without_a_read_before(store, page, kin
     assert_hits(store, [KEY])
 
 
+def test_a_directory_that_is_taken_away_amid_a_write_is_made_again(store, directory, monkeypatch):
+    """clear(), or the eviction of another process, between making a page's directory and writing to it."""
+    open_unpublished = store._directories[0].open_unpublished
+    interruptions = iter(range(2))
+
+    def interrupted(path):
+        if next(interruptions, None) is not None:
+            directory.remove_empty_directories()
+        return open_unpublished(path)
+
+    monkeypatch.setattr(store._directories[0], "open_unpublished", interrupted)
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert_hits(store, [KEY])
+
+
 def test_a_file_in_place_of_a_fan_out_directory_is_an_error_and_not_an_exception(store, page):
     shutil.rmtree(page.parent)
     page.parent.write_text("in the way")

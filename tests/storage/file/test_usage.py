@@ -102,17 +102,33 @@ def test_removals_are_accounted_when_they_end_also_by_an_exception(open_usage):
     assert usage.total() == 600
 
 
-def test_what_a_dead_writer_had_reserved_counts_as_stored_and_the_next_start_recounts(tmp_path, open_usage):
+def test_what_a_dead_writer_had_reserved_counts_as_stored_and_the_next_start_recounts(open_usage):
     usage = open_usage(walked=100)
     with usage.locked() as record:
         record.under_way[_dead_writer()] = UnderWay(1, 500, time.time())
     assert usage.total() == 600
-    assert usage.reserve(700, 1200, lambda need: need)
+    asked: list[int] = []
+    assert usage.reserve(700, 1200, lambda need: asked.append(need) or need)
+    assert asked == [100]
+    assert usage.total() == 1200
     with usage.locked() as record:
-        assert record.recount
+        assert record.recount and list(record.under_way) == [writer_name()]
     usage.commit(700, 0)
     usage.close()
     assert open_usage(walked=77).total() == 77
+
+
+def test_an_eviction_is_on_record_before_its_first_file_goes(tmp_path, open_usage):
+    """Killed amid it, the account must be known to be off."""
+    usage = open_usage(walked=900)
+    on_disk: list[dict] = []
+
+    def make_room(need: int) -> int:
+        on_disk.append(json.loads((tmp_path / "usage").read_bytes().partition(b"\n")[0]))
+        return need
+
+    assert usage.reserve(400, 1000, make_room)
+    assert list(on_disk[0]["under_way"]) == [writer_name()]
 
 
 def test_a_dead_writer_without_reservations_is_a_reason_to_recount_too(open_usage):

@@ -1,0 +1,261 @@
+"""One directory of slabs: its files, its index, and who may trust that index.
+
+::
+
+    PATH/hicache_ext.json                    what this directory is
+    PATH/lock                                held shared by every process that uses the directory
+    PATH/trust                               the boot that wrote the index, or that it was closed in order
+    PATH/index/                              LMDB (index.py)
+    PATH/slabs/<number>-<slot size>.slab     slots
+    PATH/identities/<identity>.json          the facts behind an identity digest
+    PATH/identities/<identity>.cleared       since when pages of an identity count again (milliseconds)
+
+Within one process all stores over one directory share one index (LMDB's rule) and the files' descriptors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from hicache_ext import envelope
+from hicache_ext.errors import FormatError, StoreSetupError
+from hicache_ext.storage.file.directory import DIRECTORY_FORMAT
+from hicache_ext.storage.file.slab.index import Place, Slab, SlabIndex
+
+_SLAB_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.slab")
+_IN_ORDER = "closed in order"
+_REBUILD_BATCH = 4096
+
+INDEX_BYTES_AT_LEAST = 256 << 10
+INDEX_BYTES_PER_SLOT = 640
+"""What the index takes per slot, generously: it counts towards the capacity."""
+
+_open_directories: dict[Path, SlabDirectory] = {}
+_open_lock = threading.Lock()
+
+
+@contextmanager
+def slab_directory(path: Path, tier: str) -> Iterator[SlabDirectory]:
+    """The directory at ``path``, shared within this process, closed with its last user.
+
+    Raises StoreSetupError with a sentence when it cannot be used.
+    """
+    with _open_lock:
+        resolved = path.resolve()
+        directory = _open_directories.get(resolved)
+        if directory is None:
+            directory = _open_directories[resolved] = SlabDirectory(resolved, tier)
+        directory.users += 1
+    try:
+        yield directory
+    finally:
+        with _open_lock:
+            directory.users -= 1
+            if directory.users == 0:
+                del _open_directories[resolved]
+                directory.close()
+
+
+class SlabDirectory:
+    """Use ``slab_directory``. Thread-safe."""
+
+    def __init__(self, path: Path, tier: str) -> None:
+        self.path = path
+        self.users = 0
+        self.slabs_path = path / "slabs"
+        self.identities = path / "identities"
+        self._trust = path / "trust"
+        self._descriptors: dict[int, int] = {}
+        self._descriptors_lock = threading.Lock()
+        self.rebuilt = 0
+        try:
+            for directory in (path, self.slabs_path, self.identities):
+                directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
+        try:
+            self._adopt(tier)
+            self.index = self._open_index()
+        except (OSError, lmdb.Error) as error:
+            os.close(self._lock)
+            raise StoreSetupError(tier, f"directory {str(path)!r}: {error}") from error
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def create_slab_file(self, slab: Slab) -> None:
+        """Make the file of a slab with all its blocks. Raises OSError (ENOSPC) and leaves no file."""
+        path = self.slab_path(slab)
+        # A file of this number that the index does not know is what a killed process left.
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(fd, 0, slab.size)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    def delete_slab_file(self, slab: Slab) -> None:
+        """Delete the file of a dropped slab; its blocks are free at once, also while others have it open."""
+        path = self.slab_path(slab)
+        os.truncate(path, 0)
+        # Descriptors of it stay open until the directory is closed: another thread may be about to read through one,
+        # and a closed number may be anybody's. An empty file takes no room.
+        path.unlink()
+
+    def slab_path(self, slab: Slab) -> Path:
+        return self.slabs_path / f"{slab.number:08x}-{slab.slot_size}.slab"
+
+    def descriptor(self, slab: Slab) -> int:
+        """A descriptor of the slab's file, kept open. Raises OSError."""
+        fd = self._descriptors.get(slab.number)
+        if fd is not None:
+            return fd
+        with self._descriptors_lock:
+            fd = self._descriptors.get(slab.number)
+            if fd is None:
+                fd = self._descriptors[slab.number] = os.open(self.slab_path(slab), os.O_RDWR | os.O_CLOEXEC)
+            return fd
+
+    # -- identities ------------------------------------------------------------------------------------------------
+
+    def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        path = self.identities / f"{digest.hex()}.json"
+        if not path.exists():
+            _write_whole(path, json.dumps(document, indent=1, sort_keys=True))
+
+    def note_cleared(self, digest: bytes) -> None:
+        """So that a rebuild does not bring cleared pages back."""
+        _write_whole(self.identities / f"{digest.hex()}.cleared", str(int(time.time() * 1000)))
+
+    def _cleared_at(self, digest: bytes) -> int:
+        try:
+            return int((self.identities / f"{digest.hex()}.cleared").read_text())
+        except (OSError, ValueError):
+            return -1
+
+    # -- opening and closing ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Releases everything; the last process out syncs the index and says so."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except BlockingIOError:
+            alone = False
+        self.index.close(sync=alone)
+        if alone:
+            _write_whole(self._trust, _IN_ORDER)
+        for fd in self._descriptors.values():
+            os.close(fd)
+        os.close(self._lock)
+
+    def _open_index(self) -> SlabIndex:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Others use it, so it is sound, or is being rebuilt: then this waits for it.
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            return SlabIndex(self.path / "index")
+        trusted = self._trust.exists() and self._trust.read_text() in (_IN_ORDER, _boot_id())
+        index = self._open_trusted_index() if trusted else None
+        if index is None:
+            index = self._rebuild()
+        with index.changing() as change:
+            change.release_dead_writers()
+        self._delete_unknown_files(index)
+        _write_whole(self._trust, _boot_id())
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        return index
+
+    def _open_trusted_index(self) -> SlabIndex | None:
+        try:
+            return SlabIndex(self.path / "index")
+        except lmdb.Error:
+            return None
+
+    def _rebuild(self) -> SlabIndex:
+        """A new index from the envelopes in the slabs. Payloads are checked when they are read, as always."""
+        for name in ("data.mdb", "lock.mdb"):
+            (self.path / "index" / name).unlink(missing_ok=True)
+        index = SlabIndex(self.path / "index")
+        for path in sorted(self.slabs_path.iterdir()):
+            match = _SLAB_NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            number, slot_size = int(match[1], 16), int(match[2])
+            slots = path.stat().st_size // slot_size
+            if slots == 0:
+                continue
+            with index.changing() as change:
+                slab = change.add_slab(slot_size, slots, number)
+                change.reserve_slab_numbers(number + 1)
+            self._adopt_pages(index, slab)
+        return index
+
+    def _adopt_pages(self, index: SlabIndex, slab: Slab) -> None:
+        fd = self.descriptor(slab)
+        for first in range(0, slab.slots, _REBUILD_BATCH):
+            with index.changing() as change:
+                for slot in range(first, min(first + _REBUILD_BATCH, slab.slots)):
+                    header = os.pread(fd, envelope.FIELDS_LENGTH, slot * slab.slot_size)
+                    try:
+                        found = envelope.decode_header(header)
+                    except FormatError:
+                        continue
+                    length = found.header_length + found.payload_length
+                    if length <= slab.slot_size and found.created_ms > self._cleared_at(found.identity):
+                        self.rebuilt += change.adopt(found.key, slab.slot_size, Place(slab.number, slot, length))
+
+    def _delete_unknown_files(self, index: SlabIndex) -> None:
+        """Slab files that a process was killed over before, or after, the index knew them."""
+        known = {self.slab_path(slab).name for slab in index.slabs()}
+        for path in self.slabs_path.iterdir():
+            if _SLAB_NAME.fullmatch(path.name) and path.name not in known:
+                path.unlink()
+
+    def _adopt(self, tier: str) -> None:
+        manifest = self.path / "hicache_ext.json"
+        if not manifest.exists():
+            _write_whole(manifest, json.dumps({"format": DIRECTORY_FORMAT, "layout": "slab"}) + "\n")
+        try:
+            document = json.loads(manifest.read_text())
+            found = (document["format"], document["layout"])
+        except (ValueError, KeyError, TypeError):
+            raise StoreSetupError(tier, f"{str(manifest)!r} is not a manifest of this package") from None
+        if found != (DIRECTORY_FORMAT, "slab"):
+            raise StoreSetupError(
+                tier,
+                f"{str(self.path)!r} holds format {found[0]}, layout {found[1]!r}; "
+                f"this tier writes format {DIRECTORY_FORMAT}, layout 'slab'",
+                ["name another path, or remove that directory"],
+            )
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown boot"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.write_text(text)
+    temporary.rename(path)

@@ -1,0 +1,477 @@
+"""Which page is in which slot: the LMDB index of one directory, shared by all processes on it.
+
+LMDB gives what a cache index needs here: look-ups of about half a microsecond without a lock, one writer at a time
+across processes, and a killed process that leaves nothing half done (its transaction never happened, its lock is
+released).
+
+========  ================================================  ==========================================================
+database  key                                               value
+========  ================================================  ==========================================================
+pages     generation, page key                              slab, slot, object length, rank
+order     slot size, priority, slab, slot (big-endian)      key in pages: the first of a slot size is its next victim
+slots     slab, slot (big-endian)                           key in pages: what an occupied slot holds
+free      slot size, slab, slot (big-endian)                nothing: a slot that may be written
+pending   slab, slot (big-endian)                           page key, writer: a slot that is being written
+slabs     slab (big-endian)                                 slot size, number of slots
+state     name                                              the ranking's clock, the next slab number, generations
+========  ================================================  ==========================================================
+
+Every slot of every slab is in exactly one of ``slots``, ``free`` and ``pending``.
+
+Clearing an identity raises its generation: its pages are out of reach at once, and are removed little by little.
+
+Nothing is synced: after a power loss the index may be anything, so it is used again only by the boot that wrote it, or
+after every process has closed it in order (then it was synced); otherwise it is rebuilt from the envelopes
+(directory.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH
+from hicache_ext.storage.file.slab.ranking import RANK_LENGTH, Clock, Rank, first_rank, renewed_rank
+from hicache_ext.storage.file.usage import writer_alive, writer_name
+
+_MAP_SIZE = 1 << 38
+"""Bytes of address space the index may grow to; the file itself stays as small as its content."""
+_MAX_READERS = 1024
+
+_PAGE = struct.Struct(f"<III{RANK_LENGTH}s")
+_PLACE = struct.Struct(">II")
+_FREE = struct.Struct(">III")
+_ORDER = struct.Struct(">IQII")
+_SLOT_SIZE = struct.Struct(">I")
+_SLAB = struct.Struct("<II")
+_GENERATION = struct.Struct(">H")
+_FIRST_GENERATION = _GENERATION.pack(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a page object is: ``length`` bytes of it (header and payload) from the start of a slot."""
+
+    slab: int
+    slot: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A page that is there; ``stale`` when using it now should renew its rank."""
+
+    place: Place
+    stale: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """One slab file: ``slots`` slots of ``slot_size`` bytes."""
+
+    number: int
+    slot_size: int
+    slots: int
+
+    @property
+    def size(self) -> int:
+        return self.slot_size * self.slots
+
+
+class SlabIndex:
+    """The index of one directory. Thread-safe; one per process and directory (LMDB's rule)."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or creates the index in directory ``path``. Raises lmdb.Error or OSError."""
+        path.mkdir(parents=True, exist_ok=True)
+        self._environment = lmdb.open(
+            str(path),
+            map_size=_MAP_SIZE,
+            max_dbs=8,
+            max_readers=_MAX_READERS,
+            # No sync: a power loss is met by the rebuild. Not a writable map: a stray pointer of SGLang's many native
+            # libraries must not be able to change the index.
+            sync=False,
+            metasync=False,
+            max_spare_txns=16,
+        )
+        with self._environment.begin(write=True) as transaction:
+            self._pages, self._order, self._slots, self._free, self._pending, self._slabs, self._state = (
+                self._environment.open_db(name, txn=transaction)
+                for name in (b"pages", b"order", b"slots", b"free", b"pending", b"slabs", b"state")
+            )
+        self._writer = writer_name().encode()
+        self._environment.reader_check()
+
+    def close(self, *, sync: bool) -> None:
+        if sync:
+            self._environment.sync(True)
+        self._environment.close()
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes]) -> list[Found | None]:
+        """Where each page is; None for absent ones."""
+        with self._environment.begin() as transaction:
+            clock = Clock.unpack(transaction.get(b"clock", db=self._state))
+            get, pages = transaction.get, self._pages
+            values = [get(key, db=pages) for key in self._full_keys(transaction, keys)]
+        found: list[Found | None] = []
+        for value in values:
+            if value is None:
+                found.append(None)
+                continue
+            slab, slot, length, rank = _PAGE.unpack(value)
+            found.append(Found(Place(slab, slot, length), renewed_rank(clock, Rank.unpack(rank), 0) is not None))
+        return found
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._environment.begin(db=self._pages) as transaction:
+            get = transaction.get
+            return [get(key) is not None for key in self._full_keys(transaction, keys)]
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        with self._environment.begin(db=self._pages) as transaction:
+            get = transaction.get
+            for position, key in enumerate(self._full_keys(transaction, keys)):
+                if get(key) is None:
+                    return position
+        return len(keys)
+
+    def _full_keys(self, transaction: Any, keys: Sequence[bytes]) -> Iterator[bytes]:
+        """The keys in ``pages``: with the generation of their identity in front."""
+        digest, generation = b"", _FIRST_GENERATION
+        for key in keys:
+            if not key.startswith(digest) or not digest:
+                digest = key[:IDENTITY_LENGTH]
+                generation = transaction.get(b"generation" + digest, db=self._state) or _FIRST_GENERATION
+            yield generation + key
+
+    def slabs(self) -> list[Slab]:
+        with self._environment.begin() as transaction:
+            return self._read_slabs(transaction)
+
+    def counts(self) -> dict[str, int]:
+        """Entries of each database, for tools and tests."""
+        with self._environment.begin() as transaction:
+            return {
+                name: int(transaction.stat(db)["entries"])
+                for name, db in (
+                    ("pages", self._pages),
+                    ("free", self._free),
+                    ("pending", self._pending),
+                    ("slabs", self._slabs),
+                )
+            }
+
+    def pages(self) -> Iterator[tuple[bytes, Place]]:
+        """Every page that can be found, identity by identity, as of one moment."""
+        with self._environment.begin() as transaction, transaction.cursor(self._pages) as cursor:
+            for full_key, value in cursor:
+                key = bytes(full_key[_GENERATION.size :])
+                if next(self._full_keys(transaction, [key])) == full_key:
+                    yield key, Place(*_PAGE.unpack(value)[:3])
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def changing(self) -> Iterator[IndexChange]:
+        """One write transaction: all of it or, when the body raises or the process dies, nothing."""
+        with self._environment.begin(write=True) as transaction:
+            yield IndexChange(self, transaction)
+
+    def _read_slabs(self, transaction: Any) -> list[Slab]:
+        with transaction.cursor(self._slabs) as cursor:
+            return [Slab(_SLOT_SIZE.unpack(number)[0], *_SLAB.unpack(value)) for number, value in cursor]
+
+
+class IndexChange:
+    """What can be done to the index inside one write transaction."""
+
+    def __init__(self, index: SlabIndex, transaction: Any) -> None:
+        # The index and its transactions are one thing in two classes; they share their databases.
+        self._index = index
+        self._transaction = transaction
+        self._clock = Clock.unpack(transaction.get(b"clock", db=index._state))
+        self.evicted = 0
+
+    # -- slots -----------------------------------------------------------------------------------------------------
+
+    def take_free_slot(self, slot_size: int, key: bytes) -> tuple[int, int] | None:
+        """A free slot (slab, slot) of this size to write ``key`` to, pending from now on; None if there is none."""
+        return self._pend(self._pop_free(slot_size), key)
+
+    def take_evicted_slot(self, slot_size: int, key: bytes) -> tuple[int, int] | None:
+        """The slot of the page of this slot size that goes first; None if there is no page."""
+        return self._pend(self._evict(slot_size), key)
+
+    def colder_pages_elsewhere(self, slot_size: int) -> Slab | None:
+        """A slab of another slot size whose first victim would go before the first victim of this one."""
+        slabs = self.slabs()
+        own = self._first_victim(slot_size)
+        coldest = own[1] if own else None
+        chosen: Slab | None = None
+        for size in {slab.slot_size for slab in slabs} - {slot_size}:
+            victim = self._first_victim(size)
+            candidates = [slab for slab in slabs if slab.slot_size == size]
+            if victim is None:
+                # Nothing but free slots: nobody will miss it.
+                return candidates[0]
+            if coldest is None or victim[1] < coldest:
+                coldest = victim[1]
+                chosen = next(slab for slab in candidates if slab.number == victim[2])
+        return chosen
+
+    def give_back(self, slot_size: int, slab: int, slot: int) -> None:
+        """A pending slot was not needed, or its write failed."""
+        if self._transaction.delete(_PLACE.pack(slab, slot), db=self._index._pending):
+            self._transaction.put(_FREE.pack(slot_size, slab, slot), b"", db=self._index._free)
+
+    def publish(self, key: bytes, slot_size: int, place: Place, depth: int) -> bool:
+        """Make a written pending slot the page ``key``; False when another writer was first (the slot is free again).
+
+        False also when the slot is no longer this writer's: its process was taken for dead.
+        """
+        index, transaction = self._index, self._transaction
+        where = _PLACE.pack(place.slab, place.slot)
+        if transaction.get(where, db=index._pending) != key + index._writer:
+            return False
+        full_key = self._full(key)
+        if transaction.get(full_key, db=index._pages) is not None:
+            self.give_back(slot_size, place.slab, place.slot)
+            return False
+        transaction.delete(where, db=index._pending)
+        self._put(full_key, slot_size, place, first_rank(self._clock, depth))
+        return True
+
+    def adopt(self, key: bytes, slot_size: int, place: Place) -> bool:
+        """For the rebuild: a free slot that holds ``key`` becomes its page; False when ``key`` is known already."""
+        index, transaction = self._index, self._transaction
+        full_key = self._full(key)
+        if transaction.get(full_key, db=index._pages) is not None:
+            return False
+        transaction.delete(_FREE.pack(slot_size, place.slab, place.slot), db=index._free)
+        self._put(full_key, slot_size, place, first_rank(self._clock, 0))
+        return True
+
+    def remove(self, key: bytes, only: tuple[int, int] | None = None) -> bool:
+        """Forget a page and free its slot; with ``only``, if it is (still) in that slot. False when it was not."""
+        return self._remove(self._full(key), only)
+
+    def clear(self, digest: bytes) -> bool:
+        """Put all pages of an identity out of reach at once; False when it has none."""
+        full_key = self._full(digest)
+        with self._transaction.cursor(self._index._pages) as cursor:
+            if not cursor.set_range(full_key) or not bytes(cursor.key()).startswith(full_key):
+                return False
+        generation = (_GENERATION.unpack(full_key[: _GENERATION.size])[0] + 1) % (1 << 16)
+        self._transaction.put(b"generation" + digest, _GENERATION.pack(generation), db=self._index._state)
+        return True
+
+    def remove_cleared(self, digest: bytes, limit: int) -> int:
+        """Free the slots of up to ``limit`` pages of older generations of an identity; their number."""
+        current = self._full(digest)
+        removed = 0
+        for generation in range(1 << 16):
+            prefix = _GENERATION.pack(generation) + digest
+            if prefix >= current:
+                break
+            with self._transaction.cursor(self._index._pages) as cursor:
+                keys: list[bytes] = []
+                if cursor.set_range(prefix):
+                    for full_key in cursor.iternext(keys=True, values=False):
+                        if not full_key.startswith(prefix) or removed + len(keys) >= limit:
+                            break
+                        keys.append(bytes(full_key))
+            for full_key in keys:
+                self._remove(full_key, None)
+            removed += len(keys)
+            if removed >= limit:
+                break
+        return removed
+
+    def identities(self) -> list[bytes]:
+        """Digests that have pages, found or cleared."""
+        found: list[bytes] = []
+        with self._transaction.cursor(self._index._pages) as cursor:
+            more = cursor.first()
+            while more:
+                full_key = bytes(cursor.key())
+                digest = full_key[_GENERATION.size : _GENERATION.size + IDENTITY_LENGTH]
+                found.append(digest)
+                more = cursor.set_range(
+                    full_key[: _GENERATION.size] + digest + b"\xff" * (KEY_LENGTH - IDENTITY_LENGTH + 1)
+                )
+        return list(dict.fromkeys(found))
+
+    def touch(self, keys: Sequence[bytes], first_depth: int = 0) -> None:
+        """The pages of a chain were used, in this order."""
+        for depth, key in enumerate(keys, start=first_depth):
+            full_key = self._full(key)
+            entry = self._entry(full_key)
+            if entry is None:
+                continue
+            place, rank, slot_size = entry
+            renewed = renewed_rank(self._clock, rank, depth)
+            if renewed is not None:
+                self._forget(full_key, slot_size, place, rank)
+                self._put(full_key, slot_size, place, renewed)
+
+    # -- slabs -----------------------------------------------------------------------------------------------------
+
+    def slabs(self) -> list[Slab]:
+        return self._index._read_slabs(self._transaction)
+
+    def add_slab(self, slot_size: int, slots: int, number: int | None = None) -> Slab:
+        """A new slab, all slots free. Its file must be there before the transaction ends."""
+        transaction, index = self._transaction, self._index
+        if number is None:
+            number = self._next_slab_number()
+        slab = Slab(number, slot_size, slots)
+        transaction.put(_SLOT_SIZE.pack(number), _SLAB.pack(slot_size, slots), db=index._slabs)
+        for slot in range(slots):
+            transaction.put(_FREE.pack(slot_size, number, slot), b"", db=index._free)
+        return slab
+
+    def drop_slab(self, slab: Slab) -> bool:
+        """Forget a slab with all its pages; False, and nothing changed, while one of its slots is being written."""
+        transaction, index = self._transaction, self._index
+        first = _PLACE.pack(slab.number, 0)
+        with transaction.cursor(index._pending) as cursor:
+            if cursor.set_range(first) and _PLACE.unpack(cursor.key())[0] == slab.number:
+                return False
+        for key in self._keys_in(slab.number):
+            entry = self._entry(key)
+            if entry is not None:
+                self._forget(key, slab.slot_size, entry[0], entry[1])
+        for slot in range(slab.slots):
+            transaction.delete(_FREE.pack(slab.slot_size, slab.number, slot), db=index._free)
+        transaction.delete(_SLOT_SIZE.pack(slab.number), db=index._slabs)
+        return True
+
+    def release_dead_writers(self) -> int:
+        """Free the slots that killed processes were writing; their number."""
+        transaction, index = self._transaction, self._index
+        dead: list[tuple[int, int]] = []
+        alive: dict[bytes, bool] = {}
+        with transaction.cursor(index._pending) as cursor:
+            for where, value in cursor:
+                writer = bytes(value[KEY_LENGTH:])
+                if writer not in alive:
+                    alive[writer] = writer_alive(writer.decode(), 0.0)
+                if not alive[writer]:
+                    dead.append(_PLACE.unpack(where))
+        sizes = {slab.number: slab.slot_size for slab in self.slabs()}
+        for slab, slot in dead:
+            self.give_back(sizes[slab], slab, slot)
+        return len(dead)
+
+    def empty(self) -> None:
+        """Forget everything."""
+        index = self._index
+        for database in (index._pages, index._order, index._slots, index._free, index._pending, index._slabs):
+            self._transaction.drop(database, delete=False)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _full(self, key: bytes) -> bytes:
+        return next(self._index._full_keys(self._transaction, [key]))
+
+    def _remove(self, full_key: bytes, only: tuple[int, int] | None) -> bool:
+        entry = self._entry(full_key)
+        if entry is None:
+            return False
+        place, rank, slot_size = entry
+        if only is not None and only != (place.slab, place.slot):
+            return False
+        self._forget(full_key, slot_size, place, rank)
+        self._transaction.put(_FREE.pack(slot_size, place.slab, place.slot), b"", db=self._index._free)
+        return True
+
+    def _next_slab_number(self) -> int:
+        stored = self._transaction.get(b"next slab", db=self._index._state)
+        number = _SLOT_SIZE.unpack(stored)[0] if stored else 0
+        self.reserve_slab_numbers(number + 1)
+        return number
+
+    def reserve_slab_numbers(self, below: int) -> None:
+        """No new slab gets a number under ``below``: a reader may still have the file of an old one open."""
+        stored = self._transaction.get(b"next slab", db=self._index._state)
+        if stored is None or _SLOT_SIZE.unpack(stored)[0] < below:
+            self._transaction.put(b"next slab", _SLOT_SIZE.pack(below), db=self._index._state)
+
+    def _pop_free(self, slot_size: int) -> tuple[int, int] | None:
+        with self._transaction.cursor(self._index._free) as cursor:
+            # In order of place: slots taken together lie together and are written together.
+            if not cursor.set_range(_SLOT_SIZE.pack(slot_size)):
+                return None
+            size, slab, slot = _FREE.unpack(cursor.key())
+            if size != slot_size:
+                return None
+            cursor.delete()
+            return slab, slot
+
+    def _pend(self, place: tuple[int, int] | None, key: bytes) -> tuple[int, int] | None:
+        if place is not None:
+            self._transaction.put(_PLACE.pack(*place), key + self._index._writer, db=self._index._pending)
+        return place
+
+    def _first_victim(self, slot_size: int) -> tuple[bytes, int, int, int] | None:
+        """(key in pages, priority, slab, slot) of the page of this slot size that goes first."""
+        with self._transaction.cursor(self._index._order) as cursor:
+            if not cursor.set_range(_SLOT_SIZE.pack(slot_size)):
+                return None
+            size, priority, slab, slot = _ORDER.unpack(cursor.key())
+            return (bytes(cursor.value()), priority, slab, slot) if size == slot_size else None
+
+    def _evict(self, slot_size: int) -> tuple[int, int] | None:
+        victim = self._first_victim(slot_size)
+        if victim is None:
+            return None
+        key, priority, slab, slot = victim
+        entry = self._entry(key)
+        assert entry is not None
+        place, rank, _ = entry
+        self._forget(key, slot_size, place, rank)
+        self._clock = self._clock.after_eviction(priority)
+        self._transaction.put(b"clock", self._clock.pack(), db=self._index._state)
+        self.evicted += 1
+        return slab, slot
+
+    def _entry(self, key: bytes) -> tuple[Place, Rank, int] | None:
+        value = self._transaction.get(key, db=self._index._pages)
+        if value is None:
+            return None
+        slab, slot, length, rank = _PAGE.unpack(value)
+        slot_size, _ = _SLAB.unpack(self._transaction.get(_SLOT_SIZE.pack(slab), db=self._index._slabs))
+        return Place(slab, slot, length), Rank.unpack(rank), slot_size
+
+    def _put(self, key: bytes, slot_size: int, place: Place, rank: Rank) -> None:
+        transaction, index = self._transaction, self._index
+        transaction.put(key, _PAGE.pack(place.slab, place.slot, place.length, rank.pack()), db=index._pages)
+        transaction.put(_ORDER.pack(slot_size, rank.priority, place.slab, place.slot), key, db=index._order)
+        transaction.put(_PLACE.pack(place.slab, place.slot), key, db=index._slots)
+        self._clock = self._clock.after_use()
+        transaction.put(b"clock", self._clock.pack(), db=index._state)
+
+    def _forget(self, key: bytes, slot_size: int, place: Place, rank: Rank) -> None:
+        transaction, index = self._transaction, self._index
+        transaction.delete(key, db=index._pages)
+        transaction.delete(_ORDER.pack(slot_size, rank.priority, place.slab, place.slot), db=index._order)
+        transaction.delete(_PLACE.pack(place.slab, place.slot), db=index._slots)
+
+    def _keys_in(self, slab: int) -> list[bytes]:
+        keys = []
+        with self._transaction.cursor(self._index._slots) as cursor:
+            if cursor.set_range(_PLACE.pack(slab, 0)):
+                for where, key in cursor:
+                    if _PLACE.unpack(where)[0] != slab:
+                        break
+                    keys.append(bytes(key))
+        return keys
