@@ -248,9 +248,17 @@ class SglangServer:
         with self._open("GET", path, None, timeout) as response:
             return str(response.read(), "utf-8", "replace")
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60) -> str:
-        """Body of the answer to a POST request, for instance to ``/update_weights_from_disk``."""
-        with self._open("POST", path, body, timeout) as response:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 60,
+    ) -> str:
+        """Body of the answer to any request, for instance POST to ``/update_weights_from_disk``."""
+        with self._open(method, path, body, timeout, headers) as response:
             return str(response.read(), "utf-8", "replace")
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
@@ -310,11 +318,18 @@ class SglangServer:
                 raise ServerError(f"the server was not ready after {self._start_timeout:g} s:\n{self.log_tail()}")
             time.sleep(0.1)
 
-    def _open(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+    def _open(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         request = urllib.request.Request(
             self.url + path,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **(headers or {})},
             method=method,
         )
         try:

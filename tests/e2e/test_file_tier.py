@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
-from collections.abc import Iterator
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.server import Generation, ServerError, SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
 
@@ -111,8 +115,8 @@ def test_two_ranks_restore_together_and_never_meet_one_rank(
 
 
 @pytest.fixture(scope="module")
-def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield make_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
 
 
 def test_new_weights_under_the_same_name_never_see_the_old_pages(
@@ -131,7 +135,7 @@ def test_new_weights_under_the_same_name_never_see_the_old_pages(
     with serve("old", tiny_model) as server:
         assert server.generate(PROMPT).output_ids == cold.output_ids
         # Online: the same server takes other weights.
-        server.post("/update_weights_from_disk", {"model_path": str(other_weights)})
+        server.request("POST", "/update_weights_from_disk", {"model_path": str(other_weights)})
         updated = server.generate(PROMPT)
         assert updated.cached_tokens == 0
         assert updated.output_ids != cold.output_ids
@@ -189,6 +193,97 @@ def test_a_wrong_configuration_stops_the_server_at_start_with_its_sentence(
         extra_config=config,
         start_timeout=90,
     )
-    with pytest.raises(RuntimeError), server:
+    with pytest.raises(ServerError), server:
         pass
     assert sentence in (tmp_path / "server.log").read_text()
+
+
+def test_storage_can_be_attached_cleared_and_detached_while_the_server_runs(
+    tiny_model: Path, tmp_path: Path, cold: Generation
+) -> None:
+    config = file_tier_config(tmp_path / "l3")
+    typo = file_tier_config(tmp_path / "l3", modle={"id": "x"})
+
+    def body(extra_config: dict[str, object]) -> dict[str, str]:
+        return {
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_backend_extra_config_json": json.dumps(extra_config),
+            "hicache_storage_prefetch_policy": "wait_complete",
+        }
+
+    with SglangServer(
+        tiny_model, log_file=tmp_path / "server.log", page_size=PAGE_SIZE, extra_arguments=("--admin-api-key", "key")
+    ) as server:
+        admin = {"Authorization": "Bearer key"}
+
+        def flush() -> None:
+            server.request("POST", "/flush_cache?timeout=60", headers=admin)
+
+        with pytest.raises(ServerError, match="did you mean 'model'"):
+            server.request("PUT", "/hicache/storage-backend", body(typo), headers=admin)
+        server.request("PUT", "/hicache/storage-backend", body(config), headers=admin)
+        assert server.generate(PROMPT).cached_tokens == 0
+        flush()
+        assert server.generate(PROMPT).cached.storage == REUSABLE
+        flush()
+        server.request("POST", "/hicache/storage-backend/clear", headers=admin)
+        assert server.generate(PROMPT).cached_tokens == 0
+        flush()
+        server.request("DELETE", "/hicache/storage-backend", headers=admin)
+        assert server.generate(PROMPT).cached_tokens == 0
+        flush()
+        server.request("PUT", "/hicache/storage-backend", body(config), headers=admin)
+        again = server.generate(PROMPT)
+    assert again.cached.storage == REUSABLE
+    assert again.output_ids == cold.output_ids
+
+
+def test_two_servers_share_a_directory_and_one_of_them_is_killed(
+    tiny_model: Path, tmp_path: Path, cold: Generation
+) -> None:
+    """kill -9 in the middle of writing: the other server goes on, the killed one comes back, nothing wrong is read."""
+    config = file_tier_config(tmp_path / "l3", capacity="8MiB")
+    prompts = {number: [(number * 37 + 11 * p * p + 5 * p) % 250 for p in range(640)] for number in range(12)}
+
+    def serve(name: str) -> SglangServer:
+        return SglangServer(
+            tiny_model,
+            log_file=tmp_path / f"{name}.log",
+            page_size=PAGE_SIZE,
+            storage_backend="dynamic",
+            extra_config=config,
+        )
+
+    def occupied_kib() -> int:
+        usage = subprocess.run(["du", "-sk", str(tmp_path / "l3")], check=True, capture_output=True, text=True)
+        return int(usage.stdout.split()[0])
+
+    with serve("survivor") as survivor, serve("victim") as victim:
+        expected = {number: survivor.generate(prompt).output_ids for number, prompt in prompts.items()}
+        assert survivor.generate(PROMPT).output_ids == cold.output_ids
+
+        def load() -> None:
+            for number in itertools.cycle(prompts):
+                try:
+                    victim.generate(prompts[number])
+                    victim.flush_cache()
+                except (ServerError, OSError):
+                    return
+
+        writer = threading.Thread(target=load)
+        writer.start()
+        time.sleep(1.5)
+        victim.kill()
+        writer.join()
+        from_storage = 0
+        for number, prompt in prompts.items():
+            survivor.flush_cache()
+            answer = survivor.generate(prompt)
+            assert answer.output_ids == expected[number]
+            from_storage += answer.cached.storage
+        assert from_storage > 0
+        victim.start()
+        for number, prompt in prompts.items():
+            assert victim.generate(prompt).output_ids == expected[number]
+    assert occupied_kib() <= 8 * 1024
+    assert not list((tmp_path / "l3" / "tmp").iterdir())

@@ -12,29 +12,26 @@ import errno
 import logging
 import os
 import stat
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.file import vectored
+from hicache_ext.storage.file import page_io
 from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied
+from hicache_ext.storage.file.page_clearing import Clearing
 from hicache_ext.storage.file.page_eviction import Evictor
 from hicache_ext.storage.file.parallel import CallGate, Workers
-from hicache_ext.storage.file.usage import Removal, Usage
+from hicache_ext.storage.file.usage import Usage
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_THREADS = 4
 
-_HEADER_LENGTH = envelope.FIELDS_LENGTH
 _TOUCH_INTERVAL = 60.0
 """Seconds between two renewals of a page's recency (its mtime): eviction needs no finer order."""
 _EVICTION_SHARE = 1 / 16
@@ -85,14 +82,16 @@ class PageFileStore:
         self._directories = [PageDirectory(path, name) for path in paths]
         self._usages = [self._open_usage(directory) for directory in self._directories]
         self._evictors = [Evictor(directory, self._metrics) for directory in self._directories]
+        self._clearings = [
+            Clearing(name, directory, usage, self._metrics)
+            for directory, usage in zip(self._directories, self._usages, strict=True)
+        ]
         self._threads = threads or DEFAULT_THREADS
         self._workers = Workers(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
         # Paths under which this process found no page it could read, and which it could not free: absent to callers,
         # freed by the next write where that has become possible.
         self._unhealed: set[str] = set()
-        self._cleaners: list[threading.Thread] = []
-        self._cleaners_lock = threading.Lock()
         self._calls = CallGate(name)
 
     def _open_usage(self, directory: PageDirectory) -> Usage:
@@ -147,7 +146,7 @@ class PageFileStore:
 
     def _get_page(self, key: bytes, segments: Sequence[memoryview]) -> GetResult:
         path = self._directory(key).page_path(key)
-        size = _object_size(segments)
+        size = page_io.object_size(segments)
         try:
             # O_NONBLOCK: opening a pipe that has a page's name would wait for its writer for ever.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -160,7 +159,9 @@ class PageFileStore:
             return GetResult.CORRUPT
         try:
             status = os.fstat(fd)
-            reason = self._read_page(fd, status, key, segments)
+            reason = page_io.read_page(fd, status, key, segments)
+            if reason is None:
+                self._touch(fd, status)
         except OSError as error:
             return self._failed_read(path, error)
         finally:
@@ -170,21 +171,6 @@ class PageFileStore:
             return GetResult.HIT
         self._heal(key, path, size, reason, status)
         return GetResult.CORRUPT
-
-    def _read_page(self, fd: int, status: os.stat_result, key: bytes, segments: Sequence[memoryview]) -> str | None:
-        """Read and check one page; the reason why it is not the page, None when it is."""
-        if not stat.S_ISREG(status.st_mode):
-            return "not_a_file"
-        header = bytearray(_HEADER_LENGTH)
-        expected = _object_size(segments)
-        if status.st_size != expected:
-            return "truncated" if status.st_size < expected else "longer"
-        if vectored.read_into(fd, [memoryview(header), *segments], 0) != expected:
-            return "truncated"
-        reason = envelope.reason_to_refuse(header, key, segments)
-        if reason is None:
-            self._touch(fd, status)
-        return reason
 
     def _touch(self, file: int | str, status: os.stat_result) -> None:
         """Renew a page's recency."""
@@ -258,7 +244,7 @@ class PageFileStore:
             status = os.lstat(path)
         except OSError:
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_size >= _HEADER_LENGTH and path not in self._unhealed
+        return stat.S_ISREG(status.st_mode) and status.st_size >= page_io.HEADER_LENGTH and path not in self._unhealed
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -272,7 +258,7 @@ class PageFileStore:
         return results
 
     def _set(self, batch: PageBatch) -> list[SetResult]:
-        sizes = [_object_size(segments) for segments in batch.buffers]
+        sizes = [page_io.object_size(segments) for segments in batch.buffers]
         results = [SetResult.REJECTED] * len(batch)
         missing: list[int] = []
         for position, (key, size) in enumerate(zip(batch.keys, sizes, strict=True)):
@@ -352,7 +338,7 @@ class PageFileStore:
             try:
                 for made in directory.create_parent(path):
                     added += made
-                result = self._write_page(directory, path, key, segments)
+                stored = page_io.write_page(directory, path, key, segments)
             except FileNotFoundError as error:
                 # clear() or an eviction took the directory away in between.
                 if attempt == _WRITE_ATTEMPTS:
@@ -360,22 +346,10 @@ class PageFileStore:
             except OSError as error:
                 return self._failed_write(path, error), added
             else:
-                return result, added + (occupied(_object_size(segments)) if result is SetResult.STORED else 0)
+                if not stored:
+                    return SetResult.EXISTS, added
+                return SetResult.STORED, added + occupied(page_io.object_size(segments))
         raise AssertionError("unreachable")
-
-    def _write_page(self, directory: PageDirectory, path: str, key: bytes, segments: Sequence[memoryview]) -> SetResult:
-        header = envelope.encode_header(key, segments, header_length=_HEADER_LENGTH)
-        fd, temp_path = directory.open_unpublished(path)
-        published = False
-        try:
-            if vectored.write_from(fd, [memoryview(header), *segments], 0) != _object_size(segments):
-                raise OSError(errno.ENOSPC, "short write")
-            published = directory.publish(fd, temp_path, path)
-        finally:
-            os.close(fd)
-            if not published:
-                directory.discard(temp_path)
-        return SetResult.STORED if published else SetResult.EXISTS
 
     def _failed_write(self, path: str, error: OSError) -> SetResult:
         self._count_error(error)
@@ -427,41 +401,16 @@ class PageFileStore:
         """
         cleared: set[bytes] = set()
         with self._calls:
-            for directory, usage in zip(self._directories, self._usages, strict=True):
-                for digest in directory.known_identities() if digests is None else digests:
-                    try:
-                        with ExitStack() as operation:
-                            # Under way before the tree moves: killed from here on, the account is known to be off.
-                            removal = operation.enter_context(usage.removing())
-                            tree = directory.detach_identity(digest)
-                            if tree is not None:
-                                cleared.add(digest)
-                                self._start_cleaner(directory, tree, removal, operation.pop_all())
-                    except OSError as error:
-                        self._count_error(error)
-                        logger.warning("tier %s: clearing %s: %s", self._name, digest.hex(), error)
+            for clearing in self._clearings:
+                cleared |= clearing.clear(digests)
         return len(cleared)
-
-    def _start_cleaner(self, directory: PageDirectory, tree: Path, removal: Removal, operation: ExitStack) -> None:
-        def clean() -> None:
-            try:
-                with operation:
-                    removal.freed = directory.delete_detached(tree)
-            except OSError as error:
-                self._count_error(error)
-                logger.warning("tier %s: clearing %s: %s", self._name, tree, error)
-
-        cleaner = threading.Thread(target=clean, name=f"hicache-{self._name}-clear", daemon=True)
-        with self._cleaners_lock:
-            self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
-            cleaner.start()
 
     def close(self) -> None:
         if not self._calls.shut():
             return
         self._workers.close()
-        for cleaner in self._cleaners:
-            cleaner.join()
+        for clearing in self._clearings:
+            clearing.wait()
         for usage in self._usages:
             usage.close()
 
@@ -476,7 +425,3 @@ class PageFileStore:
 
     def _usage(self, key: bytes) -> Usage:
         return self._usages[self._directory_number(key)]
-
-
-def _object_size(segments: Sequence[memoryview]) -> int:
-    return _HEADER_LENGTH + sum(segment.nbytes for segment in segments)

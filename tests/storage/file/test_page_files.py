@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.file import pages
+from hicache_ext.storage.file import page_io, pages
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.store import GetResult, SetResult
 from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, payload_of, read_pages, store_pages
@@ -164,15 +164,16 @@ def test_a_bad_page_that_another_writer_has_replaced_meanwhile_is_left_alone(sto
     """Two readers find one bad page; the slower one must not remove the good copy written since."""
     other = open_store()
     _flip(page, 500)
-    read_page = store._read_page
+    read_page = page_io.read_page
 
     def read_slowly(*arguments):
         reason = read_page(*arguments)
+        monkeypatch.undo()
         assert read_pages(other, [KEY])[0] == [GetResult.CORRUPT]
         assert store_pages(other, [KEY]) == [SetResult.STORED]
         return reason
 
-    monkeypatch.setattr(store, "_read_page", read_slowly)
+    monkeypatch.setattr(page_io, "read_page", read_slowly)
     assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
     monkeypatch.undo()
     assert_hits(store, [KEY])
