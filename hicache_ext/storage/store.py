@@ -65,10 +65,15 @@ class PageBatch:
 
     keys: Sequence[bytes]
     buffers: Sequence[Sequence[memoryview]]
+    sizes: Sequence[int] = field(init=False, repr=False)
+    """Payload bytes of each page."""
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.buffers):
             raise ValueError(f"{len(self.keys)} keys for {len(self.buffers)} pages")
+        # Counted once: stores ask several times per page.
+        sizes = [sum([segment.nbytes for segment in segments]) for segments in self.buffers]
+        object.__setattr__(self, "sizes", sizes)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -78,7 +83,7 @@ class PageBatch:
         return PageBatch([self.keys[i] for i in chosen], [self.buffers[i] for i in chosen])
 
     def payload_bytes(self, position: int) -> int:
-        return sum(segment.nbytes for segment in self.buffers[position])
+        return self.sizes[position]
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,9 +92,11 @@ class RawSlots:
                 slab, slot = -1, -1
             slot_size = next(s.slot_size for s in change.slabs() if slab in (-1, s.number))
             passed_over = []
-            while (taken := change.take_free_slot(slot_size, key)) not in ((slab, slot), None) and slab != -1:
+            while True:
+                (taken,) = change.take_free_slots(slot_size, [key])
+                if slab == -1 or taken == (slab, slot):
+                    break
                 passed_over.append(taken)
-            assert taken is not None
             slab, slot = taken
             for other in passed_over:
                 change.give_back(slot_size, *other)

@@ -65,8 +65,13 @@ class Clearing:
 
         cleaner = threading.Thread(target=clean, name=f"hicache-{self._tier}-clear", daemon=True)
         with self._lock:
+            try:
+                cleaner.start()
+            except RuntimeError:
+                # No thread to be had: better slow than never.
+                clean()
+                return
             self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
-            cleaner.start()
 
     def _report(self, error: OSError, what: str) -> None:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))

@@ -184,7 +184,9 @@ class SlabIndex:
     def changing(self) -> Iterator[IndexChange]:
         """One write transaction: all of it or, when the body raises or the process dies, nothing."""
         with self._environment.begin(write=True) as transaction:
-            yield IndexChange(self, transaction)
+            change = IndexChange(self, transaction)
+            yield change
+            change.save_clock()
 
     def _read_slabs(self, transaction: Any) -> list[Slab]:
         with transaction.cursor(self._slabs) as cursor:
@@ -201,15 +203,50 @@ class IndexChange:
         self._clock = Clock.unpack(transaction.get(b"clock", db=index._state))
         self.evicted = 0
 
+    def save_clock(self) -> None:
+        """At the end of the transaction."""
+        self._transaction.put(b"clock", self._clock.pack(), db=self._index._state)
+
     # -- slots -----------------------------------------------------------------------------------------------------
 
-    def take_free_slot(self, slot_size: int, key: bytes) -> tuple[int, int] | None:
-        """A free slot (slab, slot) of this size to write ``key`` to, pending from now on; None if there is none."""
-        return self._pend(self._pop_free(slot_size), key)
+    def take_free_slots(self, slot_size: int, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Free slots (slab, slot) of this size for the first of ``keys``, as many as there are; pending from now on.
 
-    def take_evicted_slot(self, slot_size: int, key: bytes) -> tuple[int, int] | None:
-        """The slot of the page of this slot size that goes first; None if there is no page."""
-        return self._pend(self._evict(slot_size), key)
+        In order of place: slots taken together lie together and are written together.
+        """
+        taken: list[tuple[int, int]] = []
+        with self._transaction.cursor(self._index._free) as cursor:
+            more = cursor.set_range(_SLOT_SIZE.pack(slot_size))
+            while more and len(taken) < len(keys):
+                size, slab, slot = _FREE.unpack(cursor.key())
+                if size != slot_size:
+                    break
+                taken.append((slab, slot))
+                # The cursor moves on to the next entry.
+                more = cursor.delete() and bool(cursor.key())
+        self._pend(taken, keys)
+        return taken
+
+    def take_evicted_slots(self, slot_size: int, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """The slots of the pages of this slot size that go first, for the first of ``keys``; pending from now on."""
+        transaction, index = self._transaction, self._index
+        taken: list[tuple[int, int]] = []
+        priority = 0
+        with transaction.cursor(index._order) as cursor:
+            more = cursor.set_range(_SLOT_SIZE.pack(slot_size))
+            while more and len(taken) < len(keys):
+                size, priority, slab, slot = _ORDER.unpack(cursor.key())
+                if size != slot_size:
+                    break
+                transaction.delete(bytes(cursor.value()), db=index._pages)
+                transaction.delete(_PLACE.pack(slab, slot), db=index._slots)
+                taken.append((slab, slot))
+                more = cursor.delete() and bool(cursor.key())
+        if taken:
+            self._clock = self._clock.after_eviction(priority)
+            self.evicted += len(taken)
+        self._pend(taken, keys)
+        return taken
 
     def colder_pages_elsewhere(self, slot_size: int) -> Slab | None:
         """A slab of another slot size whose first victim would go before the first victim of this one."""
@@ -406,21 +443,10 @@ class IndexChange:
         if stored is None or _SLOT_SIZE.unpack(stored)[0] < below:
             self._transaction.put(b"next slab", _SLOT_SIZE.pack(below), db=self._index._state)
 
-    def _pop_free(self, slot_size: int) -> tuple[int, int] | None:
-        with self._transaction.cursor(self._index._free) as cursor:
-            # In order of place: slots taken together lie together and are written together.
-            if not cursor.set_range(_SLOT_SIZE.pack(slot_size)):
-                return None
-            size, slab, slot = _FREE.unpack(cursor.key())
-            if size != slot_size:
-                return None
-            cursor.delete()
-            return slab, slot
-
-    def _pend(self, place: tuple[int, int] | None, key: bytes) -> tuple[int, int] | None:
-        if place is not None:
+    def _pend(self, places: list[tuple[int, int]], keys: Sequence[bytes]) -> None:
+        places.sort()
+        for place, key in zip(places, keys, strict=False):
             self._transaction.put(_PLACE.pack(*place), key + self._index._writer, db=self._index._pending)
-        return place
 
     def _first_victim(self, slot_size: int) -> tuple[bytes, int, int, int] | None:
         """(key in pages, priority, slab, slot) of the page of this slot size that goes first."""
@@ -429,20 +455,6 @@ class IndexChange:
                 return None
             size, priority, slab, slot = _ORDER.unpack(cursor.key())
             return (bytes(cursor.value()), priority, slab, slot) if size == slot_size else None
-
-    def _evict(self, slot_size: int) -> tuple[int, int] | None:
-        victim = self._first_victim(slot_size)
-        if victim is None:
-            return None
-        key, priority, slab, slot = victim
-        entry = self._entry(key)
-        assert entry is not None
-        place, rank, _ = entry
-        self._forget(key, slot_size, place, rank)
-        self._clock = self._clock.after_eviction(priority)
-        self._transaction.put(b"clock", self._clock.pack(), db=self._index._state)
-        self.evicted += 1
-        return slab, slot
 
     def _entry(self, key: bytes) -> tuple[Place, Rank, int] | None:
         value = self._transaction.get(key, db=self._index._pages)
@@ -458,7 +470,6 @@ class IndexChange:
         transaction.put(_ORDER.pack(slot_size, rank.priority, place.slab, place.slot), key, db=index._order)
         transaction.put(_PLACE.pack(place.slab, place.slot), key, db=index._slots)
         self._clock = self._clock.after_use()
-        transaction.put(b"clock", self._clock.pack(), db=index._state)
 
     def _forget(self, key: bytes, slot_size: int, place: Place, rank: Rank) -> None:
         transaction, index = self._transaction, self._index

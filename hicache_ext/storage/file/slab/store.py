@@ -11,6 +11,7 @@ Threads: any. The memory of a batch is touched only until the call returns.
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import threading
 from collections import Counter
@@ -230,10 +231,10 @@ class _SlabPart:
     def _read(self, batch: PageBatch, work: list[_Work], results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
         # An object of another length than asked for is not this page; it is not even read.
-        doubtful = [(item, "length") for item in work if item.place.length != _object_length(batch, item)]
+        doubtful = [(item, "length") for item in work if item.place.length != _shape(batch.sizes[item.position])[1]]
         for item, _ in doubtful:
             results[item.position] = GetResult.CORRUPT
-        runs = self._runs(batch, [item for item in work if item.place.length == _object_length(batch, item)])
+        runs = self._runs(batch, [item for item in work if item.place.length == _shape(batch.sizes[item.position])[1]])
         for answers in self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n])):
             for item, result, reason in answers:
                 results[item.position] = result
@@ -246,7 +247,7 @@ class _SlabPart:
 
     def _read_run(self, batch: PageBatch, run: list[_Work]) -> list[tuple[_Work, GetResult, str | None]]:
         """One preadv for a run of neighbouring slots; per page its result, and why it is not the page."""
-        lengths = [_header_length(batch.payload_bytes(item.position)) for item in run]
+        lengths = [_shape(batch.sizes[item.position])[0] for item in run]
         headers = [memoryview(bytearray(length)) for length in lengths]
         buffers: list[memoryview] = []
         for item, header in zip(run, headers, strict=True):
@@ -322,7 +323,7 @@ class _SlabPart:
         portions: list[list[int]] = []
         filled = 0
         for position in positions:
-            need = _slot_size(batch.payload_bytes(position))
+            need = _shape(batch.sizes[position])[2]
             if not portions or filled + need > self._capacity // 4:
                 portions.append([])
                 filled = 0
@@ -356,21 +357,23 @@ class _SlabPart:
 
     def _take_slots(self, change: IndexChange, batch: PageBatch, positions: list[int]) -> list[_Work]:
         """Slots for as many pages as there is room for: free ones, those of a new slab, those of evicted pages."""
-        taken = []
+        taken: list[_Work] = []
+        by_size: dict[int, list[int]] = {}
         for position in positions:
-            payload = batch.payload_bytes(position)
-            key, slot_size = batch.keys[position], _slot_size(payload)
-            place = change.take_free_slot(slot_size, key)
-            if place is None and self._add_slab(change, slot_size):
-                place = change.take_free_slot(slot_size, key)
-            if place is None:
-                place = change.take_evicted_slot(slot_size, key)
-            if place is not None:
-                taken.append(_Work(position, Place(*place, _header_length(payload) + payload)))
-        if change.evicted:
-            self._metrics.add("evicted", "capacity", change.evicted)
-            self._evicted_since_reclaim += change.evicted
-            self._starving = change.colder_pages_elsewhere(_slot_size(batch.payload_bytes(positions[0])))
+            by_size.setdefault(_shape(batch.sizes[position])[2], []).append(position)
+        for slot_size, wanted in by_size.items():
+            keys = [batch.keys[position] for position in wanted]
+            places = change.take_free_slots(slot_size, keys)
+            while len(places) < len(keys) and self._add_slab(change, slot_size):
+                places += change.take_free_slots(slot_size, keys[len(places) :])
+            if len(places) < len(keys):
+                places += change.take_evicted_slots(slot_size, keys[len(places) :])
+            for position, (slab, slot) in zip(wanted, places, strict=False):
+                taken.append(_Work(position, Place(slab, slot, _shape(batch.sizes[position])[1])))
+            if change.evicted:
+                self._starving = change.colder_pages_elsewhere(slot_size)
+        self._metrics.add("evicted", "capacity", change.evicted)
+        self._evicted_since_reclaim += change.evicted
         return taken
 
     def _add_slab(self, change: IndexChange, slot_size: int) -> bool:
@@ -410,7 +413,7 @@ class _SlabPart:
     ) -> bool:
         for depth, item in enumerate(taken):
             key = batch.keys[item.position]
-            slot_size = _slot_size(batch.payload_bytes(item.position))
+            slot_size = _shape(batch.sizes[item.position])[2]
             if written.get(item.position) is not SetResult.STORED:
                 change.give_back(slot_size, item.place.slab, item.place.slot)
             elif not change.publish(key, slot_size, item.place, depth):
@@ -422,7 +425,7 @@ class _SlabPart:
         buffers: list[memoryview] = []
         for item in run:
             segments = batch.buffers[item.position]
-            header_length = _header_length(batch.payload_bytes(item.position))
+            header_length = _shape(batch.sizes[item.position])[0]
             header = envelope.encode_header(batch.keys[item.position], segments, header_length=header_length)
             buffers += [memoryview(header), *segments]
         try:
@@ -480,10 +483,10 @@ class _SlabPart:
     def _follows(batch: PageBatch, run: list[_Work], item: _Work) -> bool:
         """Whether ``item`` lies right behind the run, so that one call can move both. Only full slots have no gap."""
         last = run[-1]
-        slot_size = _slot_size(batch.payload_bytes(last.position))
+        _, length, slot_size = _shape(batch.sizes[last.position])
         return (
             (item.place.slab, item.place.slot) == (last.place.slab, last.place.slot + 1)
-            and slot_size == _object_length(batch, last) == _slot_size(batch.payload_bytes(item.position))
+            and slot_size == length == _shape(batch.sizes[item.position])[2]
             and (len(run) + 1) * slot_size <= _LARGEST_RUN
         )
 
@@ -511,15 +514,12 @@ class _SlabPart:
         logger.error("tier %s: index of %s: %s", self._store.name, self.directory.path, error)
 
 
-def _header_length(payload: int) -> int:
-    """A whole block where that makes the payload block-aligned at no cost in slot size, else the bare fields."""
-    return BLOCK if payload % BLOCK == 0 else envelope.FIELDS_LENGTH
+@functools.lru_cache(maxsize=1024)
+def _shape(payload: int) -> tuple[int, int, int]:
+    """(header length, object length, slot size) in bytes of a page with ``payload`` bytes.
 
-
-def _slot_size(payload: int) -> int:
-    return -(-(_header_length(payload) + payload) // BLOCK) * BLOCK
-
-
-def _object_length(batch: PageBatch, item: _Work) -> int:
-    payload = batch.payload_bytes(item.position)
-    return _header_length(payload) + payload
+    The header is a whole block where that aligns the payload at no cost in slot size, else the bare fields.
+    """
+    header = BLOCK if payload % BLOCK == 0 else envelope.FIELDS_LENGTH
+    length = header + payload
+    return header, length, -(-length // BLOCK) * BLOCK
