@@ -37,7 +37,7 @@ _SLAB_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.slab")
 _IN_ORDER = "closed in order"
 _REBUILD_BATCH = 4096
 
-INDEX_BYTES_AT_LEAST = 256 << 10
+INDEX_BYTES_AT_LEAST = 1 << 20
 INDEX_BYTES_PER_SLOT = 640
 """What the index takes per slot, generously: it counts towards the capacity."""
 

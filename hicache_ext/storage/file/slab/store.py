@@ -14,6 +14,7 @@ import errno
 import functools
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -49,6 +50,8 @@ _SLABS_AT_CAPACITY = 16
 _LARGEST_SLAB = 1 << 30
 _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
+_DEAD_WRITERS_INTERVAL = 10.0
+"""Seconds between two looks, at full capacity, for slots that killed processes were writing."""
 _CLEAR_BATCH = 2048
 """Pages of a cleared identity freed in one transaction: writers wait for no longer than that takes."""
 
@@ -210,6 +213,7 @@ class _SlabPart:
         # A slab of another slot size that holds colder pages than those evicted here.
         self._starving: Slab | None = None
         self._evicted_since_reclaim = 0
+        self._looked_for_dead_writers = 0.0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -366,6 +370,8 @@ class _SlabPart:
             places = change.take_free_slots(slot_size, keys)
             while len(places) < len(keys) and self._add_slab(change, slot_size):
                 places += change.take_free_slots(slot_size, keys[len(places) :])
+            if len(places) < len(keys) and self._time_to_look_for_dead_writers() and change.release_dead_writers():
+                places += change.take_free_slots(slot_size, keys[len(places) :])
             if len(places) < len(keys):
                 places += change.take_evicted_slots(slot_size, keys[len(places) :])
             for position, (slab, slot) in zip(wanted, places, strict=False):
@@ -375,6 +381,13 @@ class _SlabPart:
         self._metrics.add("evicted", "capacity", change.evicted)
         self._evicted_since_reclaim += change.evicted
         return taken
+
+    def _time_to_look_for_dead_writers(self) -> bool:
+        now = time.monotonic()
+        due = now - self._looked_for_dead_writers >= _DEAD_WRITERS_INTERVAL
+        if due:
+            self._looked_for_dead_writers = now
+        return due
 
     def _add_slab(self, change: IndexChange, slot_size: int) -> bool:
         """Grow by one slab within the capacity; False when that is used up or the disk is full."""
