@@ -40,6 +40,8 @@ RAW_THREADS = (1, 2, 4)
 
 _IDENTITY = bytes(16)
 _STAMP = 8
+_LARGEST_RUN = 1 << 20
+"""Bytes the raw limit moves by one call at most."""
 
 
 # -- host memory -------------------------------------------------------------------------------------------------------
@@ -104,10 +106,27 @@ class HostBuffers:
     def check(self, number: int, contender: str) -> None:
         """Raise BenchmarkError unless the pages read are, byte for byte, those of batch ``number``."""
         self.stamp(number)
+        for page in range(self.batch):
+            self._compare(page, number, contender)
+
+    def check_page(self, page: int, number: int, contender: str) -> None:
+        """``check`` for one page of the batch."""
+        self.stamp(number)
+        self._compare(page, number, contender)
+
+    def _compare(self, page: int, number: int, contender: str) -> None:
         for segment in self._bytes:
-            for page in range(self.batch):
-                if not np.array_equal(segment[self.batch + page], segment[page]):
-                    raise BenchmarkError(f"{contender}: page {page} of batch {number} came back with other bytes")
+            if not np.array_equal(segment[self.batch + page], segment[page]):
+                raise BenchmarkError(f"{contender}: page {page} of batch {number} came back with other bytes")
+
+    def first_sources(self, count: int) -> HostBatch:
+        """The first ``count`` pages to write."""
+        return HostBatch(self.sources.pages[:count], self.sources.indices[: count * PAGE_SIZE])
+
+    def target(self, position: int) -> HostBatch:
+        """One page to read into."""
+        begin = position * PAGE_SIZE
+        return HostBatch(self.targets.pages[position : position + 1], self.targets.indices[begin : begin + PAGE_SIZE])
 
     def _stamps(self, number: int) -> npt.NDArray[np.uint8]:
         segments = len(self._bytes)
@@ -453,17 +472,29 @@ class RawContender:
     def _transfer(
         self, call: Callable[[int, Sequence[memoryview], int], int], keys: Sequence[str], batch: HostBatch
     ) -> int:
-        places = [(self._slot_of[key] * self._payload, page) for key, page in zip(keys, batch.pages, strict=False)]
+        places = [(self._slot_of[key], page) for key, page in zip(keys, batch.pages, strict=False)]
+        share = -(-len(places) // self._threads)
 
-        def share(number: int) -> int:
-            return sum(
-                call(self._fd, self._pages.buffers(page), offset) == self._payload
-                for offset, page in places[number :: self._threads]
-            )
+        def transfer_share(begin: int) -> int:
+            done = 0
+            for run in self._runs(places[begin : begin + share]):
+                segments = [segment for _, page in run for segment in self._pages.buffers(page)]
+                done += call(self._fd, segments, run[0][0] * self._payload)
+            return done // self._payload
 
         if self._threads == 1:
-            return share(0)
-        return sum(self._executor.map(share, range(self._threads)))
+            return transfer_share(0)
+        return sum(self._executor.map(transfer_share, range(0, len(places), share)))
+
+    def _runs(self, places: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """``places`` cut into runs of neighbouring slots, each moved by one call."""
+        longest = max(1, _LARGEST_RUN // self._payload)
+        runs: list[list[tuple[int, int]]] = []
+        for place in places:
+            if not runs or len(runs[-1]) == longest or runs[-1][-1][0] + 1 != place[0]:
+                runs.append([])
+            runs[-1].append(place)
+        return runs
 
     def count_leading(self, keys: Sequence[str]) -> int:
         raise NotImplementedError

@@ -33,6 +33,7 @@ COMMANDS: tuple[Command, ...] = (
         "demo", "hicache_ext.cli.demo_command", "hold a conversation with a real server, restart it, go on from disk"
     ),
     Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
+    Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
 )
 
 

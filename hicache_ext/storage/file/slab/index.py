@@ -205,7 +205,8 @@ class SlabIndex:
                 if slab in slabs and slabs[slab].slot_size != size:
                     faults.append(f"free slot {slab}/{slot} has size {size}, its slab {slabs[slab].slot_size}")
             for where, _ in entries(self._pending):
-                claim(*_PLACE.unpack(where), "pending")
+                slab, slot = _PLACE.unpack(where)
+                claim(slab, slot, "pending")
             for where, key in entries(self._slots):
                 slab, slot = _PLACE.unpack(where)
                 claim(slab, slot, "occupied")
@@ -221,9 +222,9 @@ class SlabIndex:
                     order = _ORDER.pack(size, Rank.unpack(rank).priority, slab, slot)
                     if transaction.get(order, db=self._order) != key or length > size:
                         faults.append(f"page {key.hex()} is not in the order of eviction, or longer than its slot")
-            pages, order = (int(transaction.stat(db)["entries"]) for db in (self._pages, self._order))
-            if pages != order:
-                faults.append(f"{pages} pages, {order} in the order of eviction")
+            pages, ordered = (int(transaction.stat(db)["entries"]) for db in (self._pages, self._order))
+            if pages != ordered:
+                faults.append(f"{pages} pages, {ordered} in the order of eviction")
             slots = sum(slab.slots for slab in slabs.values())
             if len(states) != slots:
                 faults.append(f"{slots} slots, of which {len(states)} are accounted for")
@@ -301,7 +302,7 @@ class IndexChange:
         self._pend(taken, keys)
         return taken
 
-    def colder_pages_elsewhere(self, slot_size: int) -> Slab | None:
+    def colder_slab(self, slot_size: int) -> Slab | None:
         """A slab of another slot size whose first victim would go before the first victim of this one."""
         slabs = self.slabs()
         own = self._first_victim(slot_size)

@@ -50,6 +50,8 @@ _SLABS_AT_CAPACITY = 16
 _LARGEST_SLAB = 1 << 30
 _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
+_MOST_SLABS_RECLAIMED = 64
+"""Slabs of other slot sizes that one write may take away."""
 _DEAD_WRITERS_INTERVAL = 10.0
 """Seconds between two looks, at full capacity, for slots that killed processes were writing."""
 _CLEAR_BATCH = 2048
@@ -211,9 +213,10 @@ class _SlabPart:
         self._metrics = store.metrics
         self._slabs = {slab.number: slab for slab in self._index.slabs()}
         # A slab of another slot size that holds colder pages than those evicted here.
-        self._starving: Slab | None = None
+        self._colder_slab: Slab | None = None
         self._evicted_since_reclaim = 0
         self._looked_for_dead_writers = 0.0
+        self._shrink()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -336,13 +339,14 @@ class _SlabPart:
         return portions
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
-        taken: list[_Work] = self._change(lambda change: self._take_slots(change, batch, positions)) or []
-        if len(taken) < len(positions) or self._starving:
+        taken: list[_Work] = []
+        rest = positions
+        for _ in range(_MOST_SLABS_RECLAIMED):
+            taken += self._change(lambda change: self._take_slots(change, batch, rest)) or []  # noqa: B023
             done = {item.position for item in taken}
             rest = [position for position in positions if position not in done]
-            self._reclaim_slab()
-            if rest:
-                taken += self._change(lambda change: self._take_slots(change, batch, rest)) or []
+            if not self._reclaim_slab(needed=bool(rest)) or not rest:
+                break
         self._metrics.add("rejected", "capacity", len(positions) - len(taken))
         written: dict[int, SetResult] = {}
         try:
@@ -376,8 +380,8 @@ class _SlabPart:
                 places += change.take_evicted_slots(slot_size, keys[len(places) :])
             for position, (slab, slot) in zip(wanted, places, strict=False):
                 taken.append(_Work(position, Place(slab, slot, _shape(batch.sizes[position])[1])))
-            if change.evicted:
-                self._starving = change.colder_pages_elsewhere(slot_size)
+            if change.evicted or len(places) < len(keys):
+                self._colder_slab = change.colder_slab(slot_size)
         self._metrics.add("evicted", "capacity", change.evicted)
         self._evicted_since_reclaim += change.evicted
         return taken
@@ -391,8 +395,7 @@ class _SlabPart:
 
     def _add_slab(self, change: IndexChange, slot_size: int) -> bool:
         """Grow by one slab within the capacity; False when that is used up or the disk is full."""
-        slabs = change.slabs()
-        used = sum(slab.size + slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs) + INDEX_BYTES_AT_LEAST
+        used = _occupied(change.slabs())
         wanted = max(1, min(self._capacity // _SLABS_AT_CAPACITY, _LARGEST_SLAB) // slot_size)
         slots = min(wanted, (self._capacity - used) // (slot_size + INDEX_BYTES_PER_SLOT))
         if slots < 1:
@@ -407,19 +410,38 @@ class _SlabPart:
         self._slabs[slab.number] = slab
         return True
 
-    def _reclaim_slab(self) -> None:
-        """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever."""
-        if not self._starving:
-            return
-        starving, self._starving = self._starving, None
-        if starving.slots > self._evicted_since_reclaim and self._evicted_since_reclaim:
-            return
+    def _reclaim_slab(self, needed: bool) -> bool:
+        """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever.
+
+        ``needed``: pages wait for it. Otherwise one is taken for as many evictions as it has slots, and only while its
+        pages would go before those evicted here.
+        """
+        slab, self._colder_slab = self._colder_slab, None
+        if slab is None or not (needed or self._evicted_since_reclaim >= slab.slots):
+            return False
         self._evicted_since_reclaim = 0
-        if self._change(lambda change: change.drop_slab(starving)):
+        return self._drop_slab(slab)
+
+    def _drop_slab(self, slab: Slab) -> bool:
+        dropped = self._change(lambda change: change.drop_slab(slab))
+        if dropped:
+            self._slabs.pop(slab.number, None)
             try:
-                self.directory.delete_slab_file(starving)
+                self.directory.delete_slab_file(slab)
             except OSError as error:
                 self._count_error(error)
+        return bool(dropped)
+
+    def _shrink(self) -> None:
+        """Drop slabs, those with the pages that go first, until what there is fits the (lowered) capacity."""
+        while True:
+            slabs = self._index.slabs()
+            if _occupied(slabs) <= self._capacity:
+                return
+            with self._index.changing() as change:
+                slab = change.colder_slab(slot_size=0) or slabs[0]
+            if not self._drop_slab(slab):
+                return
 
     def _publish(
         self, change: IndexChange, batch: PageBatch, taken: list[_Work], written: dict[int, SetResult]
@@ -525,6 +547,11 @@ class _SlabPart:
     def _count_index_error(self, error: Exception) -> None:
         self._metrics.add("error", type(error).__name__)
         logger.error("tier %s: index of %s: %s", self._store.name, self.directory.path, error)
+
+
+def _occupied(slabs: Iterable[Slab]) -> int:
+    """Bytes of disk of slabs and of the index that they need."""
+    return INDEX_BYTES_AT_LEAST + sum(slab.size + slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,14 @@
+"""``hicache-ext bench``: measure on your own machine. One benchmark per action; ``benchmarks/`` has them as scripts."""
+
+from __future__ import annotations
+
+import argparse
+
+from hicache_ext.bench import file_command
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add a sub-command for each benchmark."""
+    actions = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    help_line = "the file tier against SGLang's HiCacheFile and the raw disk"
+    file_command.configure(actions.add_parser("file", help=help_line, description=help_line))

@@ -1,0 +1,234 @@
+"""What the slab layout promises beyond the PageStore contract: capacity, sharing, rebuilding, growing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.testing.conformance.pages import IDENTITY, page_keys, payload_of, read_pages, store_pages
+from tests.campaigns import kill_slabs
+
+MIB = 1 << 20
+SIZES = (65_536, 65_536)
+SIZE = sum(SIZES)
+
+
+def open_store(directory: Path, capacity: int = 64 * MIB) -> SlabStore:
+    return SlabStore("disk", [directory], capacity=capacity)
+
+
+def occupied(directory: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file())
+
+
+def sound(store: SlabStore) -> bool:
+    return all(part.directory.index.check() == [] for part in store._parts)
+
+
+def assert_right(store: SlabStore, keys: list[bytes], sizes: tuple[int, ...] = SIZES) -> list[GetResult]:
+    """Reads; whatever is a hit must be the page."""
+    results, payloads = read_pages(store, keys, sizes)
+    for key, result, payload in zip(keys, results, payloads, strict=True):
+        assert result in (GetResult.HIT, GetResult.MISS)
+        assert result is GetResult.MISS or payload == payload_of(key, sum(sizes))
+    return results
+
+
+def test_the_directory_stays_within_its_capacity_while_four_times_as_much_is_written(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    keys = page_keys(2000)
+    for first in range(0, len(keys), 100):
+        assert set(store_pages(store, keys[first : first + 100], SIZES)) == {SetResult.STORED}
+        assert occupied(tmp_path) <= 64 * MIB
+    results = assert_right(store, keys)
+    # What is there is what was written last, and it fills the capacity.
+    assert results[-300:] == [GetResult.HIT] * 300
+    assert results.count(GetResult.HIT) * SIZE > 0.85 * 64 * MIB
+    assert sound(store)
+    store.close()
+
+
+def test_pages_that_are_read_stay_when_others_go(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    wanted, others = page_keys(50, "wanted"), page_keys(3000, "other")
+    store_pages(store, wanted, SIZES)
+    for first in range(0, len(others), 100):
+        store_pages(store, others[first : first + 100], SIZES)
+        read_pages(store, wanted, SIZES)
+    assert assert_right(store, wanted) == [GetResult.HIT] * 50
+    store.close()
+
+
+def test_of_one_batch_the_tail_goes_before_the_head(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    chain = page_keys(100, "chain")
+    store_pages(store, chain, SIZES)
+    for first in range(0, 400, 50):
+        store_pages(store, page_keys(50, f"other {first}"), SIZES)
+        present = store.contains(chain)
+        assert present == sorted(present, reverse=True), "there is a gap in the chain"
+        if not all(present) and any(present):
+            break
+    else:
+        pytest.fail("the chain never was partly evicted")
+    store.close()
+
+
+def test_an_index_that_is_lost_is_rebuilt_from_the_envelopes(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    keys = page_keys(200)
+    store_pages(store, keys, SIZES)
+    store.remove(keys[:10])
+    store.close()
+    shutil.rmtree(tmp_path / "index")
+    (tmp_path / "trust").write_text("another boot")
+    store = open_store(tmp_path)
+    assert assert_right(store, keys)[10:] == [GetResult.HIT] * 190
+    assert sound(store)
+    assert set(store_pages(store, page_keys(300, "new"), SIZES)) == {SetResult.STORED}
+    assert sound(store)
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["garbage", "empty", "cut"])
+def test_a_damaged_index_file_is_rebuilt(tmp_path: Path, damage: str) -> None:
+    store = open_store(tmp_path)
+    keys = page_keys(100)
+    store_pages(store, keys, SIZES)
+    store.close()
+    data = tmp_path / "index" / "data.mdb"
+    whole = data.read_bytes()
+    data.write_bytes({"garbage": b"\xa5" * len(whole), "empty": b"", "cut": whole[:5000]}[damage])
+    (tmp_path / "trust").write_text("another boot")
+    store = open_store(tmp_path)
+    assert assert_right(store, keys) == [GetResult.HIT] * 100
+    store.close()
+
+
+def test_an_index_of_this_boot_is_trusted_after_a_kill_and_one_of_another_boot_is_not(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store_pages(store, page_keys(10), SIZES)
+    store.close()
+    for trust, rebuilt in (("closed in order", 0), ("another boot", 10)):
+        (tmp_path / "trust").write_text(trust)
+        store = open_store(tmp_path)
+        assert store._parts[0].directory.rebuilt == rebuilt
+        store.close()
+
+
+def test_cleared_pages_do_not_come_back_with_a_rebuild(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    keys = page_keys(50)
+    store_pages(store, keys, SIZES)
+    assert store.clear([IDENTITY]) == 1
+    assert store.contains(keys) == [False] * 50
+    store.close()
+    (tmp_path / "trust").write_text("another boot")
+    store = open_store(tmp_path)
+    assert store.contains(keys) == [False] * 50
+    store.close()
+
+
+def test_another_page_size_takes_over_from_one_that_is_no_longer_used(tmp_path: Path) -> None:
+    """A model that is gone must not keep its share of the capacity for ever."""
+    store = open_store(tmp_path)
+    old, new = page_keys(600, "old"), page_keys(4000, "new")
+    store_pages(store, old, SIZES)
+    sizes = (12_288,)
+    for first in range(0, len(new), 100):
+        assert SetResult.REJECTED not in store_pages(store, new[first : first + 100], sizes)
+        assert occupied(tmp_path) <= 64 * MIB
+    assert assert_right(store, new, sizes).count(GetResult.HIT) > 2500
+    assert_right(store, old)
+    assert sound(store)
+    store.close()
+
+
+def test_two_stores_of_one_process_and_another_process_share_a_directory(tmp_path: Path) -> None:
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    keys = page_keys(10)
+    store_pages(first, keys[:5], SIZES)
+    first.close()
+    assert second.contains(keys) == [True] * 5 + [False] * 5
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom tests.storage.file.test_slab import *\n"
+        "store = open_store(Path(sys.argv[1]))\nkeys = page_keys(10)\n"
+        "assert store.contains(keys) == [True] * 5 + [False] * 5\n"
+        "store_pages(store, keys, SIZES)\nstore.close()\n"
+    )
+    import sys
+
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert assert_right(second, keys) == [GetResult.HIT] * 10
+    second.close()
+
+
+def test_a_capacity_that_is_raised_is_used_and_one_that_is_lowered_is_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 32 * MIB)
+    keys = page_keys(1200)
+    store_pages(store, keys[:400], SIZES)
+    store.close()
+    store = open_store(tmp_path, 64 * MIB)
+    store_pages(store, keys[400:800], SIZES)
+    assert 40 * MIB < occupied(tmp_path) <= 64 * MIB
+    store.close()
+    store = open_store(tmp_path, 16 * MIB)
+    assert occupied(tmp_path) <= 16 * MIB
+    assert set(store_pages(store, keys[800:850], SIZES)) == {SetResult.STORED}
+    assert occupied(tmp_path) <= 16 * MIB
+    assert_right(store, keys)
+    assert sound(store)
+    store.close()
+
+
+def test_a_page_larger_than_the_capacity_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 4 * MIB)
+    assert store_pages(store, page_keys(1), (8 * MIB,)) == [SetResult.REJECTED]
+    assert sound(store)
+    store.close()
+
+
+def test_a_full_disk_is_a_refused_write_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    store = open_store(tmp_path)
+    keys = page_keys(100)
+    store_pages(store, keys[:10], SIZES)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    results = store_pages(store, keys, SIZES)
+    monkeypatch.undo()
+    assert set(results) <= {SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED}
+    assert results[:10] == [SetResult.EXISTS] * 10
+    assert_right(store, keys)
+    assert sound(store)
+    assert SetResult.REJECTED not in store_pages(store, keys, SIZES)
+    store.close()
+
+
+def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    PageFileStore("disk", [tmp_path / "a"], capacity=None).close()
+    with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
+        open_store(tmp_path / "a")
+    open_store(tmp_path / "b").close()
+    with pytest.raises(StoreSetupError, match="holds format 1, layout 'slab'"):
+        PageFileStore("disk", [tmp_path / "b"], capacity=None)
+    assert json.loads((tmp_path / "b" / "hicache_ext.json").read_text()) == {"format": 1, "layout": "slab"}
+
+
+@pytest.mark.slow
+def test_killed_processes_leave_a_sound_index_and_no_wrong_page() -> None:
+    findings = kill_slabs.run(kills=30, seed=7)
+    assert findings.problems == {}
+    assert findings.hits > 1000
