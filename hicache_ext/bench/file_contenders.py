@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import importlib.util
 import os
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache_ext.bench.file_report import HICACHE_FILE
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import FileTierConfig
 from hicache_ext.errors import ConfigError, HicacheExtError
@@ -35,7 +37,6 @@ PAGE_SIZE = 16
 LAYER_BYTES = 16 * 1024
 """Bytes of a page in one layer, K and V together: payloads are multiples of it."""
 GEOMETRIES = ("mha", "mla")
-HICACHE_FILE = "SGLang HiCacheFile"
 RAW_THREADS = (1, 2, 4)
 
 _IDENTITY = bytes(16)
@@ -225,7 +226,9 @@ def all_contenders(directory: Path) -> list[Contender]:
         )
     )
     contenders += [
-        Contender(f"raw, {threads} threads", _opener_of_raw(threads), cannot=_NO_LOOKUP, raw=True)
+        Contender(
+            f"raw, {threads} thread{'s' if threads > 1 else ''}", _opener_of_raw(threads), cannot=_NO_LOOKUP, raw=True
+        )
         for threads in RAW_THREADS
     ]
     return contenders
@@ -352,6 +355,8 @@ class AiofilesContender:
     """A file per page through aiofiles, the pages of a batch at once; no envelope, no atomic publication."""
 
     def __init__(self, place: Workplace) -> None:
+        # Not an import statement: the type checker must accept it with and without the package.
+        self._open: Any = importlib.import_module("aiofiles").open
         self._directory = place.directory
         self._pages = place.host.pages
         self._loop = asyncio.new_event_loop()
@@ -372,15 +377,11 @@ class AiofilesContender:
         return _leading(asyncio.run_coroutine_threadsafe(all_pages(), self._loop).result())
 
     async def _write_page(self, key: str, page: int) -> bool:
-        import aiofiles
-
-        async with aiofiles.open(self._directory / key, "wb", buffering=0) as file:
+        async with self._open(self._directory / key, "wb", buffering=0) as file:
             return all([await file.write(segment) == segment.nbytes for segment in self._pages.buffers(page)])
 
     async def _read_page(self, key: str, page: int) -> bool:
-        import aiofiles
-
-        async with aiofiles.open(self._directory / key, "rb", buffering=0) as file:
+        async with self._open(self._directory / key, "rb", buffering=0) as file:
             return all([await file.readinto(segment) == segment.nbytes for segment in self._pages.buffers(page)])
 
     def count_leading(self, keys: Sequence[str]) -> int:
@@ -419,10 +420,8 @@ class NixlContender:
 def _open_nixl(directory: Path, geometry: str) -> Any:
     if importlib.util.find_spec("nixl") is None and "nixl" not in sys.modules:
         # The meta package, which SGLang imports, only hands on to this one; it would pull gigabytes of CUDA.
-        import nixl_cu12
-        import nixl_cu12._api
-
-        sys.modules["nixl"], sys.modules["nixl._api"] = nixl_cu12, nixl_cu12._api
+        for name in ("", "._api"):
+            sys.modules[f"nixl{name}"] = importlib.import_module(f"nixl_cu12{name}")
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
     _forget_environment("SGLANG_HICACHE_NIXL_")

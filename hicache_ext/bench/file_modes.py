@@ -23,11 +23,8 @@ from hicache_ext.bench.file_contenders import (
     Workplace,
     page_keys,
 )
+from hicache_ext.bench.file_report import EXISTS_CASES, TRANSFER_MODES
 from hicache_ext.bench.harness import BenchmarkError, Sample, Stopwatch, fresh_directory
-
-TRANSFER_MODES = ("write", "overwrite", "read-warm", "read-cold", "mixed")
-EXISTS_CASES = ("exists, all", "exists, half", "exists, first missing")
-MODES = (*TRANSFER_MODES, "exists")
 
 EXISTS_GEOMETRY = GEOMETRIES[0]
 EXISTS_PAYLOAD = 4096
@@ -239,12 +236,8 @@ def measure_exists(contender: Contender, chain: int, host: HostBuffers, director
             for begin in range(0, chain, host.batch):
                 batch = keys[begin : begin + host.batch]
                 _expect(contender.name, "stored", opened.write(batch, host.first_sources(len(batch))), len(batch))
-            asked = {
-                "exists, all": (keys, chain),
-                "exists, half": (keys[: chain // 2] + page_keys("absent", chain - chain // 2), chain // 2),
-                "exists, first missing": (page_keys("absent", chain), 0),
-            }
-            for case, (names, expected) in asked.items():
+            for case, expected in zip(EXISTS_CASES, (chain, chain // 2, 0), strict=True):
+                names = keys[:expected] + page_keys("absent", chain - expected)
                 watch = Stopwatch()
                 for _ in range(_EXISTS_REPEATS):
                     with watch.call():

@@ -7,6 +7,7 @@ round every contender once, the order rotated by one from round to round, the fi
 from __future__ import annotations
 
 import datetime
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -266,11 +267,10 @@ def can_plot() -> bool:
 
 def plot(path: Path, panels: Sequence[Panel]) -> None:
     """Draw ``panels`` into one PNG, a colour per contender; the x values are names, in the order they come."""
-    import matplotlib
-
+    # Not import statements: the type checker must accept them with and without the package.
+    matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(5.2 * columns, 3.8 * rows), squeeze=False)

@@ -26,12 +26,21 @@ class Command:
     name: str
     module: str
     help: str
+    configure: str = "configure"
+    """The module's function that adds the command's arguments."""
 
+
+_DIRECTORY = "hicache_ext.cli.directory_commands"
 
 COMMANDS: tuple[Command, ...] = (
     Command(
         "demo", "hicache_ext.cli.demo_command", "hold a conversation with a real server, restart it, go on from disk"
     ),
+    Command("ls", _DIRECTORY, "what a directory of the file tier holds: models, dtypes, ages, bytes", "configure_ls"),
+    Command("stat", _DIRECTORY, "how full a directory of the file tier is", "configure_stat"),
+    Command("verify", _DIRECTORY, "read and check every page of a directory", "configure_verify"),
+    Command("gc", _DIRECTORY, "remove what killed processes left in a directory", "configure_gc"),
+    Command("clear", _DIRECTORY, "remove the pages of a model, or all, from a directory", "configure_clear"),
     Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
     Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
 )
@@ -66,5 +75,5 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         if command.name == chosen:
-            importlib.import_module(command.module).configure(subparser)
+            getattr(importlib.import_module(command.module), command.configure)(subparser)
     return parser

@@ -1,0 +1,390 @@
+"""Replays a trace of requests through eviction policies and prints which share of the page uses each one serves.
+
+``python benchmarks/replay_trace.py conversation_trace.jsonl`` (one JSON object per line with ``hash_ids``, the chain of
+prefix blocks of a request: Mooncake's published traces). ``--synthetic`` replays generated workloads instead, ``--checks``
+variants of the trace: halves, reversed, shuffled in time.
+
+A request looks up its chain: the leading run of present blocks is served; every block after the first missing one is
+written (a present one beyond a gap counts as used, not as served). Reported is served uses / all uses, over the whole
+trace, from an empty cache, first uses included.
+
+Policies:
+  ours        hicache_ext.storage.file.eviction, the file tier's own code, with its ghost list
+  ours -ghost the same without the ghost list
+  LRU         blocks used in chain order: the heads of a chain are its oldest blocks
+  LRU tails   of the blocks of one request the tail is the oldest
+  FIFO        in order of writing
+  S3-FIFO     small queue of a tenth, main queue, ghosts for as many blocks as the main queue holds (Yang et al. 2023)
+  optimum     clairvoyant: Belady's MIN with bypass. Of the blocks cached and just used it drops the one whose next use is
+              farthest, of one request the deepest; a block that is never used again is not kept. As every use of a block
+              is a use of all blocks before it, what it holds is always a set of whole prefixes: the exact maximum, with
+              the prefix condition, of any policy that may also refuse to keep a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
+
+Requests = Sequence[Sequence[int]]
+CAPACITIES = (1_000, 10_000, 50_000)
+SYNTHETIC_CAPACITIES = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
+
+
+# -- policies ------------------------------------------------------------------------------------------------------
+
+
+def leading_run(request: Sequence[int], cached: Iterable[int]) -> int:
+    present = 0
+    for block in request:
+        if block not in cached:
+            break
+        present += 1
+    return present
+
+
+class OurCache:
+    """The tier's policy over a heap of priorities, which stands for the index's ordered database."""
+
+    def __init__(self, capacity: int, *, ghosts: bool = True) -> None:
+        self.policy = EvictionPolicy(capacity)
+        self.clock = Clock()
+        self.ranks: dict[int, Rank] = {}
+        self.renewals = 0
+        self.uses = 0
+        self._order: list[tuple[int, int]] = []
+        self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
+        self._ghost_limit = self.policy.ghost_limit if ghosts else 0
+
+    def request(self, request: Sequence[int]) -> int:
+        served = leading_run(request, self.ranks)
+        before: Rank | None = None
+        for depth, block in enumerate(request):
+            rank = self.ranks.get(block)
+            if rank is None:
+                if len(self.ranks) >= self.policy.capacity:
+                    self._evict()
+                ghost = self._ghosts.pop(block, None)
+                self.clock, rank = self.policy.inserted(self.clock, depth, before, ghost)
+                self._put(block, rank)
+            else:
+                self.uses += 1
+                renewed = self.policy.renewed(self.clock, rank, depth, before)
+                if renewed is not None:
+                    self.renewals += 1
+                    self.clock, rank = renewed
+                    self._put(block, rank)
+            before = rank
+        return served
+
+    def _put(self, block: int, rank: Rank) -> None:
+        self.ranks[block] = rank
+        heapq.heappush(self._order, (rank.priority, block))
+
+    def _evict(self) -> None:
+        while True:
+            priority, block = heapq.heappop(self._order)
+            rank = self.ranks.get(block)
+            if rank is not None and rank.priority == priority:
+                break
+        del self.ranks[block]
+        if self._ghost_limit:
+            self._ghosts[block] = Ghost.of(rank)
+            if len(self._ghosts) > self._ghost_limit:
+                self._ghosts.popitem(last=False)
+
+
+def ours(requests: Requests, capacity: int) -> int:
+    return sum(map(OurCache(capacity).request, requests))
+
+
+def ours_without_ghosts(requests: Requests, capacity: int) -> int:
+    return sum(map(OurCache(capacity, ghosts=False).request, requests))
+
+
+def lru(requests: Requests, capacity: int) -> int:
+    cached: OrderedDict[int, None] = OrderedDict()
+    served = 0
+    for request in requests:
+        served += leading_run(request, cached)
+        for block in request:
+            cached[block] = None
+            cached.move_to_end(block)
+            if len(cached) > capacity:
+                cached.popitem(last=False)
+    return served
+
+
+def lru_tails_first(requests: Requests, capacity: int) -> int:
+    cached: OrderedDict[int, None] = OrderedDict()
+    served = 0
+    for request in requests:
+        served += leading_run(request, cached)
+        for block in reversed(request):
+            cached[block] = None
+            cached.move_to_end(block)
+        while len(cached) > capacity:
+            cached.popitem(last=False)
+    return served
+
+
+def fifo(requests: Requests, capacity: int) -> int:
+    cached: OrderedDict[int, None] = OrderedDict()
+    served = 0
+    for request in requests:
+        served += leading_run(request, cached)
+        for block in request:
+            cached.setdefault(block)
+            if len(cached) > capacity:
+                cached.popitem(last=False)
+    return served
+
+
+def s3_fifo(requests: Requests, capacity: int) -> int:
+    small: OrderedDict[int, None] = OrderedDict()
+    main: OrderedDict[int, None] = OrderedDict()
+    ghosts: OrderedDict[int, None] = OrderedDict()
+    uses: dict[int, int] = {}
+    small_size = max(1, capacity // 10)
+    served = 0
+
+    def evict() -> None:
+        if len(small) >= small_size or not main:
+            while small:
+                block, _ = small.popitem(last=False)
+                if uses[block] > 1:
+                    uses[block] = 0
+                    main[block] = None
+                    continue
+                del uses[block]
+                ghosts[block] = None
+                if len(ghosts) > capacity - small_size:
+                    ghosts.popitem(last=False)
+                return
+        while True:
+            block, _ = main.popitem(last=False)
+            if not uses[block]:
+                del uses[block]
+                return
+            uses[block] -= 1
+            main[block] = None
+
+    for request in requests:
+        served += leading_run(request, uses)
+        for block in request:
+            if block in uses:
+                uses[block] = min(3, uses[block] + 1)
+                continue
+            if len(uses) >= capacity:
+                evict()
+            uses[block] = 0
+            if block in ghosts:
+                del ghosts[block]
+                main[block] = None
+            else:
+                small[block] = None
+    return served
+
+
+def optimum(requests: Requests, capacity: int) -> int:
+    never = len(requests)
+    following: list[list[int]] = []
+    last: dict[int, int] = {}
+    for number in range(len(requests) - 1, -1, -1):
+        following.append([last.get(block, never) for block in requests[number]])
+        last.update(dict.fromkeys(requests[number], number))
+    following.reverse()
+    cached: dict[int, tuple[int, int]] = {}
+    order: list[tuple[int, int, int]] = []
+    served = 0
+    for request, next_uses in zip(requests, following, strict=True):
+        served += leading_run(request, cached)
+        for depth, (block, next_use) in enumerate(zip(request, next_uses, strict=True)):
+            if next_use == never:
+                cached.pop(block, None)
+            else:
+                cached[block] = (-next_use, -depth)
+                heapq.heappush(order, (-next_use, -depth, block))
+        while len(cached) > capacity:
+            next_use, depth, block = heapq.heappop(order)
+            if cached.get(block) == (next_use, depth):
+                del cached[block]
+    return served
+
+
+POLICIES: dict[str, Callable[[Requests, int], int]] = {
+    "ours": ours,
+    "ours -ghost": ours_without_ghosts,
+    "LRU": lru,
+    "LRU tails": lru_tails_first,
+    "FIFO": fifo,
+    "S3-FIFO": s3_fifo,
+    "optimum": optimum,
+}
+
+
+# -- workloads -----------------------------------------------------------------------------------------------------
+
+
+def read_trace(path: Path) -> list[list[int]]:
+    with path.open() as lines:
+        return [json.loads(line)["hash_ids"] for line in lines if line.strip()]
+
+
+def variants(requests: Requests, seed: int = 1) -> dict[str, Requests]:
+    """The trace cut and turned, so that a policy fitted to its order shows."""
+    half = len(requests) // 2
+    backwards = list(reversed(requests))
+    shuffled: list[Sequence[int]] = []
+    chance = random.Random(seed)
+    for start in range(0, len(backwards), 500):
+        window = list(backwards[start : start + 500])
+        chance.shuffle(window)
+        shuffled += window
+    return {
+        "first half": requests[:half],
+        "second half": requests[half:],
+        "reversed": backwards,
+        "reversed, shuffled within 500 requests": shuffled,
+    }
+
+
+def multi_turn(count: int, seed: int, *, documents: float = 0.0) -> list[list[int]]:
+    """Conversations that grow turn by turn behind shared system prompts; ``documents`` is the share of requests that
+    scan a long prompt once and never again."""
+    chance = random.Random(seed)
+    fresh = iter(range(1 << 60))
+    systems = [[next(fresh) for _ in range(chance.randint(2, 8))] for _ in range(10)]
+    due: list[tuple[float, int, list[int], int]] = []
+    requests: list[list[int]] = []
+    moment = 0.0
+    while len(requests) < count:
+        moment += 1.0
+        if chance.random() < documents:
+            requests.append([next(fresh) for _ in range(chance.randint(20, 150))])
+        elif due and due[0][0] <= moment:
+            _, _, chain, turns = heapq.heappop(due)
+            chain = chain + [next(fresh) for _ in range(chance.randint(1, 6))]
+            requests.append(chain)
+            if turns > 1:
+                heapq.heappush(due, (moment + chance.lognormvariate(5.0, 1.0), len(requests), chain, turns - 1))
+        else:
+            system = systems[min(int(chance.expovariate(0.5)), 9)]
+            chain = system + [next(fresh) for _ in range(chance.randint(1, 20))]
+            requests.append(chain)
+            turns = min(int(chance.expovariate(0.3)), 20)
+            if turns:
+                heapq.heappush(due, (moment + chance.lognormvariate(5.0, 1.0), len(requests), chain, turns))
+    return requests
+
+
+def shifting_hot_set(count: int, seed: int) -> list[list[int]]:
+    """Zipf-popular documents, all replaced by others half way: what was hot must go."""
+    chance = random.Random(seed)
+    fresh = iter(range(1 << 60))
+    requests: list[list[int]] = []
+    for half in (count // 2, count - count // 2):
+        documents = [[next(fresh) for _ in range(chance.randint(5, 40))] for _ in range(800)]
+        weights = [1 / (place + 1) for place in range(len(documents))]
+        for document in chance.choices(documents, weights, k=half):
+            requests.append([*document, *(next(fresh) for _ in range(chance.randint(1, 5)))])
+    return requests
+
+
+def synthetic(count: int = 6_000, seed: int = 1) -> dict[str, Requests]:
+    return {
+        "multi-turn": multi_turn(count, seed),
+        "multi-turn with scans": multi_turn(count, seed, documents=0.3),
+        "hot set replaced half way": shifting_hot_set(count, seed),
+    }
+
+
+# -- report --------------------------------------------------------------------------------------------------------
+
+
+def replay(requests: Requests, capacities: Sequence[int], names: Sequence[str]) -> dict[str, list[float]]:
+    """Per policy the served share of all uses, one number per capacity."""
+    uses = sum(map(len, requests))
+    shares: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        for capacity in capacities:
+            started = time.monotonic()
+            shares[name].append(POLICIES[name](requests, capacity) / uses if uses else 0.0)
+            print(f"  {name}, {capacity:,}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+    return shares
+
+
+def table(title: str, capacities: Sequence[int], shares: dict[str, list[float]]) -> str:
+    lines = [f"{title}", "", "| policy | " + " | ".join(f"{c:,}" for c in capacities) + " |"]
+    lines.append("|---|" + "---|" * len(capacities))
+    lines += [f"| {name} | " + " | ".join(f"{share:.4f}" for share in row) + " |" for name, row in shares.items()]
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, capacities: Sequence[int], results: dict[str, dict[str, list[float]]]) -> bool:
+    """False when matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(6 * len(results), 4), layout="constrained")
+    for axes, (title, shares) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
+        for name, row in shares.items():
+            axes.plot(capacities, row, marker="o", label=name)
+        axes.set(xscale="log", xlabel="capacity (blocks)", ylabel="share of uses served", title=title)
+        axes.legend()
+    figure.savefig(path)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Replay a trace through eviction policies.")
+    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines with hash_ids")
+    parser.add_argument("--capacity", type=int, nargs="+", help="blocks (default: 1000 10000 50000)")
+    parser.add_argument("--policy", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument(
+        "--checks", action="store_true", help="also halves, reversed and shuffled variants of the trace"
+    )
+    parser.add_argument("--synthetic", action="store_true", help="generated workloads instead of a trace")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
+    options = parser.parse_args(arguments)
+    if options.synthetic:
+        workloads = synthetic()
+    elif options.trace is None:
+        parser.error("a trace file, or --synthetic")
+    elif not options.trace.is_file():
+        print(f"{options.trace}: not there, nothing to replay")
+        return 0
+    else:
+        requests = read_trace(options.trace)
+        workloads = {"whole trace": requests, **(variants(requests) if options.checks else {})}
+    capacities = options.capacity or (SYNTHETIC_CAPACITIES if options.synthetic else CAPACITIES)
+    if min(capacities) < 1:
+        parser.error("--capacity: at least one block")
+    results: dict[str, dict[str, list[float]]] = {}
+    for title, requests in workloads.items():
+        uses, blocks = sum(map(len, requests)), len({block for request in requests for block in request})
+        print(f"{title}: {len(requests):,} requests, {uses:,} uses of {blocks:,} blocks", file=sys.stderr)
+        results[title] = replay(requests, capacities, options.policy)
+        print(table(title, capacities, results[title]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"capacities": list(capacities), "shares": results}, indent=2) + "\n")
+    if options.plot and not plot(options.plot, capacities, results):
+        print("no plot: matplotlib is not installed", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""``hicache-ext ls``, ``stat``, ``verify``, ``gc``, ``clear``: tools over a directory of the file tier.
+
+They may be used while servers run. They speak of models, dtypes, ages and bytes; files and slots are their business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.config import format_size
+from hicache_ext.storage.file.inspection import Inspector, load_document, open_inspector, reason_it_is_bad
+
+_PROGRESS_INTERVAL = 0.2
+_REMOVE_BATCH = 256
+
+
+@dataclass(slots=True)
+class _Group:
+    """The pages of one identity."""
+
+    digest: bytes
+    document: dict[str, Any] | None
+    pages: int = 0
+    size: int = 0
+    last_used: float | None = None
+
+    @property
+    def model(self) -> str:
+        return str((self.document or {}).get("model", {}).get("id", "")) or "unknown"
+
+
+def configure_ls(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    parser.set_defaults(run=_ls)
+
+
+def configure_stat(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    parser.set_defaults(run=_stat)
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    parser.add_argument("--remove", action="store_true", help="remove the pages that are bad")
+    parser.set_defaults(run=_verify)
+
+
+def configure_gc(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    parser.set_defaults(run=_gc)
+
+
+def configure_clear(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="remove the pages of this model (its name as `hicache-ext ls` prints it)")
+    what.add_argument("--identity", help="remove the pages of this identity (its first digits as `ls` prints them)")
+    what.add_argument("--all", action="store_true", help="remove all pages of this package")
+    parser.set_defaults(run=_clear)
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help="a directory of a file tier")
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    with closing(open_inspector(arguments.path)) as inspector:
+        groups = _groups(inspector)
+    rows = [
+        ("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard", "pages", "bytes", "last used")
+    ]
+    for group in sorted(groups, key=lambda group: (group.model, -group.size)):
+        document = group.document or {}
+        model, pool = document.get("model", {}), document.get("pool", {})
+        rows.append(
+            (
+                group.digest.hex()[:12],
+                group.model,
+                str(model.get("revision", "")) or "-",
+                str(pool.get("name", "?")),
+                str(pool.get("dtype", "?")),
+                str(pool.get("layout", "?")),
+                str(pool.get("page_size", "?")),
+                _shard(document.get("shard", {})),
+                str(group.pages),
+                format_size(group.size),
+                _age(group.last_used),
+            )
+        )
+    _print_table(rows)
+    return 0
+
+
+def _stat(arguments: argparse.Namespace) -> int:
+    with closing(open_inspector(arguments.path)) as inspector:
+        groups = _groups(inspector)
+        occupied = inspector.occupied()
+        layout = inspector.layout
+    disk = shutil.disk_usage(arguments.path)
+    print(f"layout      {layout}")
+    print(f"models      {len({group.model for group in groups})}")
+    print(f"identities  {len(groups)}")
+    print(f"pages       {sum(group.pages for group in groups)}")
+    print(f"bytes       {format_size(sum(group.size for group in groups))}")
+    print(f"on disk     {format_size(occupied)}")
+    print(f"disk        {format_size(disk.total)}, {format_size(disk.free)} free")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    good = gone = 0
+    reasons: Counter[str] = Counter()
+    bad: list[bytes] = []
+    removed = 0
+    with closing(open_inspector(arguments.path)) as inspector:
+        pages = list(inspector.pages())
+        for page in _with_progress(pages, "pages read"):
+            stored = inspector.read(page)
+            if stored is None:
+                gone += 1
+                continue
+            reason = reason_it_is_bad(page.key, stored)
+            if reason is None:
+                good += 1
+                continue
+            reasons[reason] += 1
+            bad.append(page.key)
+            document = load_document(arguments.path, page.identity) or {}
+            print(f"bad ({reason}): page {page.key[16:].hex()} of {document.get('model', {}).get('id', 'unknown')}")
+        if arguments.remove:
+            for first in range(0, len(bad), _REMOVE_BATCH):
+                removed += inspector.remove(bad[first : first + _REMOVE_BATCH])
+    print(f"{good} good, {len(bad)} bad, {gone} evicted meanwhile")
+    for reason, count in reasons.most_common():
+        print(f"  {count} x {reason}")
+    if arguments.remove:
+        print(f"{removed} removed")
+    return 1 if len(bad) > removed else 0
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    with closing(open_inspector(arguments.path)) as inspector:
+        before = inspector.occupied()
+        cleaned = inspector.clean_up()
+        after = inspector.occupied()
+    print(f"{cleaned} left-overs of killed processes removed, {format_size(max(0, before - after))} freed")
+    return 0
+
+
+def _clear(arguments: argparse.Namespace) -> int:
+    with closing(open_inspector(arguments.path)) as inspector:
+        groups = _groups(inspector)
+        chosen = [
+            group
+            for group in groups
+            if arguments.all
+            or (arguments.model is not None and group.model == arguments.model)
+            or (arguments.identity is not None and group.digest.hex().startswith(arguments.identity.lower()))
+        ]
+        inspector.clear([group.digest for group in chosen])
+    if not chosen and not arguments.all:
+        known = ", ".join(sorted({group.model for group in groups})) or "none"
+        print(f"no pages of {arguments.model or arguments.identity!r}; models here: {known}", file=sys.stderr)
+        return 1
+    print(f"{sum(group.pages for group in chosen)} pages, {format_size(sum(group.size for group in chosen))} removed")
+    return 0
+
+
+def _groups(inspector: Inspector) -> list[_Group]:
+    groups: dict[bytes, _Group] = {}
+    for page in inspector.pages():
+        group = groups.get(page.identity)
+        if group is None:
+            group = groups[page.identity] = _Group(page.identity, load_document(inspector.path, page.identity))
+        group.pages += 1
+        group.size += page.size
+        if page.used is not None:
+            group.last_used = max(page.used, group.last_used or 0.0)
+    return list(groups.values())
+
+
+def _shard(shard: dict[str, Any]) -> str:
+    parts = [f"{axis} {rank}/{size}" for axis, (rank, size) in shard.items() if size > 1]
+    return ", ".join(parts) or "whole"
+
+
+def _age(used: float | None) -> str:
+    if used is None:
+        return "-"
+    seconds = max(0.0, time.time() - used)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _with_progress(items: list[Any], what: str) -> Iterator[Any]:
+    """The items, with a line of progress on a terminal."""
+    shown = 0.0
+    terminal = sys.stderr.isatty()
+    for number, item in enumerate(items, start=1):
+        yield item
+        if terminal and (time.monotonic() - shown >= _PROGRESS_INTERVAL or number == len(items)):
+            shown = time.monotonic()
+            filled = 30 * number // len(items)
+            print(f"\r[{'#' * filled:30}] {number}/{len(items)} {what}", end="", file=sys.stderr, flush=True)
+    if terminal and items:
+        print(file=sys.stderr)

@@ -1,0 +1,191 @@
+"""Which page goes first: the lowest priority, computed at insert and at use from a small record. No I/O, no tables.
+
+A page of a prefix cache is useful only while all pages before it are there. The priority of a page is the moment, on a
+clock that counts inserted pages, up to which it is worth its slot::
+
+    priority = now + D * log2(1 + hits) - min(D, capacity) * min(depth, 64) / 64
+    priority = min(priority, priority of the page before it in the chain - 1)
+
+``hits``      uses after the first one, those from before an earlier eviction included (the ghost list remembers them).
+``D``         the mean reuse distance that the tier sees, in inserted pages; measured, see ``Clock``.
+``depth``     position in the request's chain: a prompt that diverges diverges before its tail.
+
+The first term alone is FIFO with renewal, the rest comes from: GreedyDual (Young 1994) and GDSF (Cherkasova 1998), value
+on top of an ageing clock, but the clock is the time and not the last victim's priority, which runs away from newcomers
+when the cache is smaller than what is reused (measured: 0.11 against 0.22); LRFU (Lee 2001), recency and frequency in
+one number; ARC and S3-FIFO (Megiddo 2003, Yang 2023), frequency from a ghost list, without which a cache smaller than
+the reuse distance cannot tell a page that returns from one that does not; PDP (Duong 2012), protection measured in
+reuse distances instead of cache sizes. The bound by the page before makes the victim always a tail: what is cached stays
+a set of whole prefixes, whatever order pages are used in.
+
+What each page gets is decided by arithmetic on integers alone, so that all processes and the simulator
+(benchmarks/replay_trace.py) agree to the bit. One policy and one ``Clock`` belong to one pool of slots of one size.
+
+How the index calls it, inside one write transaction, the pages of a request in chain order:
+  1. ``renewed(clock, rank, depth, before)`` for the leading run of present pages; None: nothing is to be written.
+     To find out whether anything is, the same call in a read transaction costs no write.
+  2. ``inserted(clock, depth, before, ghost)`` for each page written; its ghost, if any, is removed.
+  3. The victim is the page with the lowest ``Rank.priority``; ``Ghost.of(rank)`` is kept for its key, the oldest ghosts
+     go first, at most ``policy.ghost_limit``. No ghosts at all is allowed and costs hits only where capacity < D.
+``before`` is the rank of the preceding page as it is after its own step, None for a chain's first page or when it is not
+known (SGLang passes prefix keys only where it was asked to). Then depth counts from the start of the batch: the pages of a
+later batch rank like heads, which costs only the order of chains among each other, and, between batches of one chain,
+that a tail can outlive its head until the head's next insert.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+_ORIGIN: Final = 1 << 40
+"""Priority of the clock's start: leaves room below for depth."""
+_MAX_PRIORITY: Final = (1 << 64) - 1
+_MAX_HITS: Final = 15
+"""Uses that are told apart; log2(16) = 4 reuse distances is the longest a page stays without being used."""
+_MAX_DEPTH: Final = 64
+"""Depth beyond which pages are worth the same; the bound by the page before still orders them."""
+_LEARNING_SHIFT: Final = 11
+"""D is a mean over about the last 2**11 reuses. The pages of one request return together, so that a shorter memory
+follows single requests: 2**8 cost a twentieth of the hits at small sizes."""
+_MAX_DISTANCE_IN_CAPACITIES: Final = 64
+"""Bounds D, so that what was hot is gone after 4 * 64 capacities at the latest, whatever was measured."""
+_RENEWAL_SHIFT: Final = 4
+"""A use within 1/16 of min(D, capacity) after the last counted one changes nothing: hits in a row cost no writes."""
+_SMALLEST_GHOST_LIST: Final = 1 << 15
+_LARGEST_GHOST_LIST: Final = 1 << 20
+_LOG2: Final = (0, 256, 406, 512, 594, 662, 719, 768, 812, 850, 886, 918, 947, 975, 1000, 1024)
+"""round(256 * log2(1 + hits))."""
+
+_CLOCK = struct.Struct("<QQI")
+_RANK = struct.Struct("<QQB")
+_GHOST = struct.Struct("<QB")
+_MAX_REUSES: Final = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What all pages share: the time and the measured reuse distance. Stored once, changed with every insert."""
+
+    inserts: int = 0
+    """Pages inserted so far: the time."""
+    distance_sum: int = 0
+    """The mean reuse distance D, times the number of reuses it is a mean over (at most 2**11)."""
+    reuses: int = 0
+    """Reuses measured so far."""
+
+    @classmethod
+    def unpack(cls, stored: bytes | None) -> Clock:
+        """The stored clock; a new one for None (nothing stored yet)."""
+        return cls() if stored is None else cls(*_CLOCK.unpack(stored))
+
+    def pack(self) -> bytes:
+        """20 bytes."""
+        return _CLOCK.pack(self.inserts, self.distance_sum, self.reuses)
+
+    def after_insert(self) -> Clock:
+        return Clock(self.inserts + 1, self.distance_sum, self.reuses)
+
+    def after_reuse(self, distance: int) -> Clock:
+        """A page was used again ``distance`` inserts after its last use: a plain mean first, then a moving one."""
+        forgotten = self.distance_sum >> _LEARNING_SHIFT if self.reuses >= 1 << _LEARNING_SHIFT else 0
+        return Clock(self.inserts, self.distance_sum - forgotten + distance, min(self.reuses + 1, _MAX_REUSES))
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The record of a cached page; the lowest ``priority`` is evicted first."""
+
+    priority: int
+    used: int
+    """The clock's inserts at the last use that counted."""
+    hits: int
+
+    @classmethod
+    def unpack(cls, stored: bytes) -> Rank:
+        return cls(*_RANK.unpack(stored))
+
+    def pack(self) -> bytes:
+        """``RANK_LENGTH`` bytes."""
+        return _RANK.pack(self.priority, self.used, self.hits)
+
+
+RANK_LENGTH: Final = _RANK.size
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """What is remembered of an evicted page, under its key or a fingerprint of it."""
+
+    used: int
+    hits: int
+
+    @classmethod
+    def of(cls, evicted: Rank) -> Ghost:
+        return cls(evicted.used, evicted.hits)
+
+    @classmethod
+    def unpack(cls, stored: bytes) -> Ghost:
+        return cls(*_GHOST.unpack(stored))
+
+    def pack(self) -> bytes:
+        """9 bytes."""
+        return _GHOST.pack(self.used, self.hits)
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPolicy:
+    """The policy for ``capacity`` slots. Pure: records in, records out; from any thread."""
+
+    capacity: int
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError(f"capacity {self.capacity}: at least one slot")
+
+    @property
+    def ghost_limit(self) -> int:
+        """Ghosts worth keeping: reuse distances do not shrink with the cache, so a small cache needs many of them."""
+        return min(max(self.capacity, _SMALLEST_GHOST_LIST), _LARGEST_GHOST_LIST)
+
+    def reuse_distance(self, clock: Clock) -> int:
+        """D: the mean distance measured, one capacity before anything was, never more than 64 capacities."""
+        if not clock.reuses:
+            return self.capacity
+        mean = clock.distance_sum // min(clock.reuses, 1 << _LEARNING_SHIFT)
+        return min(mean, _MAX_DISTANCE_IN_CAPACITIES * self.capacity)
+
+    def inserted(
+        self, clock: Clock, depth: int, before: Rank | None = None, ghost: Ghost | None = None
+    ) -> tuple[Clock, Rank]:
+        """The new clock, and the record of a page written now, ``depth`` pages after the first of its chain."""
+        hits = 0
+        clock = clock.after_insert()
+        if ghost is not None:
+            hits = min(ghost.hits + 1, _MAX_HITS)
+            clock = clock.after_reuse(max(0, clock.inserts - ghost.used))
+        priority = _bounded(self._priority(clock, hits, depth), before)
+        return clock, Rank(priority, clock.inserts, hits)
+
+    def renewed(self, clock: Clock, rank: Rank, depth: int, before: Rank | None = None) -> tuple[Clock, Rank] | None:
+        """The new clock and the record of a present page that was used; None when nothing worth a write changes."""
+        distance = max(0, clock.inserts - rank.used)
+        if distance <= min(self.capacity, self.reuse_distance(clock)) >> _RENEWAL_SHIFT:
+            # Only the order within the chain may need a write: the page before was lost and inserted anew, lower.
+            priority = _bounded(rank.priority, before)
+            return None if priority == rank.priority else (clock, Rank(priority, rank.used, rank.hits))
+        clock = clock.after_reuse(distance)
+        hits = min(rank.hits + 1, _MAX_HITS)
+        priority = _bounded(max(rank.priority, self._priority(clock, hits, depth)), before)
+        return clock, Rank(priority, clock.inserts, hits)
+
+    def _priority(self, clock: Clock, hits: int, depth: int) -> int:
+        distance = self.reuse_distance(clock)
+        protection = distance * _LOG2[hits] // _LOG2[1]
+        tail = min(distance, self.capacity) * min(depth, _MAX_DEPTH) // _MAX_DEPTH
+        return min(_ORIGIN + clock.inserts + protection - tail, _MAX_PRIORITY)
+
+
+def _bounded(priority: int, before: Rank | None) -> int:
+    return priority if before is None else max(0, min(priority, before.priority - 1))

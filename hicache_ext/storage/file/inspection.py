@@ -1,0 +1,197 @@
+"""A look at a directory of the file tier from outside, while servers may be using it: for tools.
+
+Knows both layouts. Nothing here goes through the stores: what is reported is what lies on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hicache_ext import envelope
+from hicache_ext.envelope import IDENTITY_LENGTH
+from hicache_ext.errors import FormatError, StoreError
+from hicache_ext.storage.file.directory import PageDirectory
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.directory import slab_directory
+
+_CLEAR_BATCH = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """One page object on disk. ``used`` is when it was last used (wall-clock seconds), None where nothing tells."""
+
+    key: bytes
+    size: int
+    used: float | None
+
+    @property
+    def identity(self) -> bytes:
+        return self.key[:IDENTITY_LENGTH]
+
+
+class Inspector(Protocol):
+    """One directory, whatever its layout. Not thread-safe; close it."""
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    def pages(self) -> Iterator[StoredPage]:
+        """Every page, identity by identity."""
+
+    def read(self, page: StoredPage) -> bytes | None:
+        """The page object as it is on disk; None when it is gone by now."""
+
+    def remove(self, keys: list[bytes]) -> int: ...
+
+    def clear(self, digests: list[bytes]) -> None: ...
+
+    def clean_up(self) -> int:
+        """Remove what killed processes left behind; how many things that were."""
+
+    def occupied(self) -> int:
+        """Bytes of disk that the tier takes."""
+
+    def close(self) -> None: ...
+
+
+def open_inspector(path: Path) -> Inspector:
+    """Raises StoreError when ``path`` is no directory of the file tier."""
+    manifest = path / "hicache_ext.json"
+    try:
+        layout = json.loads(manifest.read_text())["layout"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no hicache_ext.json") from None
+    return SlabInspector(path) if layout == "slab" else PageFileInspector(path)
+
+
+def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
+    """The facts behind an identity, None when they were not recorded."""
+    try:
+        document = json.loads((path / "identities" / f"{digest.hex()}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def reason_it_is_bad(key: bytes, stored: bytes) -> str | None:
+    """Why a page object is not the page ``key``; None when it is."""
+    try:
+        header = envelope.decode_header(stored)
+    except FormatError as error:
+        return error.reason
+    payload = memoryview(stored)[header.header_length :]
+    return envelope.reason_to_refuse(stored[: header.header_length], key, [payload])
+
+
+class PageFileInspector:
+    layout = "pages"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._directory = PageDirectory(path, str(path))
+        # Without a capacity of its own it never evicts; what it removes goes through the shared account.
+        self._store = PageFileStore(str(path), [path], capacity=None, threads=1)
+
+    def pages(self) -> Iterator[StoredPage]:
+        for fan_out in sorted(self._directory.fan_out_directories()):
+            identity = bytes.fromhex(Path(fan_out).parent.name)
+            for file, status in self._directory.page_files(fan_out):
+                yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, status.st_mtime)
+
+    def read(self, page: StoredPage) -> bytes | None:
+        try:
+            return Path(self._directory.page_path(page.key)).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError:
+            # Something that cannot be read has the page's name: no page.
+            return b""
+
+    def remove(self, keys: list[bytes]) -> int:
+        return self._store.remove(keys)
+
+    def clear(self, digests: list[bytes]) -> None:
+        self._store.clear(digests)
+
+    def clean_up(self) -> int:
+        return self._directory.remove_left_overs()
+
+    def occupied(self) -> int:
+        return self._store.used_bytes()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class SlabInspector:
+    layout = "slab"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._resources = ExitStack()
+        self._directory = self._resources.enter_context(slab_directory(path, str(path)))
+
+    def pages(self) -> Iterator[StoredPage]:
+        for key, place in self._directory.index.pages():
+            yield StoredPage(key, place.length, None)
+
+    def read(self, page: StoredPage) -> bytes | None:
+        # Looked up anew for every page: since the listing its slot may have been given to another one.
+        for _ in range(2):
+            (found,) = self._directory.index.find([page.key])
+            if found is None:
+                return None
+            slab = next((slab for slab in self._directory.index.slabs() if slab.number == found.place.slab), None)
+            if slab is None:
+                continue
+            try:
+                fd = self._directory.descriptor(slab)
+                stored = os.pread(fd, found.place.length, found.place.slot * slab.slot_size)
+            except OSError:
+                return b""
+            if self._directory.index.find([page.key]) == [found]:
+                return stored
+        return None
+
+    def remove(self, keys: list[bytes]) -> int:
+        with self._directory.index.changing() as change:
+            return sum(change.remove(key) for key in keys)
+
+    def clear(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            with self._directory.index.changing() as change:
+                had_pages = change.clear(digest)
+            if had_pages:
+                self._directory.note_cleared(digest)
+                self._free(digest)
+
+    def clean_up(self) -> int:
+        with self._directory.index.changing() as change:
+            freed = change.release_dead_writers()
+            identities = change.identities()
+        return freed + sum(self._free(digest) for digest in identities)
+
+    def _free(self, digest: bytes) -> int:
+        freed = 0
+        while True:
+            with self._directory.index.changing() as change:
+                removed = change.remove_cleared(digest, _CLEAR_BATCH)
+            freed += removed
+            if not removed:
+                return freed
+
+    def occupied(self) -> int:
+        return sum(file.stat().st_blocks * 512 for file in self.path.rglob("*") if file.is_file())
+
+    def close(self) -> None:
+        self._resources.close()

@@ -1,0 +1,122 @@
+"""hicache-ext ls, stat, verify, gc, clear over directories of both layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.cli.main import main
+from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.testing.conformance.pages import page_keys, store_pages
+from tests.storage.raw_access import RawFiles, RawSlots
+
+MIB = 1 << 20
+
+
+def identity(model: str, tp: tuple[int, int] = (0, 1)) -> PageIdentity:
+    return PageIdentity(
+        ModelIdentity(model, revision="main"),
+        PoolIdentity("kv", "MHATokenToKVPoolHost", "bfloat16", "page_first", 16, (500, 500)),
+        Shard(tp=tp),
+    )
+
+
+@pytest.fixture(params=["pages", "slab"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Callable[[bytes, bytes], None]]:
+    """A directory with 5 pages of model a (two shards) and 3 of model b, and a way to damage a page."""
+    store: Any
+    if request.param == "pages":
+        store = PageFileStore("disk", [tmp_path], capacity=64 * MIB)
+    else:
+        store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+    for facts, count in ((identity("a", (0, 2)), 2), (identity("a", (1, 2)), 3), (identity("b"), 3)):
+        store.register_identity(facts.digest(), facts.document())
+        store_pages(store, page_keys(count, "page", facts.digest()), (500, 500))
+
+    def damage(key: bytes, stored: bytes) -> None:
+        if request.param == "pages":
+            RawFiles(tmp_path).write(key, stored)
+        else:
+            with_store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+            RawSlots(with_store).write(key, stored)
+            with_store.close()
+
+    store.close()
+    return tmp_path, damage
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main([str(argument) for argument in arguments])
+    return code, capsys.readouterr().out
+
+
+def test_ls_speaks_of_models_shards_and_bytes(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "ls", directory[0])
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert [(words[1], words[2], words[4]) for words in lines[1:]] == [("a", "main", "bfloat16")] * 2 + [
+        ("b", "main", "bfloat16")
+    ]
+    assert "tp 0/2" in out and "tp 1/2" in out and "whole" in out
+
+
+def test_stat_counts(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "stat", directory[0])
+    assert code == 0
+    facts = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (facts["models"], facts["identities"], facts["pages"]) == ("2", "3", "8")
+
+
+def test_verify_finds_bad_pages_and_removes_them_only_when_asked(
+    directory: tuple[Path, Callable[[bytes, bytes], None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, damage = directory
+    key = page_keys(3, "page", identity("b").digest())[1]
+    assert run(capsys, "verify", path) == (0, "8 good, 0 bad, 0 evicted meanwhile\n")
+    damage(key, b"\0" * 1128)
+    code, out = run(capsys, "verify", path)
+    assert code == 1
+    assert f"bad (magic): page {key[16:].hex()} of b" in out
+    assert "7 good, 1 bad" in out
+    assert run(capsys, "verify", path)[0] == 1
+    code, out = run(capsys, "verify", path, "--remove")
+    assert (code, out.splitlines()[-1]) == (0, "1 removed")
+    assert run(capsys, "verify", path) == (0, "7 good, 0 bad, 0 evicted meanwhile\n")
+
+
+def test_clear_removes_one_model_and_no_other(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = directory
+    code, out = run(capsys, "clear", path, "--model", "a")
+    assert (code, out.split()[:2]) == (0, ["5", "pages,"])
+    assert run(capsys, "verify", path) == (0, "3 good, 0 bad, 0 evicted meanwhile\n")
+    assert run(capsys, "clear", path, "--all")[0] == 0
+    assert run(capsys, "verify", path) == (0, "0 good, 0 bad, 0 evicted meanwhile\n")
+
+
+def test_clear_of_an_unknown_model_says_which_there_are(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["clear", str(directory[0]), "--model", "c"]) == 1
+    assert "no pages of 'c'; models here: a, b" in capsys.readouterr().err
+
+
+def test_gc_keeps_every_page(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = directory
+    code, out = run(capsys, "gc", path)
+    assert code == 0
+    assert out.startswith("0 left-overs")
+    assert run(capsys, "verify", path) == (0, "8 good, 0 bad, 0 evicted meanwhile\n")
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc"])
+def test_a_directory_that_is_none_of_ours_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"'{tmp_path}' is no directory of a file tier: it has no hicache_ext.json\n"
+    assert list(tmp_path.iterdir()) == []
