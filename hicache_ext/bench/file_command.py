@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hicache_ext.bench.file_report import MODES, Point, Results, entries, markdown, panels, tables
+from hicache_ext.bench.file_report import EXISTS_CASES, MODES, Point, Results, entries, markdown, panels, tables
 from hicache_ext.bench.harness import (
     BenchmarkError,
     available_memory,
@@ -158,7 +158,7 @@ def _write(arguments: argparse.Namespace, settings: Settings, machine: dict[str,
     if arguments.markdown:
         hidden = {"DIRECTORY": arguments.directory, "FILE.json": arguments.json}
         hidden |= {"FILE.png": arguments.plot, "FILE.md": arguments.markdown}
-        command = command_line(hidden={str(path): name for name, path in hidden.items() if path is not None})
+        command = command_line(hidden={path: name for name, path in hidden.items() if path is not None})
         arguments.markdown.write_text(markdown(document, results, command))
     if arguments.plot:
         if can_plot():
@@ -239,7 +239,7 @@ class _Run:
         host = HostBuffers(geometry, payload, file_modes.STORAGE_BATCH_SIZE)
         self._take_turns(
             f"exists, a chain of {chain} pages",
-            {case: Point(case, geometry, payload) for case in file_modes.EXISTS_CASES},
+            {case: Point(case, geometry, payload) for case in EXISTS_CASES},
             lambda contender: file_modes.measure_exists(contender, chain, host, self.directory, self.settings.threads),
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import threading
@@ -222,7 +223,7 @@ def all_contenders(directory: Path) -> list[Contender]:
             "NIXL POSIX",
             NixlContender,
             missing=_missing_nixl(directory / "nixl"),
-            cannot={"overwrite": "SGLang evicts its files by how full the disk is", **_NO_LOOKUP},
+            cannot={"overwrite": "SGLang evicts its files by how full the disk is"},
         )
     )
     contenders += [
@@ -411,7 +412,7 @@ class NixlContender:
         return _leading([bool(hit) for hit in self._backend.batch_get_v1(list(keys), batch.indices, None)])
 
     def count_leading(self, keys: Sequence[str]) -> int:
-        raise NotImplementedError
+        return int(self._backend.batch_exists(list(keys)))
 
     def close(self) -> None:
         self._backend.close()
@@ -425,6 +426,8 @@ def _open_nixl(directory: Path, geometry: str) -> Any:
     from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
     _forget_environment("SGLANG_HICACHE_NIXL_")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    logging.getLogger("nixl").setLevel(logging.ERROR)
     settings = {"plugin": {"posix": {"active": True}}, "use_direct_io": False, "l3_cleaner_enabled": False}
     return HiCacheNixl(_storage_config(geometry, settings), str(directory))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,12 +27,12 @@ _EXISTS_HEADERS = ("", "ms", "[quartiles]", "us CPU/key", "x HiCacheFile", "x os
 
 _METHOD = """\
 Every contender moves the same pages between the same SGLang host pool and the same file system, in a directory of its
-own that is deleted afterwards. Rounds are interleaved, {warm_ups} warm-up round thrown away, {rounds} measured: medians,
-quartiles in brackets. A batch is one call, as SGLang's controller makes it; p50 and p99 are of a batch of {batch} pages
-(fewer where a note says so). What was read is compared byte for byte outside the timed part. Writes end in the page
-cache, for every contender; dirty pages are written back between the modes. CPU is this process's. At capacity, half of
-the bytes written fit. The raw limit is the best of preadv/pwritev with 1, 2 and 4 threads over one preallocated file:
-no envelope, no checksum, no index. GB are 10^9 bytes of payload. Ratios above 1 are faster.
+own that is deleted afterwards. Rounds are interleaved, {warm_ups} warm-up round thrown away, {rounds} measured:
+medians, quartiles in brackets. A batch is one call, as SGLang's controller makes it; p50 and p99 are of a batch of
+{batch} pages (fewer where a note says so). What was read is compared byte for byte outside the timed part. Writes end
+in the page cache, for every contender; dirty pages are written back between the modes. CPU is this process's. At
+capacity, half of the bytes written fit. The raw limit is the best of preadv/pwritev with 1, 2 and 4 threads over one
+preallocated file: no envelope, no checksum, no index. GB are 10^9 bytes of payload. Ratios above 1 are faster.
 """
 
 
@@ -55,9 +55,9 @@ class Point:
             return f"{self.mode}: ms for the whole chain"
         return f"{_TITLES[self.mode]}: {self.geometry.upper()}, pages of {format_size(self.payload)}"
 
-    def place(self) -> tuple[str, int, int]:
+    def place(self) -> tuple[bool, str, int, int]:
         """Where its table stands among the others."""
-        return self.geometry, [*TRANSFER_MODES, *EXISTS_CASES].index(self.mode), self.payload
+        return self.is_exists, self.geometry, [*TRANSFER_MODES, *EXISTS_CASES].index(self.mode), self.payload
 
 
 @dataclass(frozen=True, slots=True)

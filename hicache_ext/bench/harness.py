@@ -197,16 +197,13 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def command_line(words: Sequence[str] | None = None, hidden: Mapping[str, str] | None = None) -> str:
-    """The command line of this process; each word in ``hidden`` replaced, for what is published."""
-    given = list(sys.argv if words is None else words)
-    given[0] = Path(given[0]).name
-    replaced: list[str] = []
+def command_line(words: Sequence[str] | None = None, hidden: Mapping[Path, str] | None = None) -> str:
+    """The command line of this process; each path in ``hidden`` replaced by its word, for what is published."""
+    program, *given = sys.argv if words is None else words
+    replaced = [Path(program).name]
     for word in given:
-        option, equals, value = word.partition("=")
-        if equals and hidden and value in hidden:
-            word = f"{option}={hidden[value]}"
-        replaced.append(hidden.get(word, word) if hidden else word)
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        replaced.append(option + equals + (hidden or {}).get(Path(value), value))
     return shlex.join(replaced)
 
 

@@ -1,0 +1,208 @@
+"""``hicache-ext bench file``: that it measures everything it says, computes right, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.bench.file_report import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Point, Results, entries, tables
+from hicache_ext.bench.harness import (
+    BenchmarkError,
+    Sample,
+    Spread,
+    Stopwatch,
+    Summary,
+    command_line,
+    fresh_directory,
+    interleaved,
+)
+from hicache_ext.cli.main import main
+
+POINT = Point("read-warm", "mha", 32768)
+
+
+def sample(rate: float, *, work: int = 1000, cpu_share: float = 0.5, calls: tuple[float, ...] = (0.1,)) -> Sample:
+    seconds = work / rate
+    return Sample(work=work, seconds=seconds, cpu_seconds=seconds * cpu_share, calls=calls)
+
+
+# -- statistics, on samples made up ------------------------------------------------------------------------------------
+
+
+def test_the_order_is_rotated_and_the_warm_up_does_not_count() -> None:
+    turns = list(interleaved(["a", "b", "c"], rounds=2, warm_up_rounds=1))
+    assert "".join(name for _, name, _ in turns) == "abc" + "bca" + "cab"
+    assert [counts for _, _, counts in turns] == [False] * 3 + [True] * 6
+
+
+def test_a_summary_has_medians_and_quartiles_over_rounds_and_percentiles_over_all_calls() -> None:
+    calls = tuple(float(n) for n in range(51)), tuple(float(n) for n in range(51, 101))
+    summary = Summary.of([sample(10, calls=calls[0]), sample(20, calls=calls[1]), sample(60)])
+    assert summary.rounds == 3
+    assert summary.rate == Spread(median=20, lower=15, upper=40)
+    assert summary.cpu_per_work.median == pytest.approx(0.5 / 20)
+    percentiles = Summary.of([sample(10, calls=calls[0] + calls[1])])
+    assert (percentiles.call_p50, percentiles.call_p99) == (50, 99)
+
+
+def test_ratios_are_those_of_the_medians_and_the_raw_limit_is_the_best_attempt() -> None:
+    results = Results(("ours", HICACHE_FILE, "raw 1", "raw 2"), frozenset({"raw 1", "raw 2"}))
+    rates = {"ours": (30, 60, 90), HICACHE_FILE: (19, 20, 500), "raw 1": (80, 80, 80), "raw 2": (1, 120, 121)}
+    for name, values in rates.items():
+        for rate in values:
+            results.add(POINT, name, sample(rate))
+    rows = {row.contender: (row.to_sglang, row.to_raw) for row in results.rows(POINT)}
+    assert rows["ours"] == (pytest.approx(3.0), pytest.approx(0.5))
+    assert rows["raw 2"] == (pytest.approx(6.0), pytest.approx(1.0))
+    assert rows[HICACHE_FILE][0] == 1
+
+
+def test_without_sglang_or_a_raw_limit_there_is_no_ratio() -> None:
+    results = Results(("ours",), frozenset())
+    results.add(POINT, "ours", sample(5))
+    (row,) = results.rows(POINT)
+    assert (row.to_sglang, row.to_raw) == (None, None)
+    assert next(tables(results)).rows[0][-2:] == ("-", "-")
+
+
+def test_a_contender_left_out_has_a_reason_and_no_figures() -> None:
+    results = Results(("ours", "theirs"), frozenset())
+    for name in results.contenders:
+        results.add(POINT, name, sample(5))
+    results.leave_out(POINT, "theirs", "failed: it lied")
+    assert [(e["contender"], e.get("not_measured")) for e in entries(results)] == [
+        ("ours", None),
+        ("theirs", "failed: it lied"),
+    ]
+
+
+def test_exists_is_told_in_milliseconds_for_the_chain() -> None:
+    results = Results(("ours",), frozenset())
+    point = replace(POINT, mode=EXISTS_CASES[0])
+    # Three calls for a chain of 1,000 pages each, 20 ms a call.
+    results.add(point, "ours", Sample(work=3000, seconds=0.06, cpu_seconds=0.03, calls=(0.02, 0.02, 0.02)))
+    cells = next(tables(results)).rows[0]
+    assert cells[1] == "20.0"
+    assert cells[3] == "10.0"  # 30 ms of CPU for 3,000 keys
+
+
+def test_a_stopwatch_leaves_out_what_happens_between_the_calls() -> None:
+    watch = Stopwatch()
+    for _ in range(3):
+        with watch.call():
+            pass
+    taken = watch.sample(7)
+    assert len(taken.calls) == 3
+    assert taken.seconds == pytest.approx(sum(taken.calls))
+
+
+def test_a_published_command_line_has_no_paths() -> None:
+    words = [
+        "/opt/x/bin/hicache-ext",
+        "bench",
+        "file",
+        "--directory",
+        "/mnt/disk/",
+        "--json=/home/me/o.json",
+        "--quick",
+    ]
+    hidden = {Path("/mnt/disk"): "DIRECTORY", Path("/home/me/o.json"): "FILE.json"}
+    assert command_line(words, hidden) == "hicache-ext bench file --directory DIRECTORY --json=FILE.json --quick"
+
+
+def test_the_directory_of_a_run_is_deleted_also_after_a_failure(tmp_path: Path) -> None:
+    def fail() -> None:
+        with fresh_directory(tmp_path) as directory:
+            (directory / "page").write_bytes(b"x")
+            raise BenchmarkError("lost")
+
+    with pytest.raises(BenchmarkError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the benchmark itself ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+class TestQuickRun:
+    @pytest.fixture(scope="class")
+    def place(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A quick run's directory; the exit code has been checked."""
+        directory = tmp_path_factory.mktemp("bench")
+        (directory / "disk").mkdir()
+        options = ["--directory", directory / "disk", "--json", directory / "o.json", "--markdown", directory / "o.md"]
+        assert main(["bench", "file", "--quick", *map(str, options)]) == 0
+        return directory
+
+    @pytest.fixture
+    def document(self, place: Path) -> dict[str, Any]:
+        return dict(json.loads((place / "o.json").read_text()))
+
+    def test_every_contender_and_mode_is_measured_or_has_a_reason(self, document: dict[str, Any]) -> None:
+        found = {(e["geometry"], e["mode"], e["contender"]): e for e in document["results"]}
+        contenders = {contender for _, _, contender in found}
+        assert {"hicache_ext pages", HICACHE_FILE, "aiofiles", "NIXL POSIX", "raw, 4 threads"} <= contenders
+        for contender in contenders:
+            for geometry in ("mha", "mla"):
+                assert all((geometry, mode, contender) in found for mode in TRANSFER_MODES)
+            assert all(("mha", case, contender) in found for case in EXISTS_CASES)
+        for (_, mode, contender), entry in found.items():
+            assert ("summary" in entry) != ("not_measured" in entry)
+            if contender in ("hicache_ext pages", HICACHE_FILE):
+                assert "summary" in entry, (mode, entry)
+
+    def test_the_file_says_where_when_and_how_it_was_measured(self, document: dict[str, Any]) -> None:
+        assert document["date"] and document["command"]
+        assert {"cpus", "kernel", "file_system", "python", "packages"} <= set(document["machine"])
+        rounds = document["settings"]["rounds"]
+        assert {len(e["samples"]) for e in document["results"] if "samples" in e} == {rounds}
+
+    def test_ratios_agree_with_the_medians_next_to_them(self, document: dict[str, Any]) -> None:
+        points: dict[tuple[str, str, int], dict[str, Any]] = {}
+        for entry in document["results"]:
+            if "summary" in entry:
+                point = (entry["mode"], entry["geometry"], entry["payload_bytes"])
+                points.setdefault(point, {})[entry["contender"]] = entry
+        for measured in points.values():
+            base = measured[HICACHE_FILE]["summary"]["rate"]["median"]
+            for entry in measured.values():
+                assert entry["ratio_to_hicachefile"] == pytest.approx(entry["summary"]["rate"]["median"] / base)
+
+    def test_nothing_is_left_in_the_directory(self, place: Path) -> None:
+        assert list((place / "disk").iterdir()) == []
+
+    def test_what_is_published_names_no_path_of_the_machine(self, place: Path) -> None:
+        text = (place / "o.md").read_text()
+        assert "x raw limit" in text
+        assert str(place) not in text
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_contender_that_returns_other_bytes_fails_the_run_and_gets_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hicache_ext.bench.file_contenders import RawContender
+
+    honest = RawContender.read
+
+    def lying(self: Any, keys: Any, batch: Any) -> int:
+        found = honest(self, keys, batch)
+        self._pages.buffers(batch.pages[-1])[-1][-1] ^= 1
+        return found
+
+    monkeypatch.setattr(RawContender, "read", lying)
+    options = ["--geometry", "mha", "--mode", "read-warm", "--contender", "raw, 1", "--contender", "HiCacheFile"]
+    output = tmp_path / "o.json"
+    assert main(["bench", "file", "--quick", "--directory", str(tmp_path), "--json", str(output), *options]) == 1
+    assert "came back with other bytes" in capsys.readouterr().err
+    entries_of = {entry["contender"]: entry for entry in json.loads(output.read_text())["results"]}
+    assert "not_measured" in entries_of["raw, 1 thread"]
+    assert "summary" in entries_of[HICACHE_FILE]
+    assert [path.name for path in tmp_path.iterdir()] == ["o.json"]
