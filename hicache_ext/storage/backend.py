@@ -353,25 +353,22 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             for transfer in transfers
         }
 
-    @_answering(lambda _name, keys, *_: [False] * _length(keys))
     def _get_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        pool = self._pools.get(name)
-        if self._unavailable or pool is None:
-            return [False] * len(keys)
-        if pool.pages is None:
-            return [True] * len(keys)
-        batch, owners = self._batch(pool, pool.pages, keys, host_indices)
-        started = time.perf_counter()
-        results = self._store.get(batch)
-        self._prefetched.record(
-            len(keys),
-            sum(batch.payload_bytes(i) for i, result in enumerate(results) if result is GetResult.HIT),
-            time.perf_counter() - started,
-        )
-        return _per_page(len(keys), len(pool.digests), owners, [result is GetResult.HIT for result in results])
+        return self._move_pages(name, keys, host_indices, self._read, self._prefetched)
+
+    def _set_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+        return self._move_pages(name, keys, host_indices, self._write, self._backed_up)
 
     @_answering(lambda _name, keys, *_: [False] * _length(keys))
-    def _set_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+    def _move_pages(
+        self,
+        name: str,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        move: Callable[[PageBatch], list[bool]],
+        samples: TransferSamples,
+    ) -> list[bool]:
+        """Move pages between the store and a registered host pool; which of them went well."""
         pool = self._pools.get(name)
         if self._unavailable or pool is None:
             return [False] * len(keys)
@@ -379,13 +376,16 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             return [True] * len(keys)
         batch, owners = self._batch(pool, pool.pages, keys, host_indices)
         started = time.perf_counter()
-        results = self._store.set(batch)
-        self._backed_up.record(
-            len(keys),
-            sum(batch.payload_bytes(i) for i, result in enumerate(results) if result.durable),
-            time.perf_counter() - started,
-        )
-        return _per_page(len(keys), len(pool.digests), owners, [result.durable for result in results])
+        moved = move(batch)
+        seconds = time.perf_counter() - started
+        samples.record(len(keys), sum(size for size, ok in zip(batch.sizes, moved, strict=True) if ok), seconds)
+        return _per_page(len(keys), len(pool.digests), owners, moved)
+
+    def _read(self, batch: PageBatch) -> list[bool]:
+        return [result is GetResult.HIT for result in self._store.get(batch)]
+
+    def _write(self, batch: PageBatch) -> list[bool]:
+        return [result.durable for result in self._store.set(batch)]
 
     def _batch(
         self, pool: _BoundPool, pages: HostPages, keys: Sequence[str], host_indices: torch.Tensor | None
@@ -421,7 +421,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
-        return self._flat_transfer(keys, target_locations, target_sizes, self._read_flat)
+        return self._flat_transfer(keys, target_locations, target_sizes, self._read)
 
     @_answering(lambda *_, **__: False)
     def set(
@@ -442,7 +442,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         target_sizes: Any | None = None,
     ) -> bool:
         sources = values if values is not None and any(value is not None for value in values) else target_locations
-        done = self._flat_transfer(keys, sources, target_sizes, self._write_flat)
+        done = self._flat_transfer(keys, sources, target_sizes, self._write)
         return len(done) == len(keys) and all(value is not None for value in done)
 
     def _flat_transfer(
@@ -465,7 +465,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             size = sizes[position] if sizes is not None and position < len(sizes) else None
             segments: list[memoryview] | None = None
             if isinstance(target, torch.Tensor):
-                if move == self._write_flat:
+                if move == self._write:
                     target = target.detach().cpu().contiguous()
                 kept_alive.append(target)
                 segments = tensor_segments(target)
@@ -479,12 +479,6 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             if ok and tensors is not None:
                 done[position] = tensors[position]
         return done
-
-    def _read_flat(self, batch: PageBatch) -> list[bool]:
-        return [result is GetResult.HIT for result in self._store.get(batch)]
-
-    def _write_flat(self, batch: PageBatch) -> list[bool]:
-        return [result.durable for result in self._store.set(batch)]
 
     def _flat_pool(self) -> _BoundPool:
         """The identity of pages that come as one flat tensor (``interface_v1`` off): another byte order than v1."""
