@@ -1,24 +1,24 @@
 """Replays a trace of requests through eviction policies and prints which share of the page uses each one serves.
 
-``python benchmarks/replay_trace.py conversation_trace.jsonl`` (one JSON object per line with ``hash_ids``, the chain of
-prefix blocks of a request: Mooncake's published traces). ``--synthetic`` replays generated workloads instead, ``--checks``
-variants of the trace: halves, reversed, shuffled in time.
+``python benchmarks/replay_trace.py TRACE``, where TRACE has one JSON object per line with ``hash_ids``, the chain of
+prefix blocks of a request (Mooncake's published traces). ``--checks`` adds variants of the trace (halves, reversed,
+shuffled in time); ``--synthetic`` replays generated workloads instead.
 
 A request looks up its chain: the leading run of present blocks is served; every block after the first missing one is
 written (a present one beyond a gap counts as used, not as served). Reported is served uses / all uses, over the whole
 trace, from an empty cache, first uses included.
 
 Policies:
-  ours        hicache_ext.storage.file.eviction, the file tier's own code, with its ghost list
-  ours -ghost the same without the ghost list
-  LRU         blocks used in chain order: the heads of a chain are its oldest blocks
-  LRU tails   of the blocks of one request the tail is the oldest
-  FIFO        in order of writing
-  S3-FIFO     small queue of a tenth, main queue, ghosts for as many blocks as the main queue holds (Yang et al. 2023)
-  optimum     clairvoyant: Belady's MIN with bypass. Of the blocks cached and just used it drops the one whose next use is
-              farthest, of one request the deepest; a block that is never used again is not kept. As every use of a block
-              is a use of all blocks before it, what it holds is always a set of whole prefixes: the exact maximum, with
-              the prefix condition, of any policy that may also refuse to keep a block.
+  ours         hicache_ext.storage.file.eviction, the file tier's own code, with its ghost list
+  ours -ghost  the same without the ghost list
+  LRU          blocks used in chain order: the heads of a chain are its oldest blocks
+  LRU tails    of the blocks of one request the tail is the oldest
+  FIFO         in order of writing
+  S3-FIFO      small queue of a tenth, ghosts for as many blocks as the main queue holds (Yang et al. 2023)
+  optimum      clairvoyant: Belady's MIN with bypass. Of the blocks cached and just used it drops the one whose next use
+               is farthest, of one request the deepest; a block that is never used again is not kept. As every use of a
+               block is a use of all blocks before it, what it holds is always a set of whole prefixes: the exact
+               maximum, with the prefix condition, of any policy that may also refuse to keep a block.
 """
 
 from __future__ import annotations
@@ -297,8 +297,8 @@ def shifting_hot_set(count: int, seed: int) -> list[list[int]]:
     for half in (count // 2, count - count // 2):
         documents = [[next(fresh) for _ in range(chance.randint(5, 40))] for _ in range(800)]
         weights = [1 / (place + 1) for place in range(len(documents))]
-        for document in chance.choices(documents, weights, k=half):
-            requests.append([*document, *(next(fresh) for _ in range(chance.randint(1, 5)))])
+        chosen = chance.choices(documents, weights, k=half)
+        requests += [[*document, *(next(fresh) for _ in range(chance.randint(1, 5)))] for document in chosen]
     return requests
 
 
@@ -357,19 +357,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--checks", action="store_true", help="also halves, reversed and shuffled variants of the trace"
     )
     parser.add_argument("--synthetic", action="store_true", help="generated workloads instead of a trace")
+    parser.add_argument("--seed", type=int, default=1, help="of the generated workloads (default: 1)")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
     options = parser.parse_args(arguments)
     if options.synthetic:
-        workloads = synthetic()
+        workloads: dict[str, Requests] = synthetic(seed=options.seed)
     elif options.trace is None:
         parser.error("a trace file, or --synthetic")
     elif not options.trace.is_file():
         print(f"{options.trace}: not there, nothing to replay")
         return 0
     else:
-        requests = read_trace(options.trace)
-        workloads = {"whole trace": requests, **(variants(requests) if options.checks else {})}
+        whole = read_trace(options.trace)
+        workloads = {"whole trace": whole, **(variants(whole) if options.checks else {})}
     capacities = options.capacity or (SYNTHETIC_CAPACITIES if options.synthetic else CAPACITIES)
     if min(capacities) < 1:
         parser.error("--capacity: at least one block")

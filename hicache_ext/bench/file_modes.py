@@ -1,13 +1,16 @@
 """What the file benchmark makes a contender do, and what of it is timed.
 
-Timed are the calls alone. Stamping and wiping host pages, checking what was read, writing dirty pages back, dropping
-them from the page cache and touching free memory happen between the calls or between the modes.
+Timed are the calls alone. Stamping and wiping host pages, checking what was read, writing dirty pages back and dropping
+them from the page cache happen between the calls or between the modes.
+
+A first pass also pays for memory that the page cache touches for the first time, and in a virtual machine the host may
+take seconds to hand that out: the same pwrites were measured at 0.4 and at 5.8 GB/s. Touching free memory beforehand did
+not change that (tried with small and huge pages); rotation and medians are what there is against it, and overwrite.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 import time
@@ -25,7 +28,7 @@ from hicache_ext.bench.file_contenders import (
     page_keys,
 )
 from hicache_ext.bench.file_report import EXISTS_CASES, TRANSFER_MODES
-from hicache_ext.bench.harness import BenchmarkError, Sample, Stopwatch, available_memory, fresh_directory
+from hicache_ext.bench.harness import BenchmarkError, Sample, Stopwatch, fresh_directory
 
 EXISTS_GEOMETRY = GEOMETRIES[0]
 EXISTS_PAYLOAD = 4096
@@ -103,14 +106,12 @@ class Bench:
         capacity = pages * case.payload * 3 // 2 + pages * 16384 + (64 << 20)
         opened = contender.open(Workplace(directory, self.host, capacity, pages, case.threads))
         try:
-            back_free_memory(case.total)
             samples["write"] = self._write(contender.name, opened, keys)
             write_back(directory)
             if "read-warm" in self.modes:
                 samples["read-warm"] = self._read(contender.name, opened, keys)
             if "read-cold" in self.modes:
                 drop_from_page_cache(directory, whole_machine=self.drop_caches)
-                back_free_memory(case.total)
                 before = _bytes_from_disk()
                 samples["read-cold"] = self._read(contender.name, opened, keys)
                 if (share := (_bytes_from_disk() - before) / case.total) < _COLD:
@@ -118,7 +119,6 @@ class Bench:
                         f"{contender.name}: the kernel counted only {share:.0%} of the cold read as read from the disk"
                     )
             if "mixed" in self.modes:
-                back_free_memory(case.total)
                 samples["mixed"] = self._read_and_write(contender.name, opened, keys, more_keys)
                 self._read(contender.name, opened, more_keys, first_number=case.batches)
         finally:
@@ -205,7 +205,6 @@ class Bench:
             for batch in fill:
                 opened.write(batch, self.host.sources)
             write_back(directory)
-            back_free_memory(case.total)
             for number, batch in enumerate(keys):
                 self.host.stamp(number)
                 with watch.call():
@@ -323,18 +322,6 @@ def drop_from_page_cache(directory: Path, *, whole_machine: bool = False) -> Non
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
-
-
-def back_free_memory(size: int) -> None:
-    """Make ``size`` bytes of free memory real, so that no mode pays for the page cache's first touch of them.
-
-    A virtual machine gets its memory from the host page by page, and may have given back what was free for two seconds:
-    the same write was measured at 0.4 and at 5.8 GB/s, depending on whose pages had been freed just before.
-    """
-    size = min(size, available_memory() // 2)
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        for offset in range(0, size, mmap.PAGESIZE):
-            memory[offset] = 1
 
 
 def _bytes_from_disk() -> int:

@@ -32,7 +32,9 @@ medians, quartiles in brackets. A batch is one call, as SGLang's controller make
 {batch} pages (fewer where a note says so). What was read is compared byte for byte outside the timed part. Writes end
 in the page cache, for every contender; dirty pages are written back between the modes. CPU is this process's. At
 capacity, half of the bytes written fit. The raw limit is the best of preadv/pwritev with 1, 2 and 4 threads over one
-preallocated file: no envelope, no checksum, no index. GB are 10^9 bytes of payload. Ratios above 1 are faster.
+preallocated file: no envelope, no checksum, no index. A first pass also pays for the page cache's first touch of its
+memory, which in a virtual machine can cost more than all the rest. GB are 10^9 bytes of payload. Ratios above 1 are
+faster.
 """
 
 

@@ -38,7 +38,7 @@ _IN_ORDER = "closed in order"
 _REBUILD_BATCH = 4096
 
 INDEX_BYTES_AT_LEAST = 1 << 20
-INDEX_BYTES_PER_SLOT = 640
+INDEX_BYTES_PER_SLOT = 1024
 """What the index takes per slot, generously: it counts towards the capacity."""
 
 _open_directories: dict[Path, SlabDirectory] = {}

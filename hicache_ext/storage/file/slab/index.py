@@ -13,7 +13,8 @@ slots     slab, slot (big-endian)                           key in pages: what a
 free      slot size, slab, slot (big-endian)                nothing: a slot that may be written
 pending   slab, slot (big-endian)                           page key, writer: a slot that is being written
 slabs     slab (big-endian)                                 slot size, number of slots
-state     name                                              the ranking's clock, the next slab number, generations
+ghosts    fingerprint of a key in pages                     what eviction.py remembers of an evicted page
+state     name                                              the clock per slot size, the next slab number, generations
 ========  ================================================  ==========================================================
 
 Every slot of every slab is in exactly one of ``slots``, ``free`` and ``pending``.
@@ -28,6 +29,7 @@ after every process has closed it in order (then it was synced); otherwise it is
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,9 +38,10 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import xxhash
 
 from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH
-from hicache_ext.storage.file.slab.ranking import RANK_LENGTH, Clock, Rank, first_rank, renewed_rank
+from hicache_ext.storage.file.eviction import RANK_LENGTH, Clock, EvictionPolicy, Ghost, Rank
 from hicache_ext.storage.file.usage import writer_alive, writer_name
 
 _MAP_SIZE = 1 << 38
@@ -56,6 +59,10 @@ _SLOT_SIZE = struct.Struct(">I")
 _SLAB = struct.Struct("<II")
 _GENERATION = struct.Struct(">H")
 _FIRST_GENERATION = _GENERATION.pack(0)
+_FINGERPRINT_LENGTH = 8
+
+MAX_GHOSTS_PER_SLOT = 4
+"""Bounds what a small directory spends on remembering evicted pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +113,18 @@ class SlabIndex:
             max_spare_txns=16,
         )
         with self._environment.begin(write=True) as transaction:
-            self._pages, self._order, self._slots, self._free, self._pending, self._slabs, self._state = (
+            (
+                self._pages,
+                self._order,
+                self._slots,
+                self._free,
+                self._pending,
+                self._slabs,
+                self._ghosts,
+                self._state,
+            ) = (
                 self._environment.open_db(name, txn=transaction)
-                for name in (b"pages", b"order", b"slots", b"free", b"pending", b"slabs", b"state")
+                for name in (b"pages", b"order", b"slots", b"free", b"pending", b"slabs", b"ghosts", b"state")
             )
         self._writer = writer_name().encode()
         self._changes = itertools.count()
@@ -121,18 +137,23 @@ class SlabIndex:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
-        """Where each page is; None for absent ones."""
+        """Where each page of a chain is; None for absent ones."""
         with self._environment.begin() as transaction:
-            clock = Clock.unpack(transaction.get(b"clock", db=self._state))
             get, pages = transaction.get, self._pages
             values = [get(key, db=pages) for key in self._full_keys(transaction, keys)]
-        found: list[Found | None] = []
-        for value in values:
-            if value is None:
-                found.append(None)
-                continue
-            slab, slot, length, rank = _PAGE.unpack(value)
-            found.append(Found(Place(slab, slot, length), renewed_rank(clock, Rank.unpack(rank), 0) is not None))
+            ranking = Ranking(self, transaction)
+            found: list[Found | None] = []
+            before: Rank | None = None
+            for depth, value in enumerate(values):
+                if value is None:
+                    found.append(None)
+                    before = None
+                    continue
+                slab, slot, length, stored = _PAGE.unpack(value)
+                rank = Rank.unpack(stored)
+                stale = ranking.renewed(slab, rank, depth, before) is not None
+                found.append(Found(Place(slab, slot, length), stale))
+                before = rank
         return found
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -240,11 +261,76 @@ class SlabIndex:
         with self._environment.begin(write=True) as transaction:
             change = IndexChange(self, transaction)
             yield change
-            change.save_clock()
+            change.finish()
 
     def _read_slabs(self, transaction: Any) -> list[Slab]:
         with transaction.cursor(self._slabs) as cursor:
             return [Slab(_SLOT_SIZE.unpack(number)[0], *_SLAB.unpack(value)) for number, value in cursor]
+
+
+class Ranking:
+    """The eviction policy of each slot size, as one transaction sees it: clocks are read once and kept."""
+
+    def __init__(self, index: SlabIndex, transaction: Any) -> None:
+        self._index = index
+        self._transaction = transaction
+        self._slabs = {slab.number: slab for slab in index._read_slabs(transaction)}
+        self._policies: dict[int, EvictionPolicy] = {}
+        self._clocks: dict[int, Clock] = {}
+        self._changed: set[int] = set()
+
+    def slab(self, number: int) -> Slab:
+        return self._slabs[number]
+
+    def slabs(self) -> list[Slab]:
+        return list(self._slabs.values())
+
+    def add(self, slab: Slab) -> None:
+        self._slabs[slab.number] = slab
+        self._policies.pop(slab.slot_size, None)
+
+    def drop(self, slab: Slab) -> None:
+        del self._slabs[slab.number]
+        self._policies.pop(slab.slot_size, None)
+
+    def inserted(self, slab: int, depth: int, before: Rank | None, ghost: Ghost | None) -> Rank:
+        size = self._slabs[slab].slot_size
+        clock, rank = self._policy(size).inserted(self._clock(size), depth, before, ghost)
+        self._set_clock(size, clock)
+        return rank
+
+    def renewed(self, slab: int, rank: Rank, depth: int, before: Rank | None) -> Rank | None:
+        size = self._slabs[slab].slot_size
+        answer = self._policy(size).renewed(self._clock(size), rank, depth, before)
+        if answer is None:
+            return None
+        self._set_clock(size, answer[0])
+        return answer[1]
+
+    def ghost_limit(self, slot_size: int) -> int:
+        return min(self._policy(slot_size).ghost_limit, MAX_GHOSTS_PER_SLOT * self._policy(slot_size).capacity)
+
+    def save(self) -> None:
+        for size in self._changed:
+            self._transaction.put(_clock_name(size), self._clocks[size].pack(), db=self._index._state)
+
+    def _policy(self, slot_size: int) -> EvictionPolicy:
+        policy = self._policies.get(slot_size)
+        if policy is None:
+            slots = sum(slab.slots for slab in self._slabs.values() if slab.slot_size == slot_size)
+            policy = self._policies[slot_size] = EvictionPolicy(max(1, slots))
+        return policy
+
+    def _clock(self, slot_size: int) -> Clock:
+        clock = self._clocks.get(slot_size)
+        if clock is None:
+            stored = self._transaction.get(_clock_name(slot_size), db=self._index._state)
+            clock = self._clocks[slot_size] = Clock.unpack(stored)
+        return clock
+
+    def _set_clock(self, slot_size: int, clock: Clock) -> None:
+        self._clocks[slot_size] = clock
+        self._changed.add(slot_size)
 
 
 class IndexChange:
@@ -254,12 +340,12 @@ class IndexChange:
         # The index and its transactions are one thing in two classes; they share their databases.
         self._index = index
         self._transaction = transaction
-        self._clock = Clock.unpack(transaction.get(b"clock", db=index._state))
+        self._ranking = Ranking(index, transaction)
         self.evicted = 0
 
-    def save_clock(self) -> None:
+    def finish(self) -> None:
         """At the end of the transaction."""
-        self._transaction.put(b"clock", self._clock.pack(), db=self._index._state)
+        self._ranking.save()
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -285,38 +371,46 @@ class IndexChange:
         """The slots of the pages of this slot size that go first, for the first of ``keys``; pending from now on."""
         transaction, index = self._transaction, self._index
         taken: list[tuple[int, int]] = []
-        priority = 0
         with transaction.cursor(index._order) as cursor:
             more = cursor.set_range(_SLOT_SIZE.pack(slot_size))
             while more and len(taken) < len(keys):
-                size, priority, slab, slot = _ORDER.unpack(cursor.key())
+                size, _, slab, slot = _ORDER.unpack(cursor.key())
                 if size != slot_size:
                     break
-                transaction.delete(bytes(cursor.value()), db=index._pages)
+                full_key = bytes(cursor.value())
+                value = transaction.pop(full_key, db=index._pages)
+                ghost = Ghost.of(Rank.unpack(_PAGE.unpack(value)[3]))
+                transaction.put(_fingerprint(full_key), ghost.pack(), db=index._ghosts)
                 transaction.delete(_PLACE.pack(slab, slot), db=index._slots)
                 taken.append((slab, slot))
                 more = cursor.delete() and bool(cursor.key())
-        if taken:
-            self._clock = self._clock.after_eviction(priority)
-            self.evicted += len(taken)
+        self.evicted += len(taken)
+        self._forget_ghosts(slot_size)
         self._pend(taken, keys)
         return taken
 
+    def _forget_ghosts(self, slot_size: int) -> None:
+        """Keep no more ghosts than are worth it: any go, since their fingerprints are in no order."""
+        entries = int(self._transaction.stat(self._index._ghosts)["entries"])
+        over = entries - self._ranking.ghost_limit(slot_size)
+        with self._transaction.cursor(self._index._ghosts) as cursor:
+            while over > 0 and (cursor.set_range(os.urandom(_FINGERPRINT_LENGTH)) or cursor.first()):
+                cursor.delete()
+                over -= 1
+
     def colder_slab(self, slot_size: int) -> Slab | None:
         """A slab of another slot size whose first victim would go before the first victim of this one."""
-        slabs = self.slabs()
         own = self._first_victim(slot_size)
         coldest = own[1] if own else None
         chosen: Slab | None = None
-        for size in {slab.slot_size for slab in slabs} - {slot_size}:
+        for size in {slab.slot_size for slab in self.slabs()} - {slot_size}:
             victim = self._first_victim(size)
-            candidates = [slab for slab in slabs if slab.slot_size == size]
             if victim is None:
                 # Nothing but free slots: nobody will miss it.
-                return candidates[0]
+                return next(slab for slab in self.slabs() if slab.slot_size == size)
             if coldest is None or victim[1] < coldest:
                 coldest = victim[1]
-                chosen = next(slab for slab in candidates if slab.number == victim[2])
+                chosen = self._ranking.slab(victim[2])
         return chosen
 
     def give_back(self, slot_size: int, slab: int, slot: int) -> None:
@@ -324,9 +418,10 @@ class IndexChange:
         if self._transaction.delete(_PLACE.pack(slab, slot), db=self._index._pending):
             self._transaction.put(_FREE.pack(slot_size, slab, slot), b"", db=self._index._free)
 
-    def publish(self, key: bytes, slot_size: int, place: Place, depth: int) -> bool:
+    def publish(self, key: bytes, slot_size: int, place: Place, depth: int, before: bytes | None = None) -> bool:
         """Make a written pending slot the page ``key``; False when another writer was first (the slot is free again).
 
+        ``before`` is the key of the page before it in its chain, ``depth`` its position there, as far as is known.
         False also when the slot is no longer this writer's: its process was taken for dead.
         """
         index, transaction = self._index, self._transaction
@@ -338,7 +433,11 @@ class IndexChange:
             self.give_back(slot_size, place.slab, place.slot)
             return False
         transaction.delete(where, db=index._pending)
-        self._put(full_key, slot_size, place, first_rank(self._clock, depth))
+        stored = transaction.pop(_fingerprint(full_key), db=index._ghosts)
+        ghost = None if stored is None else Ghost.unpack(stored)
+        entry = None if before is None else self._entry(self._full(before))
+        before_rank = None if entry is None else entry[1]
+        self._put(full_key, slot_size, place, self._ranking.inserted(place.slab, depth, before_rank, ghost))
         return True
 
     def adopt(self, key: bytes, slot_size: int, place: Place) -> bool:
@@ -348,7 +447,7 @@ class IndexChange:
         if transaction.get(full_key, db=index._pages) is not None:
             return False
         transaction.delete(_FREE.pack(slot_size, place.slab, place.slot), db=index._free)
-        self._put(full_key, slot_size, place, first_rank(self._clock, 0))
+        self._put(full_key, slot_size, place, self._ranking.inserted(place.slab, 0, None, None))
         return True
 
     def remove(self, key: bytes, only: tuple[int, int] | None = None) -> bool:
@@ -401,23 +500,26 @@ class IndexChange:
                 )
         return list(dict.fromkeys(found))
 
-    def touch(self, keys: Sequence[bytes], first_depth: int = 0) -> None:
-        """The pages of a chain were used, in this order."""
-        for depth, key in enumerate(keys, start=first_depth):
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The leading pages of a chain were used."""
+        before: Rank | None = None
+        for depth, key in enumerate(keys):
             full_key = self._full(key)
             entry = self._entry(full_key)
             if entry is None:
+                before = None
                 continue
             place, rank, slot_size = entry
-            renewed = renewed_rank(self._clock, rank, depth)
+            renewed = self._ranking.renewed(place.slab, rank, depth, before)
             if renewed is not None:
                 self._forget(full_key, slot_size, place, rank)
                 self._put(full_key, slot_size, place, renewed)
+            before = renewed or rank
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
     def slabs(self) -> list[Slab]:
-        return self._index._read_slabs(self._transaction)
+        return self._ranking.slabs()
 
     def add_slab(self, slot_size: int, slots: int, number: int | None = None) -> Slab:
         """A new slab, all slots free. Its file must be there before the transaction ends."""
@@ -428,11 +530,17 @@ class IndexChange:
         transaction.put(_SLOT_SIZE.pack(number), _SLAB.pack(slot_size, slots), db=index._slabs)
         for slot in range(slots):
             transaction.put(_FREE.pack(slot_size, number, slot), b"", db=index._free)
+        self._ranking.add(slab)
         return slab
 
     def drop_slab(self, slab: Slab) -> bool:
-        """Forget a slab with all its pages; False, and nothing changed, while one of its slots is being written."""
+        """Forget a slab with all its pages.
+
+        False, and nothing changed, while one of its slots is being written, or when another process was faster.
+        """
         transaction, index = self._transaction, self._index
+        if slab not in self.slabs():
+            return False
         first = _PLACE.pack(slab.number, 0)
         with transaction.cursor(index._pending) as cursor:
             if cursor.set_range(first) and _PLACE.unpack(cursor.key())[0] == slab.number:
@@ -444,6 +552,7 @@ class IndexChange:
         for slot in range(slab.slots):
             transaction.delete(_FREE.pack(slab.slot_size, slab.number, slot), db=index._free)
         transaction.delete(_SLOT_SIZE.pack(slab.number), db=index._slabs)
+        self._ranking.drop(slab)
         return True
 
     def release_dead_writers(self) -> int:
@@ -458,16 +567,9 @@ class IndexChange:
                     alive[writer] = writer_alive(writer.decode(), 0.0)
                 if not alive[writer]:
                     dead.append(_PLACE.unpack(where))
-        sizes = {slab.number: slab.slot_size for slab in self.slabs()}
         for slab, slot in dead:
-            self.give_back(sizes[slab], slab, slot)
+            self.give_back(self._ranking.slab(slab).slot_size, slab, slot)
         return len(dead)
-
-    def empty(self) -> None:
-        """Forget everything."""
-        index = self._index
-        for database in (index._pages, index._order, index._slots, index._free, index._pending, index._slabs):
-            self._transaction.drop(database, delete=False)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -515,15 +617,13 @@ class IndexChange:
         if value is None:
             return None
         slab, slot, length, rank = _PAGE.unpack(value)
-        slot_size, _ = _SLAB.unpack(self._transaction.get(_SLOT_SIZE.pack(slab), db=self._index._slabs))
-        return Place(slab, slot, length), Rank.unpack(rank), slot_size
+        return Place(slab, slot, length), Rank.unpack(rank), self._ranking.slab(slab).slot_size
 
     def _put(self, key: bytes, slot_size: int, place: Place, rank: Rank) -> None:
         transaction, index = self._transaction, self._index
         transaction.put(key, _PAGE.pack(place.slab, place.slot, place.length, rank.pack()), db=index._pages)
         transaction.put(_ORDER.pack(slot_size, rank.priority, place.slab, place.slot), key, db=index._order)
         transaction.put(_PLACE.pack(place.slab, place.slot), key, db=index._slots)
-        self._clock = self._clock.after_use()
 
     def _forget(self, key: bytes, slot_size: int, place: Place, rank: Rank) -> None:
         transaction, index = self._transaction, self._index
@@ -540,3 +640,11 @@ class IndexChange:
                         break
                     keys.append(bytes(key))
         return keys
+
+
+def _clock_name(slot_size: int) -> bytes:
+    return b"clock" + _SLOT_SIZE.pack(slot_size)
+
+
+def _fingerprint(full_key: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(full_key)

@@ -446,12 +446,14 @@ class _SlabPart:
     def _publish(
         self, change: IndexChange, batch: PageBatch, taken: list[_Work], written: dict[int, SetResult]
     ) -> bool:
-        for depth, item in enumerate(taken):
+        # In the order of the batch, which is that of the chain.
+        for item in sorted(taken, key=lambda item: item.position):
             key = batch.keys[item.position]
+            before = batch.keys[item.position - 1] if item.position else None
             slot_size = _shape(batch.sizes[item.position])[2]
             if written.get(item.position) is not SetResult.STORED:
                 change.give_back(slot_size, item.place.slab, item.place.slot)
-            elif not change.publish(key, slot_size, item.place, depth):
+            elif not change.publish(key, slot_size, item.place, item.position, before):
                 written[item.position] = SetResult.EXISTS
         return True
 
