@@ -11,7 +11,7 @@ help:
 	@echo "make test       everything: lint, fast tests, real processes, real SGLang servers"
 	@echo "make test-fast  the tests that need no server, under two minutes"
 	@echo "make lint       ruff and mypy"
-	@echo "make kills      the long campaign: 200 processes killed at random moments; writes docs/reports/kills.md"
+	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
 	@echo "make clean      remove .venv and everything the demo made"
 
 setup:
@@ -37,6 +37,7 @@ lint: setup-test
 
 kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report docs/reports/kills.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
 
 clean:
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -4,8 +4,8 @@ Timed are the calls alone. Stamping and wiping host pages, checking what was rea
 them from the page cache happen between the calls or between the modes.
 
 A first pass also pays for memory that the page cache touches for the first time, and in a virtual machine the host may
-take seconds to hand that out: the same pwrites were measured at 0.4 and at 5.8 GB/s. Touching free memory beforehand did
-not change that (tried with small and huge pages); rotation and medians are what there is against it, and overwrite.
+take seconds to hand that out: the same pwrites were measured at 0.4 and at 5.8 GB/s. Touching free memory beforehand
+did not change that (tried with small and huge pages); rotation, medians and overwrite are what there is against it.
 """
 
 from __future__ import annotations
@@ -160,10 +160,13 @@ class Bench:
         checked by the caller, what was read last is checked here.
         """
         failures: list[Exception] = []
+        interrupted = threading.Event()
 
         def write_more() -> None:
             try:
                 for number, batch in enumerate(more_keys, self.case.batches):
+                    if interrupted.is_set():
+                        return
                     self.host.stamp(number)
                     _expect(name, "stored", opened.write(batch, self.host.sources), len(batch))
             except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
@@ -180,7 +183,9 @@ class Bench:
                 found = opened.read(batch, self.host.targets)
                 reads.append(time.perf_counter() - read_started)
                 _expect(name, "read", found, len(batch))
+            writer.join()
         finally:
+            interrupted.set()
             writer.join()
         sample = Sample(
             2 * self.case.total, time.perf_counter() - started, time.process_time() - cpu, calls=tuple(reads)

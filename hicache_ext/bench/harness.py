@@ -28,6 +28,8 @@ import numpy as np
 
 from hicache_ext.errors import HicacheExtError
 
+_DELETE_ATTEMPTS = 50
+
 
 class BenchmarkError(HicacheExtError):
     """A benchmark that cannot go on, or whose contender answered wrongly: figures of it would mean nothing."""
@@ -143,7 +145,17 @@ def fresh_directory(parent: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path)
+        _delete(path)
+
+
+def _delete(directory: Path) -> None:
+    """Delete a directory in which an interrupted contender's thread may still be busy for a moment."""
+    for _ in range(_DELETE_ATTEMPTS):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.2)
+    print(f"{directory} could not be deleted: please do", file=sys.stderr)
 
 
 def file_system_type(path: Path) -> str:

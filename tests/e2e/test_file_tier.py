@@ -301,3 +301,40 @@ def test_two_servers_share_a_directory_and_one_of_them_is_killed(
             assert victim.generate(prompt).output_ids == expected[number]
     assert occupied_kib() <= 8 * 1024
     assert not list((tmp_path / "l3" / "tmp").iterdir())
+
+
+def test_the_slab_layout_restores_a_prompt_after_the_server_was_killed(
+    tiny_model: Path, tmp_path: Path, cold: Generation
+) -> None:
+    config = file_tier_config(tmp_path / "l3")
+    config["hicache_ext"]["tiers"]["disk"]["layout"] = "slab"
+    server = SglangServer(
+        tiny_model,
+        log_file=tmp_path / "server.log",
+        page_size=PAGE_SIZE,
+        storage_backend="dynamic",
+        extra_config=config,
+    )
+    with server:
+        assert server.generate(PROMPT).cached_tokens == 0
+        server.flush_cache()
+        server.kill()
+        server.start()
+        restored = server.generate(PROMPT)
+        assert restored.cached.storage == REUSABLE
+        assert restored.output_ids == cold.output_ids
+        # Every slot damaged in its last block: the cold result, and then hits again.
+        for slab in (tmp_path / "l3" / "slabs").iterdir():
+            slot_size = int(slab.stem.split("-")[1])
+            with slab.open("r+b") as file:
+                for offset in range(slot_size - 100, slab.stat().st_size, slot_size):
+                    file.seek(offset)
+                    file.write(b"\xa5")
+        server.flush_cache()
+        after_damage = server.generate(PROMPT)
+        assert after_damage.cached_tokens == 0
+        assert after_damage.output_ids == cold.output_ids
+        server.flush_cache()
+        healed = server.generate(PROMPT)
+    assert healed.cached.storage == REUSABLE
+    assert healed.output_ids == cold.output_ids

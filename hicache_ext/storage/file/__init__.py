@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
     """The store for ``tiers.<name>`` of type file. Raises ConfigError or StoreSetupError."""
+    key = f"hicache_ext.tiers.{name}"
+    if tier.io == "direct":
+        raise ConfigError(f"{key}.io", "'direct' is not in this version", "auto, buffered")
+    paths = [Path(path) for path in tier.path]
+    if tier.layout == "slab":
+        from hicache_ext.storage.file.slab.store import SlabStore
+
+        if tier.capacity is None:
+            raise ConfigError(f"{key}.capacity", "the slab layout preallocates its files", "a size such as 512GiB")
+        return SlabStore(name, paths, capacity=tier.capacity, threads=tier.threads)
     from hicache_ext.storage.file.pages import PageFileStore
 
-    key = f"hicache_ext.tiers.{name}"
-    if tier.layout == "slab":
-        raise ConfigError(f"{key}.layout", "'slab' is not in this version", "auto, pages")
-    if tier.io == "direct":
-        raise ConfigError(f"{key}.io", "'direct' needs the slab layout, which is not in this version", "auto, buffered")
-    return PageFileStore(
-        name,
-        [Path(path) for path in tier.path],
-        capacity=tier.capacity,
-        threads=tier.threads,
-    )
+    return PageFileStore(name, paths, capacity=tier.capacity, threads=tier.threads)
