@@ -456,6 +456,7 @@ class RawContender:
         self._payload = place.host.payload
         self._slots = place.pages
         self._slot_of: dict[str, int] = {}
+        self._key_in: dict[int, str] = {}
         self._written = 0
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads)
@@ -464,18 +465,20 @@ class RawContender:
 
     def write(self, keys: Sequence[str], batch: HostBatch) -> int:
         for key in keys:
-            self._slot_of[key] = self._written % self._slots
+            slot = self._written % self._slots
+            self._slot_of.pop(self._key_in.get(slot, ""), None)
+            self._slot_of[key], self._key_in[slot] = slot, key
             self._written += 1
         return self._transfer(vectored.write_from, keys, batch)
 
     def read(self, keys: Sequence[str], batch: HostBatch) -> int:
-        return self._transfer(vectored.read_into, keys, batch)
+        return self._transfer(vectored.read_into, keys[: _leading([key in self._slot_of for key in keys])], batch)
 
     def _transfer(
         self, call: Callable[[int, Sequence[memoryview], int], int], keys: Sequence[str], batch: HostBatch
     ) -> int:
         places = [(self._slot_of[key], page) for key, page in zip(keys, batch.pages, strict=False)]
-        share = -(-len(places) // self._threads)
+        share = max(1, -(-len(places) // self._threads))
 
         def transfer_share(begin: int) -> int:
             done = 0

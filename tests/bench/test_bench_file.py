@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,14 +150,21 @@ class TestQuickRun:
     def test_every_contender_and_mode_is_measured_or_has_a_reason(self, document: dict[str, Any]) -> None:
         found = {(e["geometry"], e["mode"], e["contender"]): e for e in document["results"]}
         contenders = {contender for _, _, contender in found}
-        assert {"hicache_ext pages", HICACHE_FILE, "aiofiles", "NIXL POSIX", "raw, 4 threads"} <= contenders
+        assert {
+            "hicache_ext pages",
+            "hicache_ext slab",
+            HICACHE_FILE,
+            "aiofiles",
+            "NIXL POSIX",
+            "raw, 4 threads",
+        } <= contenders
         for contender in contenders:
             for geometry in ("mha", "mla"):
                 assert all((geometry, mode, contender) in found for mode in TRANSFER_MODES)
             assert all(("mha", case, contender) in found for case in EXISTS_CASES)
         for (_, mode, contender), entry in found.items():
             assert ("summary" in entry) != ("not_measured" in entry)
-            if contender in ("hicache_ext pages", HICACHE_FILE):
+            if contender in ("hicache_ext pages", "hicache_ext slab", HICACHE_FILE):
                 assert "summary" in entry, (mode, entry)
 
     def test_the_file_says_where_when_and_how_it_was_measured(self, document: dict[str, Any]) -> None:
@@ -206,3 +216,25 @@ def test_a_contender_that_returns_other_bytes_fails_the_run_and_gets_no_figures(
     assert "not_measured" in entries_of["raw, 1 thread"]
     assert "summary" in entries_of[HICACHE_FILE]
     assert [path.name for path in tmp_path.iterdir()] == ["o.json"]
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_run_that_is_terminated_deletes_what_it_wrote(tmp_path: Path) -> None:
+    """SIGTERM used to be swallowed: deleting met a thread that was still writing, and the run went on."""
+    options = ["--directory", str(tmp_path), "--geometry", "mha", "--mode", "mixed", "--contender", "HiCacheFile"]
+    program = "import sys; from hicache_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", program, "bench", "file", "--payload", "1MiB", *options]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not any(tmp_path.glob("hicache-bench-*/*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert any(tmp_path.glob("hicache-bench-*/*"))
+        time.sleep(1)
+        process.terminate()
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,8 @@ How the index calls it, inside one write transaction, the pages of a request in 
      To find out whether anything is, the same call in a read transaction costs no write.
   2. ``inserted(clock, depth, before, ghost)`` for each page written; its ghost, if any, is removed.
   3. The victim is the page with the lowest ``Rank.priority``; ``Ghost.of(rank)`` is kept for its key, the oldest ghosts
-     go first, at most ``policy.ghost_limit``. Without ghosts the policy is little better than LRU on that trace.
+     go first, at most ``policy.ghost_limit``. Without ghosts the policy is little better than LRU on that trace; with
+     four per slot, random ones forgotten, a fifth of the gain at 1,000 pages is left (docs/benchmarks/eviction.md).
 ``before`` is the rank of the preceding page as it is after its own step; None for a chain's first page, or when it is
 not known because SGLang passed no prefix keys. Depth then counts from the start of the batch: the pages of a later
 batch rank like heads, and a tail can outlive its head until the head is inserted again (replayed: at most 0.0006 less).
@@ -49,8 +50,8 @@ served 6 % less at 1,000 pages."""
 _MAX_DEPTH: Final = 64
 """Depth beyond which pages are worth the same; the bound by the page before still orders them."""
 _DEPTH_WEIGHT: Final = 2 * _MAX_DEPTH
-"""At 64 pages half of min(D, capacity) is taken off. All of it served 0.0016 more of the trace at 10,000 pages, but less
-than LRU at 50,000 of the reversed trace."""
+"""At 64 pages half of min(D, capacity) is taken off. All of it served 0.0016 more of the trace at 10,000 pages, but
+less than LRU at 50,000 of the reversed trace."""
 _LEARNING_SHIFT: Final = 11
 """D is a mean over about the last 2**11 reuses. The pages of one request return together, so that a shorter memory
 follows single requests: 2**8 cost a prototype 3 to 7 % of its hits at 300 to 3,000 pages."""

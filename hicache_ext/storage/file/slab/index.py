@@ -101,6 +101,7 @@ class SlabIndex:
     def __init__(self, path: Path) -> None:
         """Opens or creates the index in directory ``path``. Raises lmdb.Error or OSError."""
         path.mkdir(parents=True, exist_ok=True)
+        self._data = path / "data.mdb"
         self._environment = lmdb.open(
             str(path),
             map_size=_MAP_SIZE,
@@ -177,6 +178,10 @@ class SlabIndex:
                 digest = key[:IDENTITY_LENGTH]
                 generation = transaction.get(b"generation" + digest, db=self._state) or _FIRST_GENERATION
             yield generation + key
+
+    def size(self) -> int:
+        """Bytes of the index's file."""
+        return self._data.stat().st_size
 
     def slabs(self) -> list[Slab]:
         with self._environment.begin() as transaction:

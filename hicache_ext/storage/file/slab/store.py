@@ -216,6 +216,7 @@ class _SlabPart:
         self._colder_slab: Slab | None = None
         self._evicted_since_reclaim = 0
         self._looked_for_dead_writers = 0.0
+        self._index_size_seen = 0
         self._shrink()
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -324,6 +325,9 @@ class _SlabPart:
                 missing.append(position)
         for portion in self._portions(batch, missing):
             self._set_portion(batch, portion, results)
+        if missing and self._index.size() > self._index_size_seen:
+            self._index_size_seen = self._index.size()
+            self._shrink()
 
     def _portions(self, batch: PageBatch, positions: list[int]) -> list[list[int]]:
         """Cut so that no portion can evict its own pages or leave none to the others."""
@@ -395,7 +399,7 @@ class _SlabPart:
 
     def _add_slab(self, change: IndexChange, slot_size: int) -> bool:
         """Grow by one slab within the capacity; False when that is used up or the disk is full."""
-        used = _occupied(change.slabs())
+        used = self._occupied(change.slabs())
         wanted = max(1, min(self._capacity // _SLABS_AT_CAPACITY, _LARGEST_SLAB) // slot_size)
         slots = min(wanted, (self._capacity - used) // (slot_size + INDEX_BYTES_PER_SLOT))
         if slots < 1:
@@ -432,11 +436,19 @@ class _SlabPart:
                 self._count_error(error)
         return bool(dropped)
 
+    def _occupied(self, slabs: Sequence[Slab]) -> int:
+        """Bytes of disk of slabs and index: what the index is expected to need, or what it takes if that is more."""
+        expected = INDEX_BYTES_AT_LEAST + sum(slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
+        return max(expected, self._index.size()) + sum(slab.size for slab in slabs)
+
     def _shrink(self) -> None:
-        """Drop slabs, those with the pages that go first, until what there is fits the (lowered) capacity."""
+        """Drop slabs, those with the pages that go first, until what there is fits the capacity.
+
+        The capacity may have been lowered, or the index have grown: killed readers pin what they were looking at.
+        """
         while True:
             slabs = self._index.slabs()
-            if _occupied(slabs) <= self._capacity:
+            if self._occupied(slabs) <= self._capacity:
                 return
             with self._index.changing() as change:
                 slab = change.colder_slab(slot_size=0) or slabs[0]
@@ -549,11 +561,6 @@ class _SlabPart:
     def _count_index_error(self, error: Exception) -> None:
         self._metrics.add("error", type(error).__name__)
         logger.error("tier %s: index of %s: %s", self._store.name, self.directory.path, error)
-
-
-def _occupied(slabs: Iterable[Slab]) -> int:
-    """Bytes of disk of slabs and of the index that they need."""
-    return INDEX_BYTES_AT_LEAST + sum(slab.size + slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
 
 
 @functools.lru_cache(maxsize=1024)
