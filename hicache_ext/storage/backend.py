@@ -48,6 +48,8 @@ from hicache_ext.storage.store import GetResult, PageBatch
 logger = logging.getLogger(__name__)
 
 _KV = PoolName.KV.value
+_LOOK_UP_PORTION = 512
+"""Keys of a chain converted and looked up at once."""
 
 _LIVE: weakref.WeakSet[HiCacheExtBackend] = weakref.WeakSet()
 
@@ -300,12 +302,15 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         return complete
 
     def _leading(self, pool: _BoundPool, keys: Sequence[str]) -> int:
-        """Leading pages of which every part is present."""
-        hashes = [page_hash_bytes(key) for key in keys]
-        leading = len(hashes)
-        for digest in pool.digests:
-            leading = self._store.count_leading([digest + page_hash for page_hash in hashes[:leading]])
-        return leading
+        """Leading pages of which every part is present; long chains in portions, since most end early."""
+        for first in range(0, len(keys), _LOOK_UP_PORTION):
+            hashes = [page_hash_bytes(key) for key in keys[first : first + _LOOK_UP_PORTION]]
+            leading = len(hashes)
+            for digest in pool.digests:
+                leading = self._store.count_leading([digest + page_hash for page_hash in hashes[:leading]])
+            if leading < len(hashes):
+                return first + leading
+        return len(keys)
 
     def _present(self, pool: _BoundPool, keys: Sequence[str]) -> list[bool]:
         hashes = [page_hash_bytes(key) for key in keys]

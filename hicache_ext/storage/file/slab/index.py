@@ -13,7 +13,8 @@ slots     slab, slot (big-endian)                           key in pages: what a
 free      slot size, slab, slot (big-endian)                nothing: a slot that may be written
 pending   slab, slot (big-endian)                           page key, writer: a slot that is being written
 slabs     slab (big-endian)                                 slot size, number of slots
-ghosts    fingerprint of a key in pages                     what eviction.py remembers of an evicted page
+ghosts    fingerprint of a key in pages                     number, what eviction.py remembers of an evicted page
+gone      number (big-endian)                               fingerprint: the ghosts in the order of eviction
 state     name                                              the clock per slot size, the next slab number, generations
 ========  ================================================  ==========================================================
 
@@ -29,7 +30,6 @@ after every process has closed it in order (then it was synced); otherwise it is
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,10 +59,10 @@ _SLOT_SIZE = struct.Struct(">I")
 _SLAB = struct.Struct("<II")
 _GENERATION = struct.Struct(">H")
 _FIRST_GENERATION = _GENERATION.pack(0)
-_FINGERPRINT_LENGTH = 8
+_NUMBER = struct.Struct(">Q")
 
-MAX_GHOSTS_PER_SLOT = 4
-"""Bounds what a small directory spends on remembering evicted pages."""
+_BYTES_PER_GHOST = 8192
+"""One ghost (about 100 bytes of index) per so many bytes of slots at most: bounds what a small directory spends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class SlabIndex:
         self._environment = lmdb.open(
             str(path),
             map_size=_MAP_SIZE,
-            max_dbs=8,
+            max_dbs=9,
             max_readers=_MAX_READERS,
             # No sync: a power loss is met by the rebuild. Not a writable map: a stray pointer of SGLang's many native
             # libraries must not be able to change the index.
@@ -122,10 +122,11 @@ class SlabIndex:
                 self._pending,
                 self._slabs,
                 self._ghosts,
+                self._gone,
                 self._state,
             ) = (
                 self._environment.open_db(name, txn=transaction)
-                for name in (b"pages", b"order", b"slots", b"free", b"pending", b"slabs", b"ghosts", b"state")
+                for name in (b"pages", b"order", b"slots", b"free", b"pending", b"slabs", b"ghosts", b"gone", b"state")
             )
         self._writer = writer_name().encode()
         self._changes = itertools.count()
@@ -313,7 +314,8 @@ class Ranking:
         return answer[1]
 
     def ghost_limit(self, slot_size: int) -> int:
-        return min(self._policy(slot_size).ghost_limit, MAX_GHOSTS_PER_SLOT * self._policy(slot_size).capacity)
+        policy = self._policy(slot_size)
+        return min(policy.ghost_limit, policy.capacity * slot_size // _BYTES_PER_GHOST)
 
     def save(self) -> None:
         for size in self._changed:
@@ -346,6 +348,7 @@ class IndexChange:
         self._index = index
         self._transaction = transaction
         self._ranking = Ranking(index, transaction)
+        self._next_ghost: int | None = None
         self.evicted = 0
 
     def finish(self) -> None:
@@ -384,8 +387,7 @@ class IndexChange:
                     break
                 full_key = bytes(cursor.value())
                 value = transaction.pop(full_key, db=index._pages)
-                ghost = Ghost.of(Rank.unpack(_PAGE.unpack(value)[3]))
-                transaction.put(_fingerprint(full_key), ghost.pack(), db=index._ghosts)
+                self._remember(full_key, Rank.unpack(_PAGE.unpack(value)[3]))
                 transaction.delete(_PLACE.pack(slab, slot), db=index._slots)
                 taken.append((slab, slot))
                 more = cursor.delete() and bool(cursor.key())
@@ -394,13 +396,36 @@ class IndexChange:
         self._pend(taken, keys)
         return taken
 
+    def _remember(self, full_key: bytes, rank: Rank) -> None:
+        """Keep a ghost of an evicted page."""
+        transaction, index = self._transaction, self._index
+        if self._next_ghost is None:
+            with transaction.cursor(index._gone) as cursor:
+                self._next_ghost = _NUMBER.unpack(cursor.key())[0] + 1 if cursor.last() else 0
+        number = _NUMBER.pack(self._next_ghost)
+        self._next_ghost += 1
+        fingerprint = _fingerprint(full_key)
+        transaction.put(fingerprint, number + Ghost.of(rank).pack(), db=index._ghosts)
+        transaction.put(number, fingerprint, db=index._gone, append=True)
+
+    def _recall(self, full_key: bytes) -> Ghost | None:
+        """The ghost of a page that is back; its number stays in ``gone`` until its turn comes."""
+        stored = self._transaction.pop(_fingerprint(full_key), db=self._index._ghosts)
+        return None if stored is None else Ghost.unpack(stored[_NUMBER.size :])
+
     def _forget_ghosts(self, slot_size: int) -> None:
-        """Keep no more ghosts than are worth it: any go, since their fingerprints are in no order."""
-        entries = int(self._transaction.stat(self._index._ghosts)["entries"])
-        over = entries - self._ranking.ghost_limit(slot_size)
-        with self._transaction.cursor(self._index._ghosts) as cursor:
-            while over > 0 and (cursor.set_range(os.urandom(_FINGERPRINT_LENGTH)) or cursor.first()):
-                cursor.delete()
+        """Keep no more ghosts than are worth it: the oldest go."""
+        transaction, index = self._transaction, self._index
+        over = int(transaction.stat(index._gone)["entries"]) - self._ranking.ghost_limit(slot_size)
+        with transaction.cursor(index._gone) as cursor:
+            more = cursor.first()
+            while over > 0 and more:
+                number, fingerprint = bytes(cursor.key()), bytes(cursor.value())
+                stored = transaction.get(fingerprint, db=index._ghosts)
+                # A page evicted a second time has a younger number.
+                if stored is not None and stored[: _NUMBER.size] == number:
+                    transaction.delete(fingerprint, db=index._ghosts)
+                more = cursor.delete() and bool(cursor.key())
                 over -= 1
 
     def colder_slab(self, slot_size: int) -> Slab | None:
@@ -438,8 +463,7 @@ class IndexChange:
             self.give_back(slot_size, place.slab, place.slot)
             return False
         transaction.delete(where, db=index._pending)
-        stored = transaction.pop(_fingerprint(full_key), db=index._ghosts)
-        ghost = None if stored is None else Ghost.unpack(stored)
+        ghost = self._recall(full_key)
         entry = None if before is None else self._entry(self._full(before))
         before_rank = None if entry is None else entry[1]
         self._put(full_key, slot_size, place, self._ranking.inserted(place.slab, depth, before_rank, ghost))
