@@ -178,7 +178,7 @@ class EvictionPolicy:
     def renewed(self, clock: Clock, rank: Rank, depth: int, before: Rank | None = None) -> tuple[Clock, Rank] | None:
         """The new clock and the record of a present page that was used; None when nothing worth a write changes."""
         distance = max(0, clock.inserts - rank.used)
-        if distance <= min(self.capacity, self.reuse_distance(clock)) >> _RENEWAL_SHIFT:
+        if rank.used >= self.oldest_fresh_use(clock):
             # Only the order within the chain may need a write: the page before was lost and inserted anew, lower.
             priority = _bounded(rank.priority, before)
             return None if priority == rank.priority else (clock, Rank(priority, rank.used, rank.hits))
@@ -186,6 +186,10 @@ class EvictionPolicy:
         hits = min(rank.hits + 1, _MAX_HITS)
         priority = _bounded(max(rank.priority, self._priority(clock, hits, depth)), before)
         return clock, Rank(priority, clock.inserts, hits)
+
+    def oldest_fresh_use(self, clock: Clock) -> int:
+        """A page whose last counted use (``Rank.used``) is not before this is not renewed by a use now."""
+        return clock.inserts - (min(self.capacity, self.reuse_distance(clock)) >> _RENEWAL_SHIFT)
 
     def _priority(self, clock: Clock, hits: int, depth: int) -> int:
         distance = self.reuse_distance(clock)

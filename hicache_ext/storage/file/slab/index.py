@@ -145,17 +145,12 @@ class SlabIndex:
             values = [get(key, db=pages) for key in self._full_keys(transaction, keys)]
             ranking = Ranking(self, transaction)
             found: list[Found | None] = []
-            before: Rank | None = None
-            for depth, value in enumerate(values):
+            for value in values:
                 if value is None:
                     found.append(None)
-                    before = None
                     continue
-                slab, slot, length, stored = _PAGE.unpack(value)
-                rank = Rank.unpack(stored)
-                stale = ranking.renewed(slab, rank, depth, before) is not None
-                found.append(Found(Place(slab, slot, length), stale))
-                before = rank
+                slab, slot, length, rank = _PAGE.unpack(value)
+                found.append(Found(Place(slab, slot, length), ranking.stale(slab, Rank.unpack(rank))))
         return found
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -283,6 +278,7 @@ class Ranking:
         self._slabs = {slab.number: slab for slab in index._read_slabs(transaction)}
         self._policies: dict[int, EvictionPolicy] = {}
         self._clocks: dict[int, Clock] = {}
+        self._oldest_fresh: dict[int, int] = {}
         self._changed: set[int] = set()
 
     def slab(self, number: int) -> Slab:
@@ -312,6 +308,14 @@ class Ranking:
             return None
         self._set_clock(size, answer[0])
         return answer[1]
+
+    def stale(self, slab: int, rank: Rank) -> bool:
+        """Whether a use now would be worth an index write."""
+        oldest = self._oldest_fresh.get(slab)
+        if oldest is None:
+            size = self._slabs[slab].slot_size
+            oldest = self._oldest_fresh[slab] = self._policy(size).oldest_fresh_use(self._clock(size))
+        return rank.used < oldest
 
     def ghost_limit(self, slot_size: int) -> int:
         policy = self._policy(slot_size)
