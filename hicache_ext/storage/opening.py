@@ -32,6 +32,9 @@ def open_tiers(config: HicacheExtConfig) -> TieredStore:
         for store in opened.values():
             store.close()
         raise
+    if config.promote_to is not None:
+        # Said aloud: a setting that is read and does nothing would be found out much later.
+        logger.warning("hicache_ext.promote_to: promotion is not in this version; pages stay in the tier that has them")
     return TieredStore(
         retrieve=[opened[name] for name in config.retrieve_locations if name in opened],
         store=[opened[name] for name in config.store_locations if name in opened],

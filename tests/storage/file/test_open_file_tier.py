@@ -49,3 +49,10 @@ def test_a_tier_that_cannot_start_stops_the_server_unless_it_is_not_required(
     assert "going on without it" in caplog.text
     assert store.count_leading([bytes(48)]) == 0
     store.close()
+
+
+def test_a_promotion_that_will_not_happen_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    near, far = ({"type": "file", "path": str(tmp_path / name), "capacity": "64MiB"} for name in ("near", "far"))
+    document = ExtraConfig.around({"tiers": {"near": near, "far": far}, "promote_to": "near"})
+    open_tiers(load_config(document)).close()
+    assert "promotion is not in this version" in caplog.text
