@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import format_size
-from hicache_ext.storage.file.inspection import Inspector, load_document, open_inspector, reason_it_is_bad
+from hicache_ext.storage.file.directory import load_document
+from hicache_ext.storage.file.inspection import Inspector, open_inspector, reason_it_is_bad
 
 _PROGRESS_INTERVAL = 0.2
 _REMOVE_BATCH = 256

@@ -49,6 +49,37 @@ def occupied(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
+def path_number(key: bytes, paths: int) -> int:
+    """Which of a tier's paths a page lives on, by the end of its hash: the start chooses the fan-out directory."""
+    return int.from_bytes(key[-4:], "little") % paths
+
+
+def check_manifest(path: Path, layout: str, tier: str) -> None:
+    """Raises StoreSetupError with a sentence unless ``path`` holds this format and layout."""
+    manifest = path / "hicache_ext.json"
+    try:
+        document = json.loads(manifest.read_text())
+        found = (document["format"], document["layout"])
+    except (ValueError, KeyError, TypeError):
+        raise StoreSetupError(tier, f"{str(manifest)!r} is not a manifest of this package") from None
+    if found != (DIRECTORY_FORMAT, layout):
+        raise StoreSetupError(
+            tier,
+            f"{str(path)!r} holds format {found[0]}, layout {found[1]!r}; "
+            f"this tier writes format {DIRECTORY_FORMAT}, layout {layout!r}",
+            ["name another path, or remove that directory"],
+        )
+
+
+def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
+    """The facts behind an identity in the directory ``path``, None when they were not recorded."""
+    try:
+        document = json.loads((path / "identities" / f"{digest.hex()}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
 class PageDirectory:
     """Paths and whole-or-nothing publication in one directory. Thread-safe."""
 
@@ -196,11 +227,7 @@ class PageDirectory:
         self._create_file_once(self.identities / f"{digest.hex()}.json", json.dumps(document, indent=1, sort_keys=True))
 
     def load_identity(self, digest: bytes) -> dict[str, Any] | None:
-        try:
-            document = json.loads((self.identities / f"{digest.hex()}.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return document if isinstance(document, dict) else None
+        return load_document(self.path, digest)
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
@@ -228,18 +255,7 @@ class PageDirectory:
     def _adopt(self, tier: str) -> None:
         manifest = self.path / "hicache_ext.json"
         self._create_file_once(manifest, json.dumps({"format": DIRECTORY_FORMAT, "layout": "pages"}) + "\n")
-        try:
-            document = json.loads(manifest.read_text())
-            found = (document["format"], document["layout"])
-        except (ValueError, KeyError, TypeError):
-            raise StoreSetupError(tier, f"{str(manifest)!r} is not a manifest of this package") from None
-        if found != (DIRECTORY_FORMAT, "pages"):
-            raise StoreSetupError(
-                tier,
-                f"{str(self.path)!r} holds format {found[0]}, layout {found[1]!r}; "
-                f"this tier writes format {DIRECTORY_FORMAT}, layout 'pages'",
-                ["name another path, or remove that directory"],
-            )
+        check_manifest(self.path, "pages", tier)
 
     def _create_file_once(self, path: Path, text: str) -> None:
         """Create ``path`` whole, unless it is there; safe between processes."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from hicache_ext import envelope
 from hicache_ext.envelope import IDENTITY_LENGTH
@@ -19,8 +19,6 @@ from hicache_ext.errors import FormatError, StoreError
 from hicache_ext.storage.file.directory import PageDirectory
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.directory import slab_directory
-
-_CLEAR_BATCH = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +70,6 @@ def open_inspector(path: Path) -> Inspector:
     except (OSError, ValueError, KeyError, TypeError):
         raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no hicache_ext.json") from None
     return SlabInspector(path) if layout == "slab" else PageFileInspector(path)
-
-
-def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
-    """The facts behind an identity, None when they were not recorded."""
-    try:
-        document = json.loads((path / "identities" / f"{digest.hex()}.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return document if isinstance(document, dict) else None
 
 
 def reason_it_is_bad(key: bytes, stored: bytes) -> str | None:
@@ -173,22 +162,13 @@ class SlabInspector:
                 had_pages = change.clear(digest)
             if had_pages:
                 self._directory.note_cleared(digest)
-                self._free(digest)
+                self._directory.index.free_cleared(digest)
 
     def clean_up(self) -> int:
         with self._directory.index.changing() as change:
             freed = change.release_dead_writers()
             identities = change.identities()
-        return freed + sum(self._free(digest) for digest in identities)
-
-    def _free(self, digest: bytes) -> int:
-        freed = 0
-        while True:
-            with self._directory.index.changing() as change:
-                removed = change.remove_cleared(digest, _CLEAR_BATCH)
-            freed += removed
-            if not removed:
-                return freed
+        return freed + sum(self._directory.index.free_cleared(digest) for digest in identities)
 
     def occupied(self) -> int:
         return sum(file.stat().st_blocks * 512 for file in self.path.rglob("*") if file.is_file())

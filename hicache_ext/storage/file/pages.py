@@ -21,7 +21,7 @@ from typing import Any
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import page_io
-from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied
+from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied, path_number
 from hicache_ext.storage.file.page_clearing import Clearing
 from hicache_ext.storage.file.page_eviction import Evictor
 from hicache_ext.storage.file.parallel import CallGate, Workers
@@ -417,8 +417,7 @@ class PageFileStore:
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _directory_number(self, key: bytes) -> int:
-        # The last bytes of the hash: the first ones choose the fan-out directory.
-        return int.from_bytes(key[-4:], "little") % len(self._directories)
+        return path_number(key, len(self._directories))
 
     def _directory(self, key: bytes) -> PageDirectory:
         return self._directories[self._directory_number(key)]

@@ -30,7 +30,7 @@ import lmdb
 
 from hicache_ext import envelope
 from hicache_ext.errors import FormatError, StoreSetupError
-from hicache_ext.storage.file.directory import DIRECTORY_FORMAT
+from hicache_ext.storage.file.directory import DIRECTORY_FORMAT, check_manifest
 from hicache_ext.storage.file.slab.index import Place, Slab, SlabIndex
 
 _SLAB_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.slab")
@@ -234,18 +234,7 @@ class SlabDirectory:
         manifest = self.path / "hicache_ext.json"
         if not manifest.exists():
             _write_whole(manifest, json.dumps({"format": DIRECTORY_FORMAT, "layout": "slab"}) + "\n")
-        try:
-            document = json.loads(manifest.read_text())
-            found = (document["format"], document["layout"])
-        except (ValueError, KeyError, TypeError):
-            raise StoreSetupError(tier, f"{str(manifest)!r} is not a manifest of this package") from None
-        if found != (DIRECTORY_FORMAT, "slab"):
-            raise StoreSetupError(
-                tier,
-                f"{str(self.path)!r} holds format {found[0]}, layout {found[1]!r}; "
-                f"this tier writes format {DIRECTORY_FORMAT}, layout 'slab'",
-                ["name another path, or remove that directory"],
-            )
+        check_manifest(self.path, "slab", tier)
 
 
 def _boot_id() -> str:

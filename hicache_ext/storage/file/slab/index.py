@@ -59,6 +59,8 @@ _SLOT_SIZE = struct.Struct(">I")
 _SLAB = struct.Struct("<II")
 _GENERATION = struct.Struct(">H")
 _FIRST_GENERATION = _GENERATION.pack(0)
+_CLEAR_BATCH = 2048
+"""Pages of a cleared identity freed in one transaction: writers wait for no longer than that takes."""
 _NUMBER = struct.Struct(">Q")
 
 _BYTES_PER_GHOST = 8192
@@ -263,6 +265,16 @@ class SlabIndex:
             change = IndexChange(self, transaction)
             yield change
             change.finish()
+
+    def free_cleared(self, digest: bytes) -> int:
+        """Free the slots of all pages of older generations of an identity, in short transactions; their number."""
+        freed = 0
+        while True:
+            with self.changing() as change:
+                removed = change.remove_cleared(digest, _CLEAR_BATCH)
+            freed += removed
+            if not removed:
+                return freed
 
     def _read_slabs(self, transaction: Any) -> list[Slab]:
         with transaction.cursor(self._slabs) as cursor:

@@ -28,6 +28,7 @@ from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import vectored
+from hicache_ext.storage.file.directory import BLOCK, path_number
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.slab.directory import (
     INDEX_BYTES_AT_LEAST,
@@ -44,7 +45,6 @@ _Answer = TypeVar("_Answer")
 
 DEFAULT_THREADS = 4
 
-BLOCK = 4096
 _SLABS_AT_CAPACITY = 16
 """A full directory has about this many slabs, unless they would be larger than _LARGEST_SLAB."""
 _LARGEST_SLAB = 1 << 30
@@ -54,8 +54,6 @@ _MOST_SLABS_RECLAIMED = 64
 """Slabs of other slot sizes that one write may take away."""
 _DEAD_WRITERS_INTERVAL = 10.0
 """Seconds between two looks, at full capacity, for slots that killed processes were writing."""
-_CLEAR_BATCH = 2048
-"""Pages of a cleared identity freed in one transaction: writers wait for no longer than that takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +196,7 @@ class SlabStore:
             return [(self._parts[0], list(range(len(keys))))]
         positions: list[list[int]] = [[] for _ in self._parts]
         for position, key in enumerate(keys):
-            positions[int.from_bytes(key[-4:], "little") % len(self._parts)].append(position)
+            positions[path_number(key, len(self._parts))].append(position)
         return [(part, chosen) for part, chosen in zip(self._parts, positions, strict=True) if chosen]
 
 
@@ -448,7 +446,7 @@ class _SlabPart:
         """
         while True:
             slabs = self._index.slabs()
-            if self._occupied(slabs) <= self._capacity:
+            if not slabs or self._occupied(slabs) <= self._capacity:
                 return
             with self._index.changing() as change:
                 slab = change.colder_slab(slot_size=0) or slabs[0]
@@ -509,9 +507,11 @@ class _SlabPart:
         return cleared
 
     def free_cleared(self, digests: Sequence[bytes]) -> None:
-        for digest in digests:
-            while self._change(lambda change: change.remove_cleared(digest, _CLEAR_BATCH)):  # noqa: B023
-                pass
+        try:
+            for digest in digests:
+                self._index.free_cleared(digest)
+        except lmdb.Error as error:
+            self._count_index_error(error)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
