@@ -29,7 +29,17 @@ need() { # need COMMAND-OR-FILE PACKAGE
 need g++ g++
 need ninja ninja-build
 need /usr/include/openssl/sha.h libssl-dev
-ldconfig -p 2>/dev/null | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
+need_library() { # need_library SONAME PACKAGE
+  ldconfig -p 2>/dev/null | grep -qF "$1" || missing+=("$2")
+}
+need_library libnuma.so.1 libnuma1
+need_library libibverbs.so.1 libibverbs1 # Mooncake's transfer engine
+need_library libcurl.so.4 libcurl4
+if [ "$purpose" = test ]; then # the servers that the tests start
+  need redis-server redis-server
+  need ip iproute2
+  need npm npm
+fi
 "$python" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 "$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
   missing+=(python3-dev)
@@ -64,6 +74,13 @@ else
   pip install --no-deps -r requirements/sglang-cpu-nodeps.txt
 fi
 say "installing hicache-ext"
-if [ "$purpose" = test ]; then pip install -e '.[dev]'; else pip install -e .; fi
+if [ "$purpose" = test ]; then
+  pip install -e '.[dev]'
+  say "installing s3rver, the S3 server of the tests"
+  npm install --silent --no-fund --no-audit --prefix .venv/s3rver s3rver@3.7.1 >/dev/null 2>&1 ||
+    fail "npm could not install s3rver 3.7.1; the tests of object stores need it"
+else
+  pip install -e .
+fi
 echo "$wanted" > "$stamp"
 say "done"

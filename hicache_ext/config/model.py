@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
+from hicache_ext.config.file_tier import directory_relation
 from hicache_ext.config.problems import did_you_mean, listed, quoted, refuse, shown
 from hicache_ext.config.schema import (
     Allowed,
@@ -18,7 +19,7 @@ from hicache_ext.config.schema import (
     one_of,
     true_or_false,
 )
-from hicache_ext.config.tiers import AnyTier, directory_relation
+from hicache_ext.config.tiers import AnyTier
 from hicache_ext.config.units import LONGEST_DURATION
 from hicache_ext.errors import ConfigError
 

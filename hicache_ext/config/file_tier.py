@@ -1,0 +1,138 @@
+"""``type: file``: local disks and shared file systems."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from hicache_ext.config.problems import quoted, refuse, shown
+from hicache_ext.config.schema import Allowed, checked, one_of
+from hicache_ext.config.templates import expand_templates
+from hicache_ext.config.tier import TierConfig
+from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_size
+from hicache_ext.errors import ConfigError
+
+SMALLEST_CAPACITY = 1024 * 1024
+MOST_THREADS = 64
+
+_CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
+_PATH_ALLOWED = "an absolute path, or a list of them"
+_THREADS_ALLOWED = f"1 to {MOST_THREADS}, or auto"
+
+
+def parse_capacity(value: object) -> int | None:
+    """Bytes, or None for 'unlimited'."""
+    if value == "unlimited":
+        return None
+    if value is None or isinstance(value, bool | float):
+        raise refuse(value, _CAPACITY_ALLOWED)
+    try:
+        capacity = parse_size(value)
+    except ConfigError as error:
+        allowed = f"{SIZE_ALLOWED}, or 'unlimited'" if "unit" in error.problem else _CAPACITY_ALLOWED
+        raise ConfigError("", error.problem, allowed) from None
+    if capacity < SMALLEST_CAPACITY:
+        raise ConfigError("", f"{shown(value)} is less than 1MiB", _CAPACITY_ALLOWED)
+    return capacity
+
+
+def parse_paths(value: object) -> tuple[str, ...]:
+    """Absolute, normalised, distinct directories, none inside another, templates expanded."""
+    single = isinstance(value, str)
+    written: Sequence[object] = [value] if single else value if isinstance(value, list | tuple) else []
+    if not written:
+        problem = "the list is empty" if isinstance(value, list | tuple) else f"{shown(value)} is not accepted"
+        raise ConfigError("", problem, _PATH_ALLOWED)
+    paths: list[str] = []
+    for position, text in enumerate(written):
+        place = "" if single else f"[{position}]"
+        path = _parse_path(text, place)
+        for earlier, other in enumerate(paths):
+            if relation := directory_relation(path, other):
+                raise ConfigError(place, f"{quoted(str(text))} {relation} path[{earlier}]", "distinct directories")
+        paths.append(path)
+    return tuple(paths)
+
+
+def _parse_path(text: object, place: str) -> str:
+    if not isinstance(text, str):
+        raise refuse(text, _PATH_ALLOWED, place)
+    if not text or "\0" in text:
+        raise ConfigError(place, f"{shown(text)} is not a path", _PATH_ALLOWED)
+    path = expand_templates(text, place)
+    # The text is shown as it was written: what came out of an environment variable is not repeated.
+    if not os.path.isabs(path):
+        raise ConfigError(place, f"{quoted(text)} is not an absolute path", _PATH_ALLOWED)
+    if ".." in path.split("/"):
+        raise ConfigError(place, f"{quoted(text)} contains '..'", _PATH_ALLOWED)
+    normalised = "/" + os.path.normpath(path).lstrip("/")
+    if normalised == "/":
+        raise ConfigError(place, "the root directory cannot be a cache directory", _PATH_ALLOWED)
+    return normalised
+
+
+def directory_relation(path: str, other: str) -> str:
+    """How normalised ``path`` collides with ``other``, in words, or ""."""
+    if path == other:
+        return "is the same directory as"
+    if path.startswith(other + "/"):
+        return "is inside"
+    return "contains" if other.startswith(path + "/") else ""
+
+
+def parse_threads(value: object) -> int | None:
+    """A number of I/O threads, or None for 'auto'."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_THREADS:
+        raise refuse(value, _THREADS_ALLOWED)
+    return value
+
+
+class FileTierConfig(TierConfig):
+    """Local disks and shared file systems."""
+
+    type: Annotated[Literal["file"], Allowed("file")] = "file"
+    path: Annotated[
+        tuple[str, ...],
+        Field(description="directories of this tier alone; pages are spread over them"),
+        Allowed(_PATH_ALLOWED),
+        checked(parse_paths),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+    ]
+    capacity: Annotated[
+        int | None,
+        Field(description="of the whole tier: all paths, ranks and processes together; or unlimited"),
+        Allowed(_CAPACITY_ALLOWED),
+        checked(parse_capacity),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": SMALLEST_CAPACITY}, {"type": "string"}]}),
+    ]
+    layout: Annotated[
+        Literal["auto", "pages", "slab"],
+        Field(description="one file per page, or preallocated slabs with an index"),
+        Allowed("auto, pages, slab"),
+        one_of("auto", "pages", "slab"),
+    ] = "auto"
+    io: Annotated[
+        Literal["auto", "direct", "buffered"],
+        Field(description="O_DIRECT, or through the page cache"),
+        Allowed("auto, direct, buffered"),
+        one_of("auto", "direct", "buffered"),
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        Field(description="I/O threads per rank; auto is chosen by the store", json_schema_extra={"default": "auto"}),
+        Allowed(_THREADS_ALLOWED),
+        checked(parse_threads),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_THREADS}, {"const": "auto"}]}),
+    ] = None
+
+    def directories(self) -> tuple[str, ...]:
+        return self.path
+
+    def summary(self) -> str:
+        capacity = "unlimited" if self.capacity is None else format_size(self.capacity)
+        return f"file, capacity {capacity}, {', '.join(self.path)}"
