@@ -135,3 +135,14 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Release everything. Waits for calls under way. Idempotent."""
+
+
+@runtime_checkable
+class HostMemoryUser(Protocol):
+    """A store that must know host memory before pages move through it (RDMA registration). Wrappers forward it."""
+
+    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+        """Called when host pools are registered, before the first page. Raises StoreSetupError.
+
+        The memory stays valid until ``close()`` of the store, which undoes the registration.
+        """
