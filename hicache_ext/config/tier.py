@@ -54,7 +54,7 @@ class RemoteTierConfig(TierConfig):
     timeout: Annotated[
         float,
         Field(
-            description="the longest one call may take, however many pages it has; what is not done by then is a miss"
+            description="the longest one call may take; pages not done by then are misses"
         ),
         Allowed(_TIMEOUT_ALLOWED),
         checked(parse_timeout),
