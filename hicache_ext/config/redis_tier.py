@@ -105,7 +105,7 @@ def _parse_unix(parts: SplitResult, written: str, wrong: Callable[[str], ConfigE
 
 def parse_cluster(value: object) -> bool | Literal["auto"]:
     if value == "auto" or isinstance(value, bool):
-        return value  # type: ignore[return-value]
+        return value
     raise refuse(value, _CLUSTER_ALLOWED)
 
 

@@ -120,7 +120,9 @@ class RedisServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
 
@@ -171,11 +173,9 @@ class RedisCluster:
         count = len(self.servers)
 
         def agreed() -> bool:
+            facts = ("cluster_state:ok", f"cluster_known_nodes:{count}", "cluster_slots_ok:16384")
             answers = [server.command("CLUSTER", "INFO") for server in self.servers]
-            return all(
-                "cluster_state:ok" in answer and f"cluster_known_nodes:{count}" in answer and "cluster_slots_ok:16384" in answer
-                for answer in answers
-            )
+            return all(fact in answer for answer in answers for fact in facts)
 
         wait_until(agreed, "the cluster")
 
@@ -187,7 +187,9 @@ class RedisCluster:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
 
@@ -205,7 +207,7 @@ def make_certificates(directory: Path) -> tuple[Path, Path, Path]:
     new_key = ["-newkey", "rsa:2048", "-nodes"]
     openssl("req", "-x509", *new_key, "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", "/CN=test CA")
     openssl("req", *new_key, "-keyout", key, "-out", request, "-subj", "/CN=localhost")
-    signed_by = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial"]
+    signed_by: list[str | Path] = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial"]
     openssl("x509", "-req", "-in", request, *signed_by, "-out", certificate, "-days", "2", "-extfile", names)
     return ca, certificate, key
 

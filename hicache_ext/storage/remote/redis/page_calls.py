@@ -46,7 +46,18 @@ class RefusedError(Exception):
 class PageCall:
     """One page on its way: what is asked, and what became of it."""
 
-    __slots__ = ("asking", "bad_header", "bad_length", "key", "name", "reason", "redirect", "result", "segments", "size")
+    __slots__ = (
+        "asking",
+        "bad_header",
+        "bad_length",
+        "key",
+        "name",
+        "reason",
+        "redirect",
+        "result",
+        "segments",
+        "size",
+    )
 
     def __init__(self, key: bytes, name: bytes, segments: Sequence[memoryview] = (), payload: int = 0) -> None:
         self.key = key
@@ -135,7 +146,9 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
     Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency.
     """
     missing = _pages_missing(connection, calls)
-    options = b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)
+    options = (
+        b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)
+    )
     words = 4 if ttl is None else 6
     unanswered: deque[PageCall] = deque()
     gathered: list[memoryview | bytes] = []
@@ -242,7 +255,9 @@ def remove_bad(connection: Connection, calls: Sequence[PageCall]) -> None:
     replies = _replies(connection, calls, requests)
     # A user without EVAL, or something that only speaks like Redis: removed all the same, without the comparison.
     refused = [
-        call for call, reply in zip(calls, replies, strict=True) if isinstance(reply, ErrorReply) and call.bad_length != -1
+        call
+        for call, reply in zip(calls, replies, strict=True)
+        if isinstance(reply, ErrorReply) and call.bad_length != -1
     ]
     _replies(connection, refused, [call.request(b"UNLINK") for call in refused])
 

@@ -44,7 +44,7 @@ class OversizedValueError(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error that the server sent. ``line`` may repeat arguments of ours (a password): only ``code`` is ever shown."""
+    """An error that the server sent. ``line`` may repeat arguments of ours (a password): only ``code`` is shown."""
 
     line: str
 
@@ -54,15 +54,13 @@ class ErrorReply:
         return word if _ERROR_CODE.fullmatch(word) else "ERR"
 
 
-Reply = int | bytes | None | ErrorReply
+Reply = int | bytes | ErrorReply | None
 
 
 def command(*arguments: bytes) -> bytes:
     """One request."""
-    parts = [b"*%d\r\n" % len(arguments)]
-    for argument in arguments:
-        parts.append(b"$%d\r\n%b\r\n" % (len(argument), argument))
-    return b"".join(parts)
+    words = [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
+    return b"*%d\r\n%b" % (len(words), b"".join(words))
 
 
 class ReplyReader:
@@ -107,7 +105,7 @@ class ReplyReader:
             return bytes(text)
         raise ProtocolError("a reply of an unexpected type")
 
-    def page_into(self, header: memoryview, segments: Sequence[memoryview]) -> int | None | ErrorReply:
+    def page_into(self, header: memoryview, segments: Sequence[memoryview]) -> int | ErrorReply | None:
         """A value that should be ``header`` and ``segments``, received into them.
 
         Answers the value's length; only when it is that of header and segments together do they hold it. A value of

@@ -12,7 +12,7 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
@@ -185,7 +185,7 @@ class RedisPageStore:
             self._save_identities({call.key[:16] for call in stored}, deadline)
         return results
 
-    def _save_identities(self, digests: Sequence[bytes] | set[bytes], deadline: float) -> None:
+    def _save_identities(self, digests: Iterable[bytes], deadline: float) -> None:
         """Store the identity documents that have not been stored lately; one that cannot be is tried again later."""
         now = time.monotonic()
         for digest in digests:

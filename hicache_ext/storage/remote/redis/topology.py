@@ -91,6 +91,10 @@ class Topology:
             return self._single
         return self._slots[slot_of(redis_key)]
 
+    def slots_without_node(self) -> int:
+        """Slots of the cluster whose pages are misses."""
+        return 0 if self._slots is None else sum(node is None for node in self._slots)
+
     def redirected(self, slot: int, endpoint: Endpoint) -> Node:
         """A node said that ``slot`` is at ``endpoint``: use that from now on, and look at the whole map soon."""
         node = self._node(endpoint)
@@ -109,7 +113,7 @@ class Topology:
         self._wake.set()
 
     def close(self) -> None:
-        """Ends the keeper; what it has under way is waited for, unless a name server keeps it longer than any server may."""
+        """Ends the keeper; what it has under way is waited for, unless a name server keeps it for very long."""
         self._closing = True
         self._wake.set()
         self._keeper.join(_LONGEST_FAREWELL)
@@ -182,9 +186,9 @@ class Topology:
         """(first slot, last slot, master) for each range; None when the server is no cluster."""
         if self._settings.cluster is False:
             return None
-        client = self._settings.admin_client(endpoint)
+        client: Any = self._settings.admin_client(endpoint)
         try:
-            answer: Any = client.execute_command("CLUSTER SLOTS")
+            answer = client.execute_command("CLUSTER SLOTS")
         except redis.ResponseError as error:
             if self._settings.cluster is None and "cluster support disabled" in str(error):
                 return None

@@ -16,7 +16,7 @@ from typing import Protocol
 from hicache_ext.storage.file.vectored import IOV_MAX, after
 
 _TIMER_SLACK = 0.05
-"""Seconds by which a socket's timer may be out of date: setting it for every operation would cost a system call each."""
+"""Seconds by which a socket's timer may be out of date: setting it for every operation costs a system call each."""
 _SHORTEST_TIMER = 0.001
 
 
