@@ -136,8 +136,9 @@ class Clearing:
                 for names in self._names(client, job):
                     self._unlink(client, names)
                 if job.digests is None:
-                    for names in _scan(client, self._settings.prefix.encode() + b"identity:", b""):
-                        self._unlink(client, names)
+                    prefix = identity_name(self._settings.prefix, b"")
+                    for names in _scan(client, prefix, b""):
+                        self._unlink(client, [name for name in names if _is_hex(name.removeprefix(prefix), 32)])
             finally:
                 client.close()
         except (redis.RedisError, OSError, ConfigError) as error:
@@ -174,13 +175,13 @@ class Clearing:
 def digest_of(page_names: bytes, name: bytes) -> bytes | None:
     """The identity digest in the name of a page of ours; None for any other key."""
     rest = name.removeprefix(page_names)
-    if rest == name or len(rest) != 2 * _DIGEST_LENGTH + 1 + 64 or rest[32:33] != b":":
+    if rest == name or rest[32:33] != b":" or not _is_hex(rest[:32], 32) or not _is_hex(rest[33:], 64):
         return None
-    try:
-        bytes.fromhex(rest[33:].decode())
-        return bytes.fromhex(rest[:32].decode())
-    except ValueError:
-        return None
+    return bytes.fromhex(rest[:32].decode())
+
+
+def _is_hex(text: bytes, length: int) -> bool:
+    return len(text) == length and not text.strip(b"0123456789abcdef")
 
 
 def _scan(client: redis.Redis, prefix: bytes, more: bytes) -> Iterator[list[bytes]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hicache_ext import envelope
 from hicache_ext.storage.remote.redis.connection import Connection
-from hicache_ext.storage.remote.redis.resp import ErrorReply, OversizedValueError, ProtocolError, Reply, command
+from hicache_ext.storage.remote.redis.resp import ErrorReply, OversizedValueError, ProtocolError, Reply, Status, command
 from hicache_ext.storage.remote.redis.settings import Endpoint
 from hicache_ext.storage.store import GetResult, SetResult
 
@@ -216,7 +216,7 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
 def _written(connection: Connection, call: PageCall) -> bool:
     _pass_asking(connection, call)
     reply = connection.reader.reply()
-    if reply == b"OK":
+    if isinstance(reply, Status) and reply == b"OK":
         call.finish(SetResult.STORED)
     elif reply is None:
         call.finish(SetResult.EXISTS)

@@ -54,6 +54,10 @@ class ErrorReply:
         return word if _ERROR_CODE.fullmatch(word) else "ERR"
 
 
+class Status(bytes):
+    """A simple string (+OK): what says that a command was done, where a bulk string of the same text would not."""
+
+
 Reply = int | bytes | ErrorReply | None
 
 
@@ -90,7 +94,7 @@ class ReplyReader:
                 raise ProtocolError("an integer that is none")
             return int(rest)
         if kind == b"+":
-            return rest
+            return Status(rest)
         if kind == b"-":
             return _error(rest)
         if kind == b"$":

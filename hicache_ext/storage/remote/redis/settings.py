@@ -92,7 +92,9 @@ class RedisSettings:
         user = [] if self.username is None else [self.username.encode()]
         return [b"AUTH", *user, self.password.reveal().encode()]
 
-    def admin_client(self, endpoint: Endpoint, timeout: float | None = None) -> redis.Redis:
+    def admin_client(
+        self, endpoint: Endpoint, timeout: float | None = None, *, database: int | None = None
+    ) -> redis.Redis:
         """redis-py's client of this one server: no retries, no cluster logic, at most ``timeout`` per operation.
 
         Nothing is sent until it is used. Raises ConfigError when the secret cannot be read.
@@ -103,7 +105,7 @@ class RedisSettings:
 
         limit = self.short_call if timeout is None else timeout
         options: dict[str, Any] = {
-            "db": self.database,
+            "db": self.database if database is None else database,
             "username": self.username,
             "password": None if self.password is None else self.password.reveal(),
             "socket_timeout": limit,

@@ -186,7 +186,7 @@ class Topology:
         """(first slot, last slot, master) for each range; None when the server is no cluster."""
         if self._settings.cluster is False:
             return None
-        client: Any = self._settings.admin_client(endpoint)
+        client: Any = self._settings.admin_client(endpoint, database=0)
         try:
             answer = client.execute_command("CLUSTER SLOTS")
         except redis.ResponseError as error:
