@@ -281,7 +281,7 @@ def test_identity_documents_come_back_after_the_server_has_forgotten_them(server
 
 
 def test_a_server_that_is_not_there_is_one_sentence(tmp_path, open_store):
-    with Bound(), pytest.raises(StoreSetupError, match="^tier 'pool' cannot start: redis at .*: Connection refused$"):
+    with Bound(), pytest.raises(StoreSetupError, match=r"^tier 'pool' cannot start: redis at .*: Connection refused$"):
         open_store(RedisServer(tmp_path))
 
 
