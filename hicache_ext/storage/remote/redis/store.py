@@ -78,7 +78,11 @@ class RedisPageStore:
         self._clearing = Clearing(name, settings, self._topology, self._metrics)
         nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
         # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
-        self._workers = Workers(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
+        try:
+            self._workers = Workers(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
+        except RuntimeError as error:
+            self._topology.close()
+            raise StoreSetupError(name, f"no threads: {error}") from None
         self._calls = CallGate(name)
 
     @property

@@ -165,8 +165,9 @@ class Topology:
             self._looked.set()
 
     def _learn(self) -> BaseException | None:
-        """Ask the nodes one after the other until one knows; why not, or None."""
+        """Ask the nodes one after the other until one knows every slot; why none could be used, or None."""
         problem: BaseException | None = None
+        best: list[tuple[int, int, Endpoint]] | None = None
         with self._lock:
             known = sorted(self._nodes.values(), key=lambda node: not node.up)
         for endpoint in dict.fromkeys([*(node.endpoint for node in known), *self._settings.endpoints]):
@@ -179,7 +180,13 @@ class Topology:
                 continue
             if ranges is None:
                 return self._use_single(endpoint)
-            return self._use_cluster(ranges)
+            if best is None or _covered(ranges) > _covered(best):
+                best = ranges
+            # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
+            if _covered(best) == SLOTS:
+                break
+        if best is not None:
+            return self._use_cluster(best)
         return problem or ConnectionError("no server")
 
     def _slot_ranges(self, endpoint: Endpoint) -> list[tuple[int, int, Endpoint]] | None:
@@ -227,6 +234,10 @@ class Topology:
 
 def slot_of(redis_key: bytes) -> int:
     return binascii.crc_hqx(redis_key, 0) % SLOTS
+
+
+def _covered(ranges: Sequence[tuple[int, int, Endpoint]]) -> int:
+    return sum(last + 1 - first for first, last, _ in ranges)
 
 
 def _slot_range(entry: Any, asked: Endpoint) -> tuple[int, int, Endpoint]:

@@ -517,6 +517,34 @@ def test_a_cluster_node_that_is_replaced_by_another_is_found(cluster, open_store
     assert new.command("DBSIZE") == f":{len(owned[2])}\r\n"
 
 
+def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(tmp_path, open_store, monkeypatch):
+    """Restarted on an empty disk, a node answers CLUSTER SLOTS with nothing, and may be the first to be asked."""
+    from hicache_ext.storage.remote.redis.settings import Endpoint
+    from hicache_ext.storage.remote.redis.topology import Topology
+
+    with RedisServer(tmp_path / "a") as first, RedisServer(tmp_path / "b") as second:
+        halves = [(0, 8191, Endpoint(HOST, first.port)), (8192, 16383, Endpoint(HOST, second.port))]
+        known = {first.port: halves, second.port: halves}
+        asked: list[int] = []
+
+        def slot_ranges(topology, endpoint):
+            asked.append(endpoint.port)
+            return known[endpoint.port]
+
+        monkeypatch.setattr(Topology, "_slot_ranges", slot_ranges)
+        store = open_store(first, second)
+        keys = page_keys(40)
+        store_pages(store, keys)
+        for forgetful in (first, second):
+            known[forgetful.port] = []
+            asked.clear()
+            store._topology.refresh_soon()
+            wait_until(lambda: bool(asked) and known[asked[-1]] == halves, "a look at the map", BOUND)
+            time.sleep(0.05)
+            assert_hits(store, keys)
+            known[forgetful.port] = halves
+
+
 @pytest.mark.slow
 def test_slots_that_move_are_followed(cluster, open_store):
     """ASK while a slot is on its way, MOVED once it is there; the store is never reopened."""
