@@ -24,7 +24,7 @@ _MOST_PIPELINED = 256
 _SENT_AT_ONCE = 256 * 1024
 """Bytes of small pages gathered for one system call."""
 _ASKING = command(b"ASKING")
-_REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (.*):([0-9]{1,5})")
+_REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) ([A-Za-z0-9._:-]{0,253}):([0-9]{1,5})", re.ASCII)
 
 REMOVE_IF_SAME = b"""
 if redis.call('STRLEN', KEYS[1]) ~= tonumber(ARGV[1]) then return 0 end
@@ -203,11 +203,11 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
                 call.finish(SetResult.ERROR, reply.code)
                 raise RefusedError(reply.code)
             call.found_bad(-1)
-        elif reply == call.size:
+        elif (length := _integer(reply)) == call.size:
             call.finish(SetResult.EXISTS)
             continue
-        elif reply:
-            call.found_bad(_integer(reply))
+        elif length:
+            call.found_bad(length)
         missing.append(call)
     remove_bad(connection, [call for call in missing if call.bad_length is not None])
     return missing
@@ -290,7 +290,7 @@ def _integer(reply: Reply) -> int:
 
 def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
     found = _REDIRECT.fullmatch(error.line)
-    if found is None:
+    if found is None or not 0 < int(found[4]) < 65536:
         return False
     call.redirect = (found[1], int(found[2]), Endpoint(found[3], int(found[4])))
     return True

@@ -133,5 +133,8 @@ def resolve(endpoint: Endpoint) -> tuple[int, tuple[str, int] | str]:
     """
     if endpoint.is_path:
         return socket.AF_UNIX, endpoint.host
-    family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
+    except (UnicodeError, OverflowError):
+        raise OSError(f"{endpoint.host!r} is not the name of a host") from None
     return family, (str(address[0]), int(address[1]))

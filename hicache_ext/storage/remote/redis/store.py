@@ -300,10 +300,16 @@ class RedisPageStore:
             self._workers.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed))  # noqa: B023
             if results is SetResult:
                 self._note_full_nodes(waiting)
+            if not self._topology.is_cluster:
+                break
             waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline)
             if not waiting:
                 return
-        for call in (call for pages in waiting.values() for call in pages):
+        # Sent on without end, or by a server that was no cluster when it was last looked at.
+        left = [call for pages in waiting.values() for call in pages if call.result is None]
+        if left:
+            self._topology.refresh_soon()
+        for call in left:
             call.finish(failed, "redirected")
 
     def _shares(self, waiting: dict[Node, list[PageCall]], *, short: bool) -> list[tuple[Node, Lane, list[PageCall]]]:

@@ -147,7 +147,10 @@ class Topology:
                 nodes = list(self._nodes.values())
             for node in nodes:
                 if node.attempt_due() and not self._closing:
-                    node.attempt()
+                    try:
+                        node.attempt()
+                    except Exception:
+                        logger.exception("tier %s: reaching %s", self._name, node.endpoint)
             settled = all(node.up for node in nodes) and nodes and not self._refresh_wanted
             self._wake.wait(max(_KEEPER_STEP, self._next_refresh - time.monotonic()) if settled else _KEEPER_STEP)
 

@@ -72,6 +72,11 @@ def test_a_reply_cut_at_any_byte_is_no_hit_and_the_next_read_is_served():
         (GOOD[:-2] + b"xx", GetResult.ERROR),
         (b"$%d\r\n" % (1 << 29) + bytes(1000), GetResult.CORRUPT),
         (b"$9999999999\r\n", GetResult.ERROR),
+        (b"-MOVED 1 127.0.0.1:1\r\n", GetResult.ERROR),
+        (b"-ASK 1 127.0.0.1:1\r\n", GetResult.ERROR),
+        (b"-MOVED 1 /etc/passwd:1\r\n", GetResult.ERROR),
+        (b"-MOVED 99999 :0\r\n", GetResult.ERROR),
+        (b"-MOVED 1 127.0.0.1:99999\r\n", GetResult.ERROR),
         (bulk(value_of(KEY) + b"x"), GetResult.CORRUPT),
         (bulk(value_of(KEY)[:-1]), GetResult.CORRUPT),
         (bulk(value_of(KEY)[: -sum(SIZES) // 2]), GetResult.CORRUPT),
@@ -138,6 +143,15 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left_at_the_deadline():
 @pytest.mark.parametrize("sent", [b":1\r\n", b"$2\r\nOK\r\n", b"+QUEUED\r\n", b"-ERR no\r\n", b"garbage\r\n"])
 def test_a_wrong_answer_to_a_write_is_an_error(sent):
     with FakeServer(lambda words: b":0\r\n" if words[0] == b"STRLEN" else sent) as server:
+        store = open_store(server)
+        keys = page_keys(1)
+        assert store.set(PageBatch(keys, filled(keys, [SIZES]).buffers)) == [SetResult.ERROR]
+        store.close()
+
+
+@pytest.mark.parametrize("sent", [b"+OK\r\n", b"$-1\r\n", b"$0\r\n\r\n", b"garbage\r\n"])
+def test_a_wrong_answer_to_the_look_before_a_write_is_an_error(sent):
+    with FakeServer(lambda words: sent if words[0] == b"STRLEN" else b"+OK\r\n") as server:
         store = open_store(server)
         keys = page_keys(1)
         assert store.set(PageBatch(keys, filled(keys, [SIZES]).buffers)) == [SetResult.ERROR]
