@@ -10,6 +10,7 @@ from hicache_ext.storage.store import PageStore
 
 _OPENERS = {
     "file": ("hicache_ext.storage.file", "open_file_tier"),
+    "mooncake": ("hicache_ext.storage.mooncake", "open_mooncake_tier"),
 }
 
 
