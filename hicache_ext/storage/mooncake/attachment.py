@@ -1,4 +1,4 @@
-"""The one place that holds a Mooncake client: no call reaches it before setup, after close, or while the master is away.
+"""The one place that holds a Mooncake client: no call gets through before setup, after close, or without a master.
 
 States: *attached* (calls go through), *away* (calls are refused at once; a thread tries to get back), *closed*.
 """

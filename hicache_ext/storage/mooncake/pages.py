@@ -1,7 +1,7 @@
 """MooncakeStore: PageStore over a Mooncake cluster. One object per page: header and payload (docs/page-format.md).
 
-Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the library's lease, which keeps an object
-from eviction for as long as the master was told (10 s by default); so does every way to ask whether an object exists.
+Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the library's lease, which keeps an
+object from eviction for as long as the master was told (10 s by default); so does every way to ask whether it exists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hicache_ext import envelope
@@ -137,9 +137,10 @@ class MooncakeStore:
             return results
         scratch = self._scratch.borrow()
         try:
-            for portion in portions(batch, positions, scratch):
-                if not self._get_portion(client, batch, portion, results):
-                    break
+            for chosen in _without_repeats(batch.keys, positions):
+                for portion in portions(batch, chosen, scratch):
+                    if not self._get_portion(client, batch, portion, results):
+                        return results
         finally:
             self._scratch.give_back(scratch)
         return results
@@ -263,10 +264,9 @@ class MooncakeStore:
             self._identities.add(key[: envelope.IDENTITY_LENGTH])
             if present[position]:
                 results[position] = SetResult.EXISTS
-            elif (
-                batch.sizes[position] and not self._is_clearing(key) and first_of.setdefault(key, position) == position
-            ):
-                positions.append(position)
+            elif batch.sizes[position] and not self._is_clearing(key):
+                if first_of.setdefault(key, position) == position:
+                    positions.append(position)
         if positions and time.monotonic() < self._no_writes_until:
             self._metrics.add("rejected", "full", len(positions))
             positions = []
@@ -388,3 +388,18 @@ class MooncakeStore:
 
     def _object_name(self, key: bytes) -> str:
         return f"{self._tier.prefix}/{key[: envelope.IDENTITY_LENGTH].hex()}/{key[envelope.IDENTITY_LENGTH :].hex()}"
+
+
+def _without_repeats(keys: Sequence[bytes], positions: Sequence[int]) -> Iterator[list[int]]:
+    """``positions`` in rounds in which no key comes twice.
+
+    For a key that comes twice in one call the library fills the last one's buffers, and answers success for both.
+    """
+    waiting = list(positions)
+    while waiting:
+        first_of: dict[bytes, int] = {}
+        for position in waiting:
+            first_of.setdefault(keys[position], position)
+        chosen = set(first_of.values())
+        yield sorted(chosen)
+        waiting = [position for position in waiting if position not in chosen]

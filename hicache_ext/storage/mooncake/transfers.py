@@ -46,7 +46,7 @@ class Portion:
 
 
 def portions(batch: PageBatch, positions: Sequence[int], scratch: memoryview) -> Iterator[Portion]:
-    """``positions`` of ``batch`` in order; each portion uses the whole of ``scratch``, so one is done before the next."""
+    """``positions`` of ``batch`` in order. Each portion uses ``scratch`` anew: it is done with before the next is asked."""
     base = address_of(scratch)
     portion = Portion()
     used = 0
