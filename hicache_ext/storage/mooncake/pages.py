@@ -264,9 +264,10 @@ class MooncakeStore:
             self._identities.add(key[: envelope.IDENTITY_LENGTH])
             if present[position]:
                 results[position] = SetResult.EXISTS
-            elif batch.sizes[position] and not self._is_clearing(key):
-                if first_of.setdefault(key, position) == position:
-                    positions.append(position)
+                continue
+            takes = batch.sizes[position] > 0 and not self._is_clearing(key)
+            if takes and first_of.setdefault(key, position) == position:
+                positions.append(position)
         if positions and time.monotonic() < self._no_writes_until:
             self._metrics.add("rejected", "full", len(positions))
             positions = []
