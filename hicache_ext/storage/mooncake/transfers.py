@@ -46,7 +46,7 @@ class Portion:
 
 
 def portions(batch: PageBatch, positions: Sequence[int], scratch: memoryview) -> Iterator[Portion]:
-    """``positions`` of ``batch`` in order. Each portion uses ``scratch`` anew: done with it before the next is asked."""
+    """``positions`` of ``batch`` in order. Each portion uses ``scratch`` anew: finish it before asking for the next."""
     base = address_of(scratch)
     portion = Portion()
     used = 0
