@@ -16,7 +16,9 @@ from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_duration, 
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
-_DEVICES_ALLOWED = "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
+_DEVICES_ALLOWED = (
+    "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
+)
 _NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
 _SEGMENTS_ALLOWED = "a list of segment names"
 _SOFT_PIN_ALLOWED = "true, false, or a duration such as 30m"

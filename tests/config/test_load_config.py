@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from hicache_ext.config import (
     ExtraConfig,
     FileTierConfig,
+    MooncakeTierConfig,
     HicacheExtConfig,
     example_config,
     json_schema,
@@ -234,8 +235,9 @@ def test_the_example_is_a_valid_configuration(tmp_path: Path) -> None:
     assert list(load_config(file).tiers) == ["nvme"]
 
 
-def test_only_the_file_type_exists_in_this_version() -> None:
-    assert tier_types() == {"file": FileTierConfig}
+def test_a_type_names_its_class() -> None:
+    assert tier_types()["file"] is FileTierConfig
+    assert tier_types()["mooncake"] is MooncakeTierConfig
 
 
 def test_the_schema_accepts_what_the_loader_accepts_and_knows_every_key() -> None:

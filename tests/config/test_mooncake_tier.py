@@ -9,7 +9,10 @@ from hicache_ext.errors import ConfigError
 from hicache_ext.storage.opening import open_tiers
 
 ADDRESS = "host:port, such as 10.0.0.1:50051"
-DEVICES = "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {rank: text}"
+DEVICES = (
+    "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
+)
+SOFT_PIN = "true, false, or a duration such as 30m"
 NAME = "letters, digits, '_', '-' and '.'"
 SIZE = "whole bytes such as 1048576, or a size such as 512MiB, 2TiB or 1.5GB"
 
@@ -40,7 +43,7 @@ def test_the_least_one_writes_is_a_client_of_a_standalone_pool():
     assert least.summary() == "mooncake, master 10.0.0.1:50051, tcp"
 
 
-@pytest.mark.parametrize("devices", [["mlx5_0", "mlx5_1"], {0: "mlx5_0", 1: "mlx5_1"}, {"0": "mlx5_0", "1": "mlx5_1"}])
+@pytest.mark.parametrize("devices", [["mlx5_0", "mlx5_1"], {"0": "mlx5_0", "1": "mlx5_1"}])
 def test_each_rank_has_its_devices(devices):
     both = tier(protocol="rdma", devices=devices)
     assert [both.for_rank(rank).device_names() for rank in (0, 1)] == ["mlx5_0", "mlx5_1"]

@@ -98,9 +98,11 @@ class Attachment:
             if self._closed:
                 raise StoreClosedError(self.name)
             for region in regions:
+                if region.nbytes == 0:
+                    continue
                 place = (address_of(region), region.nbytes)
                 # The library refuses memory it knows already.
-                if region.nbytes == 0 or any(_contains(known, place) for known in self._memory):
+                if any(_contains(known, place) for known in self._memory):
                     continue
                 self._memory.append(place)
                 if self._client is not None:
