@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from hicache_ext.config import (
     ExtraConfig,
     FileTierConfig,
-    MooncakeTierConfig,
     HicacheExtConfig,
+    MooncakeTierConfig,
     example_config,
     json_schema,
     load_config,
