@@ -24,9 +24,11 @@ GATHER_BYTES = 512 * 1024
 """Payloads up to this size are gathered."""
 DIRECT_SEGMENTS = 4
 """Larger pages are gathered, too, when they are cut in more segments than this."""
-TRANSFERS = 32
-"""Transfers in one call of the library."""
-SCRATCH_BYTES = 16 * 1024 * 1024
+FIRST_TRANSFERS = 4
+TRANSFERS = 64
+"""Transfers in one call of the library. The first call of a batch is small: it meets a holder that is frozen already, and
+each transfer to one is waited for (about 0.4 times the time-out per transfer, measured)."""
+SCRATCH_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ def portions(batch: PageBatch, positions: Sequence[int], scratch: memoryview) ->
     """``positions`` of ``batch`` in order. Each portion uses ``scratch`` anew: finish it before asking for the next."""
     base = address_of(scratch)
     portion = Portion()
-    used = 0
+    used, limit = 0, FIRST_TRANSFERS
     for position in positions:
         segments, payload_bytes = batch.buffers[position], batch.sizes[position]
         gather = payload_bytes <= GATHER_BYTES or len(segments) > DIRECT_SEGMENTS
@@ -57,9 +59,9 @@ def portions(batch: PageBatch, positions: Sequence[int], scratch: memoryview) ->
         gather = gather and HEADER_LENGTH + payload_bytes <= scratch.nbytes
         need = HEADER_LENGTH + (payload_bytes if gather else 0)
         transfers = 1 if gather else 1 + len(segments)
-        if portion.positions and (used + need > scratch.nbytes or portion.transfers + transfers > TRANSFERS):
+        if portion.positions and (used + need > scratch.nbytes or portion.transfers + transfers > limit):
             yield portion
-            portion, used = Portion(), 0
+            portion, used, limit = Portion(), 0, TRANSFERS
         portion.positions.append(position)
         portion.headers.append(scratch[used : used + HEADER_LENGTH])
         portion.gathered.append(scratch[used + HEADER_LENGTH : used + need] if gather else None)
