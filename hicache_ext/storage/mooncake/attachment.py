@@ -45,8 +45,9 @@ class Attachment:
         self._memory: list[tuple[int, int]] = []
         """(address, bytes) of host memory to register."""
         self._registered: list[int] = []
-        self.on_return: Callable[[Any], None] = lambda client: None
-        """Called with the client, on the thread that found the master again, before other calls go through."""
+        self.on_return: Callable[[Any], bool] = lambda client: True
+        """Called with the client, on the thread that found the master again, before other calls go through; False: not
+        yet."""
         try:
             self._client = engine.open_client()
         except StoreSetupError as error:
@@ -57,12 +58,15 @@ class Attachment:
                 self._leave()
 
     @contextlib.contextmanager
-    def client(self) -> Iterator[Any]:
-        """The client for one call of the store, or None while it is away. Raises StoreClosedError."""
+    def client(self, *, resting_too: bool = False) -> Iterator[Any]:
+        """The client for one call of the store, or None while it is away. Raises StoreClosedError.
+
+        ``resting_too``: also while a holder makes it rest, for calls that ask nothing but the master.
+        """
         with self._condition:
             if self._closed:
                 raise StoreClosedError(self.name)
-            away = self._away or time.monotonic() < self._resting_until
+            away = self._away or (not resting_too and time.monotonic() < self._resting_until)
             client = None if away else self._client
             self._under_way += 1
         try:
@@ -135,7 +139,7 @@ class Attachment:
                     logger.info("hicache_ext: tier %s: the master answers again", self.name)
                     return
             except Exception as error:  # noqa: BLE001 - the next attempt may do better
-                logger.debug("tier %s: not back yet: %s", self.name, error)
+                logger.warning("hicache_ext: tier %s: not back yet: %s", self.name, error)
 
     def _return(self) -> bool:
         """Attach, or ask the attached client whether its master answers: an open port may belong to a frozen one."""
@@ -146,12 +150,18 @@ class Attachment:
                 if self._closed:
                     client.close()
                     return True
-                for place in self._memory:
-                    self._register(client, place)
+                try:
+                    for place in self._memory:
+                        self._register(client, place)
+                except StoreSetupError:
+                    self._registered.clear()
+                    client.close()
+                    raise
                 self._client = client
         elif client.is_exist(_PROBE_KEY) in MASTER_LOST:
             return False
-        self.on_return(client)
+        if not self.on_return(client):
+            return False
         with self._condition:
             self._away = False
         return True

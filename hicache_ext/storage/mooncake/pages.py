@@ -326,7 +326,7 @@ class MooncakeStore:
 
     def remove(self, keys: Sequence[bytes]) -> int:
         wanted = list(dict.fromkeys(keys))
-        with self._attachment.client() as client:
+        with self._attachment.client(resting_too=True) as client:
             if client is None or not wanted:
                 return 0
             codes = client.batch_remove([self._object_name(key) for key in wanted], True)
@@ -341,7 +341,7 @@ class MooncakeStore:
         """
         wanted: list[bytes | None] = [*sorted(self._identities), None] if digests is None else list(digests)
         removed: list[bytes | None] = []
-        with self._attachment.client() as client:
+        with self._attachment.client(resting_too=True) as client:
             with self._clear_lock:
                 for digest in wanted:
                     self._clearing.add(digest)
@@ -356,17 +356,18 @@ class MooncakeStore:
 
     def _clear_now(self, digests: Sequence[bytes | None], removed: list[bytes | None]) -> None:
         try:
-            with self._attachment.client() as client:
+            with self._attachment.client(resting_too=True) as client:
                 if client is not None:
                     self._clear_on(client, digests, removed)
         except Exception:
             logger.exception("tier %s: clear", self._name)
 
-    def _clear_pending(self, client: Any) -> None:
-        """The master is back: remove what was cleared while it was away."""
+    def _clear_pending(self, client: Any) -> bool:
+        """The master is back: remove what was cleared while it was away; whether it is gone."""
         with self._clear_lock:
             waiting = list(self._clearing)
         self._clear_on(client, waiting, [])
+        return not self._clearing
 
     def _clear_on(self, client: Any, digests: Sequence[bytes | None], removed: list[bytes | None]) -> None:
         for digest in digests:
@@ -375,7 +376,10 @@ class MooncakeStore:
             if count < 0:
                 self._metrics.add("error", f"clear_{engine.reason_of(count)}")
                 self._attachment.report(count)
-                return
+                if count in engine.MASTER_LOST:
+                    # Stays absent here, and is tried again when the master is back.
+                    return
+                logger.warning("tier %s: clear: %s", self._name, engine.reason_of(count))
             if count > 0:
                 removed.append(digest)
             with self._clear_lock:

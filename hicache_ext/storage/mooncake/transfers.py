@@ -8,6 +8,7 @@ transfers at once, which bounds what a frozen holder costs.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hicache_ext import envelope
+from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.mooncake.attachment import address_of
 from hicache_ext.storage.store import PageBatch
+
+logger = logging.getLogger(__name__)
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 GATHER_BYTES = 512 * 1024
@@ -26,8 +30,8 @@ DIRECT_SEGMENTS = 4
 """Larger pages are gathered, too, when they are cut in more segments than this."""
 FIRST_TRANSFERS = 4
 TRANSFERS = 64
-"""Transfers in one call of the library. The first call of a batch is small: it meets a holder that is frozen already, and
-each transfer to one is waited for (about 0.4 times the time-out per transfer, measured)."""
+"""Transfers in one call of the library. The first call of a batch is small, for holders that are frozen by then: every
+transfer to one is waited for, about 0.4 times the time-out each (measured)."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 
 
@@ -107,7 +111,11 @@ class ScratchPool:
             if self._free:
                 return self._free.pop()
         region = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
-        self._register([region])
+        try:
+            self._register([region])
+        except StoreSetupError as error:
+            # Its transfers will fail with a code, which is a result; this would not be one.
+            logger.warning("hicache_ext: %s", error)
         return region
 
     def give_back(self, region: memoryview) -> None:

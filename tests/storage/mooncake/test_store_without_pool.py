@@ -346,3 +346,29 @@ except Exception as error:
 
 def test_short_timeouts_are_never_zero():
     assert environment(0.001)["MC_RPC_TIMEOUT_MS"] == "1"
+
+
+def test_what_is_cleared_while_the_master_is_away_is_removed_before_the_first_call_after_its_return(engine, store):
+    keys = page_keys(2)
+    store_pages(store, keys)
+    patterns: list[str] = []
+    answers = [-901, 2]
+
+    def remove_by_regex(pattern: str, force: bool) -> int:
+        patterns.append(pattern)
+        engine.client.objects.clear()
+        return answers.pop(0)
+
+    engine.client.remove_by_regex = remove_by_regex
+    engine.up = False
+    engine.client.codes["exist"] = -900
+    store.contains(keys)
+    del engine.client.codes["exist"]
+    assert store.clear([keys[0][:16]]) == 0
+    engine.up = True
+    wait_until(lambda: store.attached)
+    # Asked again after the first answer was none.
+    assert patterns == [f"^hicache_ext/{keys[0][:16].hex()}/[0-9a-f]{{64}}$"] * 2
+    assert store.contains(keys) == [False, False]
+    assert store_pages(store, keys) == [SetResult.STORED] * 2
+    assert read_pages(store, keys)[0] == [GetResult.HIT] * 2
