@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, WithJsonSchema
 
@@ -26,6 +26,10 @@ class TierConfig(ConfigModel):
     def directories(self) -> tuple[str, ...]:
         """The local directories this tier owns; no two tiers may share one."""
         return ()
+
+    def for_rank(self, tp_rank: int) -> Self:
+        """This tier as the tensor-parallel rank ``tp_rank`` uses it. Raises ConfigError, its key below the tier's."""
+        return self
 
     def summary(self) -> str:
         """One line for ``hicache-ext config check``; secrets never appear in it."""

@@ -134,7 +134,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
         self._closed = False
-        self._store = open_tiers(self._config)
+        self._store = open_tiers(self._config, int(storage_config.tp_rank or 0))
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
@@ -174,6 +174,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 "set hicache_ext.kv_dtype",
             )
         shards = self._shards(name, pool, parts)
+        self._store.register_host_memory(pages.regions())
         self._pools[name] = self._identified(name, pages, pages.describe(dtype), shards)
         logger.info(
             "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments, identity %s",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from hicache_ext.config import HicacheExtConfig
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.config import HicacheExtConfig, TierConfig
+from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.store import PageStore
 from hicache_ext.storage.tiered import TieredStore
@@ -13,8 +13,8 @@ from hicache_ext.storage.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 
-def open_tiers(config: HicacheExtConfig) -> TieredStore:
-    """The store that SGLang's calls go to.
+def open_tiers(config: HicacheExtConfig, tp_rank: int = 0) -> TieredStore:
+    """The store that SGLang's calls go to, on the tensor-parallel rank ``tp_rank``.
 
     Raises StoreSetupError for a required tier that cannot start, after closing what was opened before; a tier with
     ``required: false`` is left out with a warning.
@@ -23,7 +23,7 @@ def open_tiers(config: HicacheExtConfig) -> TieredStore:
     try:
         for name, tier in config.tiers.items():
             try:
-                opened[name] = open_tier(name, tier)
+                opened[name] = open_tier(name, _for_rank(name, tier, tp_rank))
             except StoreSetupError as error:
                 if tier.required:
                     raise
@@ -39,3 +39,10 @@ def open_tiers(config: HicacheExtConfig) -> TieredStore:
         retrieve=[opened[name] for name in config.retrieve_locations if name in opened],
         store=[opened[name] for name in config.store_locations if name in opened],
     )
+
+
+def _for_rank(name: str, tier: TierConfig, tp_rank: int) -> TierConfig:
+    try:
+        return tier.for_rank(tp_rank)
+    except ConfigError as error:
+        raise ConfigError(f"hicache_ext.tiers.{name}.{error.key}", error.problem, error.allowed) from None

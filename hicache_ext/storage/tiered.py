@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,11 @@ class TieredStore:
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         for tier in self._all:
             tier.register_identity(digest, document)
+
+    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+        for tier in self._all:
+            if isinstance(tier, HostMemoryUser):
+                tier.register_host_memory(regions)
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         results = [GetResult.MISS] * len(batch)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
 
 
 class PageStoreWrapper:
@@ -40,6 +40,10 @@ class PageStoreWrapper:
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self.inner.register_identity(digest, document)
+
+    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+        if isinstance(self.inner, HostMemoryUser):
+            self.inner.register_host_memory(regions)
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         return self.inner.get(batch)

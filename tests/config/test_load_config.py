@@ -17,6 +17,7 @@ from hicache_ext.config import (
     ExtraConfig,
     FileTierConfig,
     HicacheExtConfig,
+    MooncakeTierConfig,
     RedisTierConfig,
     example_config,
     json_schema,
@@ -238,6 +239,7 @@ def test_the_example_is_a_valid_configuration(tmp_path: Path) -> None:
 def test_every_type_of_tier_has_its_class() -> None:
     types = tier_types()
     assert types["file"] is FileTierConfig
+    assert types["mooncake"] is MooncakeTierConfig
     assert types["redis"] is RedisTierConfig
 
 

@@ -1,0 +1,222 @@
+"""``type: mooncake``: the memory of a Mooncake Store cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, WithJsonSchema
+
+from hicache_ext.config.problems import quoted, refuse, shown
+from hicache_ext.config.schema import Allowed, checked, one_of, true_or_false
+from hicache_ext.config.templates import expand_templates
+from hicache_ext.config.tier import RemoteTierConfig
+from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_duration, parse_size
+from hicache_ext.errors import ConfigError
+
+_ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
+_DEVICES_ALLOWED = (
+    "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
+)
+_NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
+_SEGMENTS_ALLOWED = "a list of segment names"
+_SOFT_PIN_ALLOWED = "true, false, or a duration such as 30m"
+_REPLICAS_ALLOWED = "1 to 16"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+
+Devices = str | dict[int, str]
+
+
+def parse_address(value: object) -> str:
+    """host:port, templates expanded."""
+    if not isinstance(value, str):
+        raise refuse(value, _ADDRESS_ALLOWED)
+    address = expand_templates(value)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535 or " " in address:
+        raise ConfigError("", f"{quoted(value)} is not an address with a port", _ADDRESS_ALLOWED)
+    return address
+
+
+def _optional_address(value: object) -> str | None:
+    return None if value is None else parse_address(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise refuse(value, "text")
+    return expand_templates(value)
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise refuse(value, _NAME_ALLOWED)
+    return value
+
+
+def parse_devices(value: object) -> Devices:
+    """Device names for all ranks, or per tp rank."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and value:
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or not value:
+        raise refuse(value, _DEVICES_ALLOWED)
+    devices: dict[int, str] = {}
+    for rank, names in value.items():
+        number = int(rank) if isinstance(rank, str) and rank.isascii() and rank.isdigit() else rank
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ConfigError("", f"{shown(rank)} is not a tp rank", _DEVICES_ALLOWED)
+        if not isinstance(names, str) or not names:
+            raise refuse(names, "device names in one text", f"[{number}]")
+        devices[number] = names
+    return devices
+
+
+def _segments(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise refuse(value, _SEGMENTS_ALLOWED)
+    for position, name in enumerate(value):
+        if not isinstance(name, str) or not name.strip():
+            raise refuse(name, "the name of a segment", f"[{position}]")
+    return tuple(expand_templates(name) for name in value)
+
+
+def _soft_pin(value: object) -> float | None:
+    """Seconds; 0 for the master's own time, None for no pin."""
+    if isinstance(value, bool):
+        return 0.0 if value else None
+    if value is None:
+        return None
+    try:
+        seconds = parse_duration(value)
+    except ConfigError as error:
+        raise ConfigError("", error.problem, _SOFT_PIN_ALLOWED) from None
+    if seconds <= 0:
+        raise refuse(value, _SOFT_PIN_ALLOWED)
+    return seconds
+
+
+def _replicas(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 16:
+        raise refuse(value, _REPLICAS_ALLOWED)
+    return value
+
+
+def _buffer_size(value: object) -> int:
+    size = parse_size(value)
+    if size < 1024 * 1024:
+        raise ConfigError("", f"{shown(value)} is less than 1MiB", SIZE_ALLOWED)
+    return size
+
+
+_SIZE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
+
+
+class MooncakeTierConfig(RemoteTierConfig):
+    """A Mooncake Store cluster."""
+
+    type: Annotated[Literal["mooncake"], Allowed("mooncake")] = "mooncake"
+    master: Annotated[
+        str, Field(description="address of mooncake_master"), Allowed(_ADDRESS_ALLOWED), checked(parse_address)
+    ]
+    metadata_server: Annotated[
+        str,
+        Field(description="of the transfer engine; P2PHANDSHAKE needs none"),
+        Allowed("P2PHANDSHAKE, or an address such as http://10.0.0.1:8080/metadata"),
+        checked(_text),
+    ] = "P2PHANDSHAKE"
+    protocol: Annotated[
+        Literal["tcp", "rdma"],
+        Field(description="how pages travel"),
+        Allowed("tcp, rdma"),
+        one_of("tcp", "rdma"),
+    ] = "tcp"
+    devices: Annotated[
+        Devices,
+        Field(description="RDMA devices, for all ranks or per tp rank; empty: the library chooses"),
+        Allowed(_DEVICES_ALLOWED),
+        checked(parse_devices),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                    {"type": "object", "additionalProperties": {"type": "string"}},
+                ]
+            }
+        ),
+    ] = ""
+    local_hostname: Annotated[
+        str,
+        Field(description="under which the cluster reaches this node"),
+        Allowed("a host name or address; {hostname} and {env:NAME} are replaced"),
+        checked(_text),
+    ] = Field(default="{hostname}", validate_default=True)
+    segment_size: Annotated[
+        int,
+        Field(description="memory each rank of this server contributes; 0: none, a client of a standalone pool"),
+        Allowed(SIZE_ALLOWED),
+        checked(parse_size),
+        _SIZE_SCHEMA,
+    ] = 0
+    local_buffer_size: Annotated[
+        int, Field(description="the library's own buffer"), Allowed(SIZE_ALLOWED), checked(_buffer_size), _SIZE_SCHEMA
+    ] = 16 * 1024 * 1024
+    replica_num: Annotated[
+        int, Field(description="copies of each page"), Allowed(_REPLICAS_ALLOWED), checked(_replicas)
+    ] = 1
+    preferred_segments: Annotated[
+        tuple[str, ...],
+        Field(description="segments to write to while they have room"),
+        Allowed(_SEGMENTS_ALLOWED),
+        checked(_segments),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+    ] = ()
+    soft_pin: Annotated[
+        float | None,
+        Field(description="evict these pages last, for the master's own time or for this long"),
+        Allowed(_SOFT_PIN_ALLOWED),
+        checked(_soft_pin),
+        WithJsonSchema({"type": ["boolean", "number", "string"]}),
+    ] = None
+    hard_pin: Annotated[
+        bool, Field(description="never evict these pages"), Allowed("true or false"), checked(true_or_false)
+    ] = False
+    group: Annotated[
+        Literal["none", "page"],
+        Field(description="page: all pools of a page are one group to the master"),
+        Allowed("none, page"),
+        one_of("none", "page"),
+    ] = "none"
+    prefix: Annotated[
+        str, Field(description="first part of every object's name"), Allowed(_NAME_ALLOWED), checked(_name)
+    ] = "hicache_ext"
+    tenant: Annotated[str, Field(description="of a master with tenants"), Allowed(_NAME_ALLOWED), checked(_name)] = (
+        "default"
+    )
+    metrics: Annotated[
+        str | None,
+        Field(description="address of the master's metrics, for hicache-ext doctor"),
+        Allowed(_ADDRESS_ALLOWED),
+        checked(_optional_address),
+    ] = None
+
+    def for_rank(self, tp_rank: int) -> Self:
+        """This tier as the rank ``tp_rank`` uses it. Raises ConfigError when ``devices`` leaves the rank out."""
+        if isinstance(self.devices, str):
+            return self
+        if tp_rank not in self.devices:
+            raise ConfigError("devices", f"there are none for tp rank {tp_rank}", _DEVICES_ALLOWED)
+        return self.model_copy(update={"devices": self.devices[tp_rank]})
+
+    def device_names(self) -> str:
+        """The devices of one rank; those of rank 0 where ranks differ and none was chosen."""
+        return self.devices if isinstance(self.devices, str) else self.devices.get(0, "")
+
+    def summary(self) -> str:
+        contributed = f", contributes {format_size(self.segment_size)}" if self.segment_size else ""
+        return f"mooncake, master {self.master}, {self.protocol}{contributed}"

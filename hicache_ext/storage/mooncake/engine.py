@@ -1,0 +1,171 @@
+"""The Mooncake client library: how it is imported and set up, and what its return codes mean.
+
+The library crashes the process on a call before ``setup`` or after ``close``, and cannot be interrupted. So only
+attachment.py holds a client, and the bounds of its calls are the library's own, set through its environment variables
+before the first import. A variable that the user has set is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from hicache_ext.errors import StoreSetupError
+
+if TYPE_CHECKING:
+    from hicache_ext.config import MooncakeTierConfig
+
+logger = logging.getLogger(__name__)
+
+OK = 0
+NO_SPACE = -200
+INVALID_ARGUMENT = -600
+"""On a read: the object is larger than the buffers."""
+NOT_READY = -703
+NOT_FOUND = -704
+EXISTS = -705
+LEASED = -706
+LEASE_EXPIRED = -707
+TRANSFER_FAILED = -800
+"""The holder is dead or frozen; on a read also: the object is smaller than the buffers."""
+MASTER_LOST = (-900, -901)
+"""No connection to the master; no answer from it in time."""
+
+REASONS = {
+    NO_SPACE: "full",
+    INVALID_ARGUMENT: "invalid_argument",
+    NOT_READY: "not_ready",
+    NOT_FOUND: "not_found",
+    LEASED: "leased",
+    LEASE_EXPIRED: "lease_expired",
+    TRANSFER_FAILED: "transfer",
+    -900: "master_unreachable",
+    -901: "master_timeout",
+}
+
+_SETUP_SECONDS = 10.0
+_SETUP_SECONDS_PER_BYTE = 1.0 / (1 << 30)
+"""A contributed segment is allocated, and with RDMA pinned, during setup: a second per GiB."""
+
+
+def reason_of(code: int) -> str:
+    """A return code as a metric label."""
+    return REASONS.get(code, f"code_{-code}")
+
+
+def environment(timeout: float) -> dict[str, str]:
+    """The library's variables for calls that end within about ``timeout`` seconds. See docs/mooncake.md."""
+    return {
+        "MC_LOG_LEVEL": "ERROR",
+        # Without these two a frozen master holds every call for 30 s, and setup tries for 90 s.
+        "MC_RPC_TIMEOUT_MS": str(max(1, math.ceil(timeout * 1000))),
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(max(1, math.ceil(min(timeout, 1.0) * 1000))),
+        # A frozen holder, per transfer: whole seconds, and one second fails healthy transfers on a busy machine.
+        "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    }
+
+
+class Engine:
+    """Makes clients for one tier. Thread-safe."""
+
+    def __init__(self, name: str, tier: MooncakeTierConfig) -> None:
+        """Imports the library. Raises StoreSetupError when it is not installed."""
+        self._name = name
+        self.tier = tier
+        for variable, value in environment(tier.timeout).items():
+            os.environ.setdefault(variable, value)
+        try:
+            from mooncake import store as library
+        except ImportError as error:
+            raise StoreSetupError(
+                name,
+                f"the Mooncake client cannot be imported ({error})",
+                ["pip install mooncake-transfer-engine (or mooncake-transfer-engine-non-cuda, not both)"],
+            ) from error
+        self._library = library
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.tier.master.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def master_answers(self, seconds: float) -> bool:
+        """Whether something accepts connections at the master's port. A frozen master does, too."""
+        try:
+            socket.create_connection(self.host_and_port, timeout=seconds).close()
+        except OSError:
+            return False
+        return True
+
+    def open_client(self) -> Any:
+        """A client that is set up. Bounded in time; raises StoreSetupError.
+
+        The port is probed first, because the library's own attempts take seconds. Setup runs on a thread of its own:
+        when it does not end in time the thread is left behind, and closes whatever it still gets.
+        """
+        if not self.master_answers(self.tier.timeout):
+            raise StoreSetupError(
+                self._name, f"no Mooncake master answers at {self.tier.master}", ["start it, or set required: false"]
+            )
+        client = self._library.MooncakeDistributedStore()
+        lock = threading.Lock()
+        outcome: list[int | Exception] = []
+        abandoned = False
+
+        def set_up() -> None:
+            try:
+                result: int | Exception = client.setup(
+                    self.tier.local_hostname,
+                    self.tier.metadata_server,
+                    self.tier.segment_size,
+                    self.tier.local_buffer_size,
+                    self.tier.protocol,
+                    self.tier.device_names(),
+                    self.tier.master,
+                    tenant_id=self.tier.tenant,
+                )
+            except Exception as error:  # noqa: BLE001 - handed to the waiting thread
+                result = error
+            with lock:
+                outcome.append(result)
+                if abandoned and result == OK:
+                    client.close()
+
+        # A daemon: a setup that never ends must not keep the interpreter from ending.
+        thread = threading.Thread(target=set_up, name=f"hicache-{self._name}-setup", daemon=True)
+        thread.start()
+        seconds = self.tier.timeout + _SETUP_SECONDS + self.tier.segment_size * _SETUP_SECONDS_PER_BYTE
+        thread.join(seconds)
+        with lock:
+            abandoned = not outcome
+        if abandoned:
+            raise StoreSetupError(self._name, f"setup with the master at {self.tier.master} took over {seconds:.0f} s")
+        if outcome[0] != OK:
+            said = outcome[0] if isinstance(outcome[0], Exception) else f"code {outcome[0]}"
+            raise StoreSetupError(
+                self._name,
+                f"setup with the master at {self.tier.master} failed ({said})",
+                ["check the master, local_hostname, protocol and devices"],
+            )
+        return client
+
+    def replicate_config(self, page_hashes: list[str]) -> Any:
+        """How the objects of one put are kept; ``page_hashes`` are theirs, in order."""
+        config = self._library.ReplicateConfig()
+        config.replica_num = self.tier.replica_num
+        if self.tier.preferred_segments:
+            config.preferred_segments = list(self.tier.preferred_segments)
+        if self.tier.soft_pin is not None:
+            config.soft_pin_action = self._library.SoftPinAction.ENABLE
+            if self.tier.soft_pin > 0:
+                config.soft_pin_ttl_ms = math.ceil(self.tier.soft_pin * 1000)
+        config.with_hard_pin = self.tier.hard_pin
+        if self.tier.group == "page":
+            config.group_ids = page_hashes
+        return config

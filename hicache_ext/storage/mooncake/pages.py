@@ -1,0 +1,410 @@
+"""MooncakeStore: PageStore over a Mooncake cluster. One object per page: header and payload (docs/page-format.md).
+
+Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the library's lease, which keeps an
+object from eviction for as long as the master was told (10 s by default); so does every way to ask whether it exists.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hicache_ext import envelope
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.diagnosis import Finding
+from hicache_ext.storage.mooncake import engine
+from hicache_ext.storage.mooncake.attachment import Attachment
+from hicache_ext.storage.mooncake.transfers import Portion, ScratchPool, gather, portions, scatter
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+
+if TYPE_CHECKING:
+    from hicache_ext.config import MooncakeTierConfig
+
+logger = logging.getLogger(__name__)
+
+_FULL_ATTEMPTS = 3
+_FULL_PAUSE = 0.02
+"""Seconds between two attempts of a page for which there was no room: the master evicts meanwhile."""
+_NO_SPACE_PAUSE = 1.0
+"""Seconds without writes after the pool was full in spite of that."""
+_SLOW_FAILURE = 0.5
+"""A failed transfer that took this long was waited for: its holder is frozen."""
+_FIRST_LOOK = 32
+_LOOK_GROWTH = 4
+_LONGEST_LOOK = 8192
+_CLEAR_WAIT = 0.5
+"""Seconds clear() waits: SGLang calls it on the scheduler's thread."""
+
+_GET_RESULTS = {
+    engine.NOT_FOUND: GetResult.MISS,
+    engine.NOT_READY: GetResult.MISS,
+    engine.LEASE_EXPIRED: GetResult.TIMEOUT,
+    -901: GetResult.TIMEOUT,
+}
+_SET_RESULTS = {
+    engine.OK: SetResult.STORED,
+    engine.EXISTS: SetResult.EXISTS,
+    engine.NO_SPACE: SetResult.REJECTED,
+    -901: SetResult.TIMEOUT,
+}
+
+
+class MooncakeStore:
+    """See the module docstring. Threads: any. A batch's memory is touched only until the call returns: the library's
+    calls are always awaited, and bounded by its own time-outs (engine.py)."""
+
+    def __init__(self, name: str, tier: MooncakeTierConfig, attachment: Attachment) -> None:
+        self._name = name
+        self._tier = tier
+        self._metrics = TierMetrics(name)
+        self._attachment = attachment
+        self._scratch = ScratchPool(attachment.register)
+        self._no_writes_until = 0.0
+        self._identities: set[bytes] = set()
+        # Patterns of a clear() that has not reached the master: their pages are absent to this process.
+        self._clearing: set[bytes | None] = set()
+        self._clear_lock = threading.Lock()
+        attachment.on_return = self._clear_pending
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self._metrics
+
+    @property
+    def attached(self) -> bool:
+        """Whether calls go through now; False while the master or a holder does not answer."""
+        return self._attachment.attached
+
+    def describe(self) -> StoreInfo:
+        return StoreInfo(
+            name=self._name,
+            type="mooncake",
+            shared=True,
+            details={
+                "master": self._tier.master,
+                "protocol": self._tier.protocol,
+                "devices": self._tier.device_names(),
+                "segment_size": self._tier.segment_size,
+                "replica_num": self._tier.replica_num,
+                "attached": self.attached,
+            },
+        )
+
+    def diagnose(self) -> Sequence[Finding]:
+        from hicache_ext.storage.mooncake.examination import examine
+
+        return examine(self._tier, self._attachment)
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._identities.add(digest)
+
+    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+        """Called when host pools are registered. RDMA needs it; TCP does not, and is told all the same."""
+        self._attachment.register(regions)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        with self._attachment.client() as client:
+            results = self._get(client, batch)
+        self._metrics.add_many("get", Counter(result.value for result in results))
+        self._metrics.add(
+            "bytes", "get", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is GetResult.HIT)
+        )
+        return results
+
+    def _get(self, client: Any, batch: PageBatch) -> list[GetResult]:
+        results = [GetResult.REJECTED] * len(batch)
+        if client is None:
+            self._metrics.add("rejected", "away", len(batch))
+            return results
+        positions = []
+        for position in range(len(batch)):
+            if self._is_clearing(batch.keys[position]):
+                results[position] = GetResult.MISS
+            elif batch.sizes[position]:
+                positions.append(position)
+        if not positions:
+            return results
+        scratch = self._scratch.borrow()
+        try:
+            for chosen in _without_repeats(batch.keys, positions):
+                for portion in portions(batch, chosen, scratch):
+                    if not self._get_portion(client, batch, portion, results):
+                        return results
+        finally:
+            self._scratch.give_back(scratch)
+        return results
+
+    def _get_portion(self, client: Any, batch: PageBatch, portion: Portion, results: list[GetResult]) -> bool:
+        """Read the pages of one portion; whether it makes sense to go on."""
+        names = [self._object_name(batch.keys[position]) for position in portion.positions]
+        started = time.monotonic()
+        codes = client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes)
+        seconds = time.monotonic() - started
+        bad: dict[str, str] = {}
+        failed = False
+        for number, (position, code) in enumerate(zip(portion.positions, codes, strict=True)):
+            key, segments = batch.keys[position], batch.buffers[position]
+            expected = portion.expected(number)
+            if code in (engine.TRANSFER_FAILED, engine.INVALID_ARGUMENT) and not failed:
+                # Also the answer for an object of another size than the buffers: asked for only then.
+                size = client.get_size(names[number])
+                self._attachment.report(size)
+                failed = size in engine.MASTER_LOST or size == expected
+                code = size if size >= 0 and size != expected else code
+            if code >= 0:
+                reason = self._reason_to_refuse(portion, number, key, segments) if code == expected else "length"
+                results[position] = GetResult.CORRUPT if reason else GetResult.HIT
+                if reason:
+                    bad[names[number]] = reason
+            else:
+                results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
+                if results[position] is not GetResult.MISS:
+                    self._metrics.add("error", engine.reason_of(code))
+                self._attachment.report(code)
+        if bad:
+            self._heal(client, bad)
+        return self._worth_going_on(codes, seconds)
+
+    def _reason_to_refuse(
+        self, portion: Portion, number: int, key: bytes, segments: Sequence[memoryview]
+    ) -> str | None:
+        payload = portion.gathered[number]
+        if payload is None:
+            return envelope.reason_to_refuse(portion.headers[number], key, segments)
+        reason = envelope.reason_to_refuse(portion.headers[number], key, [payload])
+        if reason is None:
+            scatter(payload, segments)
+        return reason
+
+    def _heal(self, client: Any, bad: dict[str, str]) -> None:
+        """Remove copies that are not the page their name says, so that the next write replaces them."""
+        self._metrics.add_many("corrupt", Counter(bad.values()))
+        # Forced: reading it has just given it a lease.
+        codes = client.batch_remove(list(bad), True)
+        for (name, reason), code in zip(bad.items(), codes, strict=True):
+            removed = code in (engine.OK, engine.NOT_FOUND)
+            said = "is removed" if removed else f"cannot be removed ({engine.reason_of(code)})"
+            logger.warning("tier %s: %s was bad (%s) and %s", self._name, name, reason, said)
+            if not removed:
+                self._metrics.add("error", f"remove_{engine.reason_of(code)}")
+                self._attachment.report(code)
+
+    def _worth_going_on(self, codes: Sequence[int], seconds: float) -> bool:
+        """False when the next portion would only wait again."""
+        if any(code in engine.MASTER_LOST for code in codes):
+            return False
+        failed = any(code in (engine.TRANSFER_FAILED, engine.LEASE_EXPIRED) for code in codes)
+        if failed and seconds > _SLOW_FAILURE:
+            self._attachment.rest(seconds)
+            return False
+        return True
+
+    # -- presence --------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._attachment.client() as client:
+            return [False] * len(keys) if client is None else self._contains(client, keys)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        """Asks in growing portions: to ask takes a lease, and pages behind a gap must not be kept from eviction."""
+        with self._attachment.client() as client:
+            if client is None:
+                return 0
+            first, look = 0, _FIRST_LOOK
+            while first < len(keys):
+                present = self._contains(client, keys[first : first + look])
+                if False in present:
+                    return first + present.index(False)
+                first += len(present)
+                look = min(look * _LOOK_GROWTH, _LONGEST_LOOK)
+            return len(keys)
+
+    def _contains(self, client: Any, keys: Sequence[bytes]) -> list[bool]:
+        if not keys:
+            return []
+        codes = client.batch_is_exist([self._object_name(key) for key in keys])
+        lost = next((code for code in codes if code < 0), engine.OK)
+        if lost != engine.OK:
+            self._metrics.add("error", engine.reason_of(lost))
+            self._attachment.report(lost)
+        return [code == 1 and not self._is_clearing(key) for key, code in zip(keys, codes, strict=True)]
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        with self._attachment.client() as client:
+            results = self._set(client, batch)
+        self._metrics.add_many("set", Counter(result.value for result in results))
+        self._metrics.add(
+            "bytes", "set", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is SetResult.STORED)
+        )
+        return results
+
+    def _set(self, client: Any, batch: PageBatch) -> list[SetResult]:
+        results = [SetResult.REJECTED] * len(batch)
+        if client is None:
+            self._metrics.add("rejected", "away", len(batch))
+            return results
+        # A put of a page that is there answers as if it had stored it, after the payload has travelled.
+        present = self._contains(client, batch.keys)
+        positions: list[int] = []
+        first_of: dict[bytes, int] = {}
+        for position, key in enumerate(batch.keys):
+            self._identities.add(key[: envelope.IDENTITY_LENGTH])
+            if present[position]:
+                results[position] = SetResult.EXISTS
+                continue
+            takes = batch.sizes[position] > 0 and not self._is_clearing(key)
+            if takes and first_of.setdefault(key, position) == position:
+                positions.append(position)
+        if positions and time.monotonic() < self._no_writes_until:
+            self._metrics.add("rejected", "full", len(positions))
+            positions = []
+        if positions and self._attachment.attached:
+            scratch = self._scratch.borrow()
+            try:
+                for portion in portions(batch, positions, scratch):
+                    if not self._set_portion(client, batch, portion, results):
+                        break
+            finally:
+                self._scratch.give_back(scratch)
+        for position, key in enumerate(batch.keys):
+            # A key written twice in one batch: the first one's result counts.
+            if first_of.get(key, position) != position and results[first_of[key]].durable:
+                results[position] = SetResult.EXISTS
+        return results
+
+    def _set_portion(self, client: Any, batch: PageBatch, portion: Portion, results: list[SetResult]) -> bool:
+        """Write the pages of one portion; whether it makes sense to go on."""
+        for number, position in enumerate(portion.positions):
+            segments: Sequence[memoryview] = batch.buffers[position]
+            payload = portion.gathered[number]
+            if payload is not None:
+                gather(segments, payload)
+                segments = [payload]
+            portion.headers[number][:] = envelope.encode_header(batch.keys[position], segments)
+        waiting = list(range(len(portion.positions)))
+        for attempt in range(1, _FULL_ATTEMPTS + 1):
+            keys = [batch.keys[portion.positions[number]] for number in waiting]
+            started = time.monotonic()
+            codes = client.batch_put_from_multi_buffers(
+                [self._object_name(key) for key in keys],
+                [portion.addresses[number] for number in waiting],
+                [portion.sizes[number] for number in waiting],
+                self._attachment.engine.replicate_config([key[envelope.IDENTITY_LENGTH :].hex() for key in keys]),
+            )
+            seconds = time.monotonic() - started
+            for number, code in zip(waiting, codes, strict=True):
+                results[portion.positions[number]] = _SET_RESULTS.get(code, SetResult.ERROR)
+                self._attachment.report(code)
+            waiting = [number for number, code in zip(waiting, codes, strict=True) if code == engine.NO_SPACE]
+            for code, count in Counter(codes).items():
+                if code not in (engine.OK, engine.EXISTS, engine.NO_SPACE):
+                    self._metrics.add("error", engine.reason_of(code), count)
+            if not self._worth_going_on(codes, seconds):
+                return False
+            if not waiting:
+                return True
+            if attempt < _FULL_ATTEMPTS:
+                time.sleep(_FULL_PAUSE)
+        self._metrics.add("rejected", "full", len(waiting))
+        self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
+        return False
+
+    # -- removal ---------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        wanted = list(dict.fromkeys(keys))
+        with self._attachment.client(resting_too=True) as client:
+            if client is None or not wanted:
+                return 0
+            codes = client.batch_remove([self._object_name(key) for key in wanted], True)
+            for code in codes:
+                self._attachment.report(code)
+        return sum(code == engine.OK for code in codes)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Out of this process's sight at once; the master removes them meanwhile. Waits for half a second at most.
+
+        None: every page under this tier's prefix; identities this process has not seen count as one.
+        """
+        wanted: list[bytes | None] = [*sorted(self._identities), None] if digests is None else list(digests)
+        removed: list[bytes | None] = []
+        with self._attachment.client(resting_too=True) as client:
+            with self._clear_lock:
+                for digest in wanted:
+                    self._clearing.add(digest)
+            if client is None or not wanted:
+                return 0
+            thread = threading.Thread(
+                target=self._clear_now, args=(wanted, removed), name=f"hicache-{self._name}-clear", daemon=True
+            )
+            thread.start()
+            thread.join(_CLEAR_WAIT)
+        return len(removed)
+
+    def _clear_now(self, digests: Sequence[bytes | None], removed: list[bytes | None]) -> None:
+        try:
+            with self._attachment.client(resting_too=True) as client:
+                if client is not None:
+                    self._clear_on(client, digests, removed)
+        except Exception:
+            logger.exception("tier %s: clear", self._name)
+
+    def _clear_pending(self, client: Any) -> bool:
+        """The master is back: remove what was cleared while it was away; whether it is gone."""
+        with self._clear_lock:
+            waiting = list(self._clearing)
+        self._clear_on(client, waiting, [])
+        return not self._clearing
+
+    def _clear_on(self, client: Any, digests: Sequence[bytes | None], removed: list[bytes | None]) -> None:
+        for digest in digests:
+            identity = "[0-9a-f]{32}" if digest is None else digest.hex()
+            count = client.remove_by_regex(f"^{re.escape(self._tier.prefix)}/{identity}/[0-9a-f]{{64}}$", True)
+            if count < 0:
+                self._metrics.add("error", f"clear_{engine.reason_of(count)}")
+                self._attachment.report(count)
+                if count in engine.MASTER_LOST:
+                    # Stays absent here, and is tried again when the master is back.
+                    return
+                logger.warning("tier %s: clear: %s", self._name, engine.reason_of(count))
+            if count > 0:
+                removed.append(digest)
+            with self._clear_lock:
+                self._clearing.discard(digest)
+
+    def _is_clearing(self, key: bytes) -> bool:
+        return bool(self._clearing) and (None in self._clearing or key[: envelope.IDENTITY_LENGTH] in self._clearing)
+
+    def close(self) -> None:
+        self._attachment.close()
+
+    def _object_name(self, key: bytes) -> str:
+        return f"{self._tier.prefix}/{key[: envelope.IDENTITY_LENGTH].hex()}/{key[envelope.IDENTITY_LENGTH :].hex()}"
+
+
+def _without_repeats(keys: Sequence[bytes], positions: Sequence[int]) -> Iterator[list[int]]:
+    """``positions`` in rounds in which no key comes twice.
+
+    For a key that comes twice in one call the library fills the last one's buffers, and answers success for both.
+    """
+    waiting = list(positions)
+    while waiting:
+        first_of: dict[bytes, int] = {}
+        for position in waiting:
+            first_of.setdefault(keys[position], position)
+        chosen = set(first_of.values())
+        yield sorted(chosen)
+        waiting = [position for position in waiting if position not in chosen]

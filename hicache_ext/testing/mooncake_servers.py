@@ -1,0 +1,212 @@
+"""A Mooncake cluster on this machine: one master, and holder processes that contribute memory segments.
+
+::
+
+    with own_network(), MooncakeServers(directory) as servers:
+        ...  # {"type": "mooncake", "master": servers.master}
+
+Mooncake's processes listen on all interfaces at random ports, hence ``own_network`` (own_network.py). Servers can be
+killed, frozen and started again one by one, for fault injection.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from hicache_ext.testing.server import free_port
+
+MIB = 1 << 20
+
+_HOST = "127.0.0.1"
+_START_TIMEOUT = 30.0
+
+_HOLDER = """
+import os, sys, threading
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+from mooncake.store import MooncakeDistributedStore
+master, segment_bytes, host = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+store = MooncakeDistributedStore()
+result = store.setup(host, "P2PHANDSHAKE", segment_bytes, 16 << 20, "tcp", "", master)
+print("ready" if result == 0 else f"setup answered {result}", store.get_hostname(), flush=True)
+threading.Event().wait()
+"""
+
+
+class MooncakeServersError(RuntimeError):
+    """A server did not start; the message ends with what it printed."""
+
+
+def missing_mooncake() -> str | None:
+    """What this machine lacks for a cluster, or None."""
+    if _master_program() is None:
+        return "mooncake_master (package mooncake-transfer-engine)"
+    probe = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True, check=False)
+    if probe.returncode != 0:
+        return f"mooncake.store ({(probe.stderr.strip().splitlines() or ['it crashes'])[-1]})"
+    return None
+
+
+class MooncakeServers:
+    """One master and ``holders`` holder processes of ``segment_bytes`` each.
+
+    Args:
+        directory: for logs.
+        lease_ms: how long a read protects an object from eviction and removal.
+        client_ttl: seconds without a heartbeat after which the master forgets a client and its segment.
+        eviction_high_watermark: share of the memory above which the master evicts.
+        master_arguments: further arguments of mooncake_master.
+
+    One thread at a time.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        segment_bytes: int = 256 * MIB,
+        holders: int = 1,
+        lease_ms: int = 200,
+        client_ttl: int = 5,
+        eviction_high_watermark: float = 0.9,
+        master_arguments: Sequence[str] = (),
+    ) -> None:
+        self.directory = Path(directory)
+        self.segment_bytes = segment_bytes
+        self.master_port = free_port()
+        self.metrics_port = free_port()
+        self._holder_count = holders
+        self._arguments = [
+            *(f"--rpc_address={_HOST}", f"--rpc_port={self.master_port}"),
+            *(f"--metrics_host={_HOST}", f"--metrics_port={self.metrics_port}"),
+            *(f"--default_kv_lease_ttl={lease_ms}", f"--client_ttl={client_ttl}"),
+            f"--eviction_high_watermark_ratio={eviction_high_watermark}",
+            *master_arguments,
+        ]
+        self._master: subprocess.Popen[str] | None = None
+        self._holders: list[subprocess.Popen[str]] = []
+        self.segment_names: list[str] = []
+        """Names under which the holders' segments are known, for ``preferred_segments``."""
+
+    @property
+    def master(self) -> str:
+        """The master's address, host:port."""
+        return f"{_HOST}:{self.master_port}"
+
+    @property
+    def metrics(self) -> str:
+        """The address of the master's metrics, host:port."""
+        return f"{_HOST}:{self.metrics_port}"
+
+    def __enter__(self) -> MooncakeServers:
+        try:
+            self.start_master()
+            for _ in range(self._holder_count):
+                self.start_holder()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start_master(self) -> None:
+        """Start the master at its port and wait until it answers."""
+        program = _master_program()
+        if program is None:
+            raise MooncakeServersError("mooncake_master is not installed")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "master.log").open("ab") as log:
+            self._master = subprocess.Popen(
+                [program, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + _START_TIMEOUT
+        while True:
+            try:
+                socket.create_connection((_HOST, self.master_port), timeout=1).close()
+                return
+            except OSError as error:
+                if self._master.poll() is not None or time.monotonic() > deadline:
+                    raise MooncakeServersError(f"mooncake_master does not answer: {error}\n{self._log()}") from error
+                time.sleep(0.02)
+
+    def start_holder(self) -> None:
+        """Start one more holder and wait until its segment is mounted."""
+        holder = subprocess.Popen(
+            [sys.executable, "-c", _HOLDER, self.master, str(self.segment_bytes), _HOST],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._holders.append(holder)
+        said = []
+        for line in holder.stdout or ():
+            if line.startswith("ready "):
+                self.segment_names.append(line.split()[1])
+                return
+            said.append(line)
+        raise MooncakeServersError(f"a holder did not start: {''.join(said)}")
+
+    def kill_master(self) -> None:
+        if self._master is not None:
+            _kill(self._master)
+            self._master = None
+
+    def freeze_master(self) -> None:
+        assert self._master is not None
+        self._master.send_signal(signal.SIGSTOP)
+
+    def thaw_master(self) -> None:
+        assert self._master is not None
+        self._master.send_signal(signal.SIGCONT)
+
+    def kill_holder(self, number: int = 0) -> None:
+        _kill(self._holders.pop(number))
+        self.segment_names.pop(number)
+
+    def freeze_holder(self, number: int = 0) -> None:
+        self._holders[number].send_signal(signal.SIGSTOP)
+
+    def thaw_holder(self, number: int = 0) -> None:
+        self._holders[number].send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Kill everything that was started, also what is frozen."""
+        while self._holders:
+            _kill(self._holders.pop())
+        self.segment_names.clear()
+        self.kill_master()
+
+    def _log(self) -> str:
+        return "\n".join((self.directory / "master.log").read_text(errors="replace").splitlines()[-20:])
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    # SIGKILL also ends a process that SIGSTOP holds.
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _master_program() -> str | None:
+    beside = Path(sys.executable).with_name("mooncake_master")
+    return str(beside) if beside.exists() else shutil.which("mooncake_master")

@@ -1,0 +1,80 @@
+"""Two real SGLang servers that share nothing but a Mooncake pool: what one computed the other restores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
+from hicache_ext.testing.own_network import NetworkUnavailable, own_network
+from hicache_ext.testing.server import SglangServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE_SIZE = 16
+PROMPT = [(11 * position * position + 5 * position) % 250 for position in range(640)]
+REUSABLE = len(PROMPT) - PAGE_SIZE
+
+
+@pytest.fixture
+def servers(tmp_path):
+    if missing := missing_mooncake():
+        pytest.skip(f"missing: {missing}")
+    try:
+        with own_network(), MooncakeServers(tmp_path / "mooncake") as servers:
+            yield servers
+    except NetworkUnavailable as error:
+        pytest.skip(f"missing: {error}")
+
+
+def mooncake_tier_config(servers: MooncakeServers, **settings: Any) -> dict[str, Any]:
+    tier = {"type": "mooncake", "master": servers.master, "local_hostname": "127.0.0.1", "timeout": "2s", **settings}
+    return {
+        "backend_name": "hicache_ext",
+        "module_path": "hicache_ext.storage.backend",
+        "class_name": "HiCacheExtBackend",
+        "interface_v1": 1,
+        "hicache_ext": {"tiers": {"pool": tier}},
+    }
+
+
+def test_what_one_server_computed_another_restores_and_a_dead_pool_costs_no_answer(
+    tiny_model: Path, tmp_path: Path, servers: MooncakeServers
+) -> None:
+    def serve(name: str, **arguments: Any) -> SglangServer:
+        return SglangServer(tiny_model, log_file=tmp_path / f"{name}.log", page_size=PAGE_SIZE, **arguments)
+
+    config = mooncake_tier_config(servers)
+    with serve("cold", hierarchical_cache=False) as server:
+        cold = server.generate(PROMPT)
+    with (
+        serve("writer", storage_backend="dynamic", extra_config=config) as writer,
+        serve("reader", storage_backend="dynamic", extra_config=config) as reader,
+    ):
+        assert writer.generate(PROMPT).cached_tokens == 0
+        # Waits for the writes.
+        writer.flush_cache()
+        restored = reader.generate(PROMPT)
+        assert restored.cached.storage == REUSABLE
+        assert restored.cached.storage_backend == "HiCacheExtBackend"
+        assert restored.output_ids == cold.output_ids
+
+        servers.kill_master()
+        reader.flush_cache()
+        without_pool = reader.generate(PROMPT)
+        assert without_pool.cached_tokens == 0
+        assert without_pool.output_ids == cold.output_ids
+
+        servers.start_master()
+        for _ in range(20):
+            writer.flush_cache()
+            writer.generate(PROMPT)
+            writer.flush_cache()
+            reader.flush_cache()
+            again = reader.generate(PROMPT)
+            assert again.output_ids == cold.output_ids
+            if again.cached.storage == REUSABLE:
+                break
+        assert again.cached.storage == REUSABLE, "the tier did not come back"

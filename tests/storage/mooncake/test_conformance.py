@@ -1,0 +1,90 @@
+"""The PageStore suite and the state machine against a real Mooncake cluster."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from hicache_ext.storage.diagnosis import Level
+from hicache_ext.storage.mooncake import open_mooncake_tier
+from hicache_ext.storage.store import SetResult
+from hicache_ext.testing.conformance.page_store import PageStoreTests
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
+from tests.storage.mooncake.conftest import tier_for
+from tests.storage.mooncake.raw_client import RawClient
+
+# The library takes up to a second to close a client, and every test has one of its own.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def client(servers):
+    client = RawClient(servers)
+    yield client
+    client.close()
+
+
+class TestMooncakeStore(PageStoreTests):
+    @pytest.fixture
+    def store(self, servers, client):
+        client.empty()
+        store = open_mooncake_tier("pool", tier_for(servers))
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def raw(self, client):
+        return client
+
+    @pytest.fixture
+    def reopen(self, servers):
+        return lambda: open_mooncake_tier("pool", tier_for(servers))
+
+
+def test_any_order_of_calls(servers, client):
+    def open_store() -> StoreUnderTest:
+        client.empty()
+        return StoreUnderTest(reopen(), dispose=client.empty, raw=client, reopen=reopen)
+
+    def reopen():
+        return open_mooncake_tier("pool", tier_for(servers))
+
+    case = page_store_machine(open_store).TestCase
+    case.settings = settings(
+        max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    case("runTest").runTest()
+
+
+def test_the_doctor_sees_a_healthy_pool(servers):
+    store = open_mooncake_tier("pool", tier_for(servers))
+    findings = {finding.subject: finding for finding in store.diagnose()}
+    store.close()
+    assert not [finding for finding in findings.values() if finding.level in (Level.ERROR, Level.WARNING)]
+    assert "MB/s" in findings["round trip"].seen
+    assert "256MiB" in findings["capacity"].seen
+
+
+def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, client):
+    for wanted in (
+        {"soft_pin": True},
+        {"soft_pin": "10s"},
+        {"hard_pin": True},
+        {"group": "page"},
+        {"preferred_segments": servers.segment_names},
+    ):
+        client.empty()
+        store = open_mooncake_tier("pool", tier_for(servers, **wanted))
+        assert store_pages(store, page_keys(3)) == [SetResult.STORED] * 3, wanted
+        assert_hits(store, page_keys(3))
+        store.close()
+    client.empty()
+
+
+def test_a_process_that_contributes_memory_reads_and_writes_its_own(servers, client):
+    client.empty()
+    store = open_mooncake_tier("pool", tier_for(servers, segment_size="64MiB"))
+    assert store_pages(store, page_keys(40), [1 << 19]) == [SetResult.STORED] * 40
+    assert_hits(store, page_keys(40), [1 << 19])
+    store.close()

@@ -1,0 +1,246 @@
+"""Real Mooncake processes killed, frozen and restarted under the store. Each fault prints what a call cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.storage.mooncake import open_mooncake_tier
+from hicache_ext.storage.mooncake.pages import MooncakeStore
+from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, payload_of, read_pages, store_pages
+from hicache_ext.testing.mooncake_servers import MooncakeServers
+from tests.storage.mooncake.conftest import tier_for
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+PAGE = [MIB, MIB]
+LONGEST_CALL = 30.0
+"""Against hangs only; docs/mooncake.md has what was measured."""
+
+
+@pytest.fixture
+def cluster(network, tmp_path) -> Iterator[MooncakeServers]:
+    with MooncakeServers(tmp_path, client_ttl=60) as servers:
+        yield servers
+
+
+@pytest.fixture
+def store(cluster) -> Iterator[MooncakeStore]:
+    store = open_mooncake_tier("pool", tier_for(cluster))
+    assert isinstance(store, MooncakeStore)
+    yield store
+    store.close()
+
+
+def timed(what: str, call: Callable[[], object]) -> tuple[object, float]:
+    started = time.monotonic()
+    answer = call()
+    seconds = time.monotonic() - started
+    print(f"{what}: {seconds:.2f} s")
+    assert seconds < LONGEST_CALL
+    return answer, seconds
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 40) -> float:
+    started = time.monotonic()
+    while not true():
+        assert time.monotonic() - started < seconds, "it did not come back"
+        time.sleep(0.1)
+    return time.monotonic() - started
+
+
+def comes_back(store: MooncakeStore) -> None:
+    """Pages can be stored and read again, without any help."""
+    attempt = 0
+
+    def works() -> bool:
+        nonlocal attempt
+        attempt += 1
+        keys = page_keys(2, f"back {attempt}")
+        if store_pages(store, keys, PAGE) != [SetResult.STORED] * 2:
+            return False
+        assert_hits(store, keys, PAGE)
+        return True
+
+    print(f"back by itself after {wait_until(works):.1f} s")
+
+
+def no_hit(results: list[GetResult]) -> bool:
+    return GetResult.HIT not in results
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+def test_a_lost_master_costs_one_call_and_comes_back(cluster, store, fault):
+    keys = page_keys(8)
+    store_pages(store, keys, PAGE)
+    cluster.kill_master() if fault == "killed" else cluster.freeze_master()
+    first, _ = timed(f"master {fault}, first get", lambda: read_pages(store, keys, PAGE)[0])
+    assert no_hit(first)
+    if store.attached:
+        timed(f"master {fault}, second get", lambda: read_pages(store, keys, PAGE)[0])
+    assert not store.attached
+    for call in (
+        lambda: read_pages(store, keys, PAGE)[0] == [GetResult.REJECTED] * 8,
+        lambda: store_pages(store, page_keys(8, "new"), PAGE) == [SetResult.REJECTED] * 8,
+        lambda: store.contains(keys) == [False] * 8,
+        lambda: store.count_leading(keys) == 0,
+        lambda: store.clear([IDENTITY]) == 0,
+    ):
+        answered, seconds = timed("later call", call)
+        assert answered
+        assert seconds < 1
+    cluster.start_master() if fault == "killed" else cluster.thaw_master()
+    comes_back(store)
+    # What was cleared while the master was away is gone now that it is back.
+    assert store.contains(keys) == [False] * 8
+
+
+def test_a_master_restarted_empty_is_a_miss_and_fills_again(cluster, store):
+    keys = page_keys(8)
+    store_pages(store, keys, PAGE)
+    cluster.kill_master()
+    cluster.start_master()
+    results, _ = timed("get after restart", lambda: read_pages(store, keys, PAGE)[0])
+    assert no_hit(results)
+    comes_back(store)
+
+
+def test_a_frozen_holder_costs_a_bounded_call_and_late_bytes_never_arrive(cluster, store):
+    keys = page_keys(32)
+    store_pages(store, keys, PAGE)
+    cluster.freeze_holder()
+    timed("holder frozen, get of 32 pages of 2 MiB", lambda: None)
+    from hicache_ext.storage.store import PageBatch
+    from hicache_ext.testing.conformance.pages import HostPages
+
+    pages = HostPages([PAGE] * 32)
+    results, _ = timed("  first", lambda: store.get(PageBatch(keys, pages.buffers)))
+    assert no_hit(results)
+    for number in range(32):
+        pages.write(number, b"\x5a" * sum(PAGE))
+    untouched = pages.snapshot()
+    later, seconds = timed("  later", lambda: read_pages(store, keys, PAGE)[0])
+    assert later == [GetResult.REJECTED] * 32
+    assert seconds < 1
+    cluster.thaw_holder()
+    time.sleep(1)
+    assert pages.snapshot() == untouched
+    comes_back(store)
+    # The pages were whole all the time: nothing was removed for a reason that was the holder's.
+    assert_hits(store, keys, PAGE)
+
+
+def test_a_holder_frozen_while_pages_are_written_leaves_no_half_page(cluster, store):
+    cluster.freeze_holder()
+    keys = page_keys(8)
+    results, _ = timed("holder frozen, set of 8 pages of 2 MiB", lambda: store_pages(store, keys, PAGE))
+    assert SetResult.STORED not in results
+    cluster.thaw_holder()
+    comes_back(store)
+    results, payloads = read_pages(store, keys, PAGE)
+    for key, result, payload in zip(keys, results, payloads, strict=True):
+        assert result is not GetResult.HIT or payload == payload_of(key, sum(PAGE))
+    wait_until(lambda: all(result.durable for result in store_pages(store, keys, PAGE)))
+    assert_hits(store, keys, PAGE)
+
+
+def test_a_killed_holder_takes_its_pages_along_and_another_serves(cluster, store):
+    keys = page_keys(8)
+    store_pages(store, keys, PAGE)
+    cluster.kill_holder()
+    results, _ = timed("holder killed, get", lambda: read_pages(store, keys, PAGE)[0])
+    assert no_hit(results)
+    results, _ = timed("holder killed, set", lambda: store_pages(store, page_keys(8, "new"), PAGE))
+    assert SetResult.STORED not in results
+    cluster.start_holder()
+    comes_back(store)
+
+
+def test_a_full_pool_rejects_or_evicts_and_what_it_says_it_has_is_right(network, tmp_path):
+    with MooncakeServers(tmp_path, segment_bytes=64 * MIB, lease_ms=100) as cluster:
+        store = open_mooncake_tier("pool", tier_for(cluster))
+        counts = dict.fromkeys(SetResult, 0)
+        for round_number in range(16):
+            keys = page_keys(8, f"round {round_number}")
+            answers, _ = timed("set of 16 MiB", lambda keys=keys: store_pages(store, keys, PAGE))
+            for answer in answers:
+                counts[answer] += 1
+            results, payloads = read_pages(store, keys, PAGE)
+            for key, result, payload in zip(keys, results, payloads, strict=True):
+                assert result is not GetResult.HIT or payload == payload_of(key, sum(PAGE))
+            time.sleep(0.1)
+        print({result.value: count for result, count in counts.items()})
+        assert counts[SetResult.ERROR] == counts[SetResult.TIMEOUT] == 0
+        assert counts[SetResult.STORED] > 16
+        too_large = store_pages(store, page_keys(1, "large"), [65 * MIB])
+        assert too_large == [SetResult.REJECTED]
+        assert store.metrics.value("rejected", "full") > 0
+        store.close()
+
+
+def test_a_required_tier_without_a_master_does_not_start_and_says_why(cluster):
+    tier = tier_for(cluster)
+    cluster.kill_master()
+    with pytest.raises(StoreSetupError, match=f"no Mooncake master answers at {cluster.master}"):
+        timed("open without a master", lambda: open_mooncake_tier("pool", tier))
+
+
+def test_a_tier_that_is_not_required_attaches_when_the_master_comes(cluster):
+    tier = tier_for(cluster, required=False)
+    cluster.kill_master()
+    opened, _ = timed("open without a master", lambda: open_mooncake_tier("pool", tier))
+    assert isinstance(opened, MooncakeStore)
+    try:
+        assert store_pages(opened, page_keys(1)) == [SetResult.REJECTED]
+        cluster.start_master()
+        comes_back(opened)
+    finally:
+        opened.close()
+
+
+def test_a_frozen_master_does_not_hold_the_start(cluster):
+    tier = tier_for(cluster)
+    cluster.freeze_master()
+    with pytest.raises(StoreSetupError, match="setup with the master"):
+        timed("open with a frozen master", lambda: open_mooncake_tier("pool", tier))
+    cluster.thaw_master()
+
+
+def test_a_store_that_is_away_can_be_closed(cluster, store):
+    cluster.kill_master()
+    for _ in range(3):
+        store.contains(page_keys(1))
+    assert not store.attached
+    timed("close without a master", store.close)
+    with pytest.raises(StoreClosedError):
+        store.contains(page_keys(1))
+
+
+def test_clear_of_one_prefix_leaves_strangers_alone(cluster, store):
+    other = open_mooncake_tier("pool", tier_for(cluster, prefix="hicache.ext"))
+    keys = page_keys(4)
+    store_pages(store, keys)
+    store_pages(other, keys)
+    assert store.clear(None) == 1
+    assert store.contains(keys) == [False] * 4
+    assert_hits(other, keys)
+    other.close()
+
+
+def test_a_sweep_leaves_what_lies_behind_a_gap_without_a_lease(network, tmp_path):
+    from tests.storage.mooncake.raw_client import RawClient
+
+    with MooncakeServers(tmp_path, lease_ms=20_000) as cluster:
+        store, raw = open_mooncake_tier("pool", tier_for(cluster)), RawClient(cluster)
+        keys = page_keys(200)
+        store_pages(store, keys[:2] + keys[100:])
+        assert store.count_leading(keys) == 2
+        leased = {key for key in keys[:2] + keys[100:] if raw.client.remove(raw.name(key)) == -706}
+        assert leased == set(keys[:2])
+        store.close()
+        raw.close()

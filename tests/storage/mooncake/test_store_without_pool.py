@@ -1,0 +1,374 @@
+"""What can be seen without a cluster: a recording client in the library's place."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from hicache_ext.config import MooncakeTierConfig
+from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.storage.mooncake.attachment import Attachment
+from hicache_ext.storage.mooncake.engine import environment
+from hicache_ext.storage.mooncake.pages import MooncakeStore
+from hicache_ext.storage.mooncake.transfers import (
+    DIRECT_SEGMENTS,
+    FIRST_TRANSFERS,
+    GATHER_BYTES,
+    HEADER_LENGTH,
+    TRANSFERS,
+    portions,
+)
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiered import TieredStore
+from hicache_ext.testing.conformance.pages import HostPages, filled, page_keys, read_pages, store_pages
+from hicache_ext.testing.faults import PageStoreWrapper
+
+
+class RecordingClient:
+    """The library's client over a dict; writes down what it is told, and answers ``codes`` where there are some."""
+
+    def __init__(self) -> None:
+        self.registered: list[tuple[int, int]] = []
+        self.unregistered: list[int] = []
+        self.closed = 0
+        self.objects: dict[str, bytes] = {}
+        self.calls: list[str] = []
+        self.codes: dict[str, int] = {}
+
+    def _note(self, call: str) -> None:
+        assert not self.closed, f"{call} after close crashes the process"
+        self.calls.append(call)
+
+    def register_buffer(self, address: int, size: int) -> int:
+        self._note("register_buffer")
+        if size == 0 or any(a < address + size and address < a + s for a, s in self.registered):
+            return -600
+        self.registered.append((address, size))
+        return 0
+
+    def unregister_buffer(self, address: int) -> int:
+        self._note("unregister_buffer")
+        self.unregistered.append(address)
+        return 0
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        self._note("batch_is_exist")
+        assert names, "an empty batch must not reach the library"
+        return [self.codes.get("exist", int(name in self.objects)) for name in names]
+
+    def is_exist(self, name: str) -> int:
+        return self.batch_is_exist([name])[0]
+
+    def batch_put_from_multi_buffers(self, names: list[str], addresses: Any, sizes: Any, config: Any) -> list[int]:
+        self._note("put")
+        answers = []
+        for name, places, lengths in zip(names, addresses, sizes, strict=True):
+            assert lengths and all(lengths), "the library refuses empty buffers"
+            code = self.codes.get("put", 0)
+            if code == 0:
+                self.objects.setdefault(name, b"".join(map(ctypes.string_at, places, lengths)))
+            answers.append(code)
+        return answers
+
+    def batch_get_into_multi_buffers(self, names: list[str], addresses: Any, sizes: Any) -> list[int]:
+        self._note("get")
+        assert len(set(names)) == len(names), "of a key that comes twice the library fills the last one only"
+        answers = []
+        for name, places, lengths in zip(names, addresses, sizes, strict=True):
+            stored = self.objects.get(name)
+            if "get" in self.codes:
+                answers.append(self.codes["get"])
+            elif stored is None:
+                answers.append(-704)
+            elif len(stored) != sum(lengths):
+                answers.append(-600 if len(stored) > sum(lengths) else -800)
+            else:
+                offset = 0
+                for place, length in zip(places, lengths, strict=True):
+                    ctypes.memmove(place, stored[offset : offset + length], length)
+                    offset += length
+                answers.append(len(stored))
+        return answers
+
+    def get_size(self, name: str) -> int:
+        self._note("get_size")
+        return self.codes.get("get_size", len(self.objects[name]) if name in self.objects else -704)
+
+    def batch_remove(self, names: list[str], force: bool) -> list[int]:
+        self._note("remove")
+        assert force
+        return [0 if self.objects.pop(name, None) is not None else -704 for name in names]
+
+    def close(self) -> int:
+        self._note("close")
+        self.closed += 1
+        return 0
+
+
+class RecordingEngine:
+    def __init__(self, tier: MooncakeTierConfig) -> None:
+        self.tier = tier
+        self.client = RecordingClient()
+        self.up = True
+
+    def master_answers(self, seconds: float) -> bool:
+        return self.up
+
+    def open_client(self) -> RecordingClient:
+        if not self.up:
+            raise StoreSetupError("pool", "no master")
+        return self.client
+
+    def replicate_config(self, page_hashes: list[str]) -> list[str]:
+        return page_hashes
+
+
+@pytest.fixture
+def tier() -> MooncakeTierConfig:
+    return MooncakeTierConfig.model_validate({"type": "mooncake", "master": "127.0.0.1:1", "required": False})
+
+
+@pytest.fixture
+def engine(tier) -> RecordingEngine:
+    return RecordingEngine(tier)
+
+
+@pytest.fixture
+def store(tier, engine):
+    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    yield store
+    store.close()
+
+
+def regions(*sizes: int) -> list[memoryview]:
+    return [memoryview(bytearray(size)) for size in sizes]
+
+
+def wait_until(true) -> None:
+    for _ in range(200):
+        if true():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("waited in vain")
+
+
+def test_host_memory_is_registered_once_and_given_back_on_close(engine, store):
+    memory = regions(4096, 8192)
+    wrapped = PageStoreWrapper(TieredStore([store], [store]))
+    wrapped.register_host_memory(memory)
+    wrapped.register_host_memory(memory)
+    wrapped.register_host_memory([memory[1][100:200], memory[0][:0]])
+    assert sorted(size for _, size in engine.client.registered) == [4096, 8192]
+    store.close()
+    assert engine.client.unregistered == [address for address, _ in engine.client.registered]
+    assert engine.client.calls[-1] == "close"
+
+
+def test_memory_that_the_library_refuses_is_an_error_at_start(engine, store):
+    memory = memoryview(bytearray(8192))
+    store.register_host_memory([memory[:4096]])
+    with pytest.raises(StoreSetupError, match="could not be registered"):
+        store.register_host_memory([memory[2048:]])
+
+
+def test_memory_named_while_the_pool_is_away_is_registered_when_it_comes(tier):
+    engine = RecordingEngine(tier)
+    engine.up = False
+    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=False))
+    store.register_host_memory(regions(4096))
+    assert engine.client.calls == []
+    assert store_pages(store, page_keys(1)) == [SetResult.REJECTED]
+    engine.up = True
+    wait_until(lambda: store.attached)
+    assert [size for _, size in engine.client.registered] == [4096]
+    store.close()
+
+
+def test_nothing_reaches_the_client_after_close_which_waits_for_calls_under_way(engine, store):
+    inside, go_on = threading.Event(), threading.Event()
+    ask = engine.client.batch_is_exist
+
+    def slow(names):
+        inside.set()
+        go_on.wait(10)
+        return ask(names)
+
+    engine.client.batch_is_exist = slow
+    asking = threading.Thread(target=store.contains, args=(page_keys(1),))
+    asking.start()
+    inside.wait(10)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+
+    def refused() -> bool:
+        try:
+            store.get(PageBatch([], []))
+        except StoreClosedError:
+            return True
+        return False
+
+    wait_until(refused)
+    assert not engine.client.closed
+    go_on.set()
+    asking.join()
+    closing.join()
+    assert engine.client.closed == 1
+    store.close()
+    assert engine.client.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "result", "reason"),
+    [
+        (-704, GetResult.MISS, None),
+        (-703, GetResult.MISS, None),
+        (-707, GetResult.TIMEOUT, "lease_expired"),
+        (-900, GetResult.ERROR, "master_unreachable"),
+        (-901, GetResult.TIMEOUT, "master_timeout"),
+        (-800, GetResult.ERROR, "transfer"),
+        (-12345, GetResult.ERROR, "code_12345"),
+    ],
+)
+def test_every_code_of_a_read_is_a_result_and_counted(engine, store, code, result, reason):
+    store_pages(store, page_keys(2))
+    engine.client.codes["get"] = code
+    assert read_pages(store, page_keys(2))[0] == [result] * 2
+    assert store.metrics.total("error") == (0 if reason is None else store.metrics.value("error", reason))
+    assert (store.metrics.total("error") > 0) == (reason is not None)
+    assert store.metrics.total("corrupt") == 0
+    assert len(engine.client.objects) == 2, "a page was removed for a reason that was not its own"
+
+
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [(0, SetResult.STORED), (-705, SetResult.EXISTS), (-200, SetResult.REJECTED), (-901, SetResult.TIMEOUT)]
+    + [(code, SetResult.ERROR) for code in (-800, -900, -600, -12345)],
+)
+def test_every_code_of_a_write_is_a_result(engine, store, code, result):
+    engine.client.codes["put"] = code
+    assert store_pages(store, page_keys(2)) == [result] * 2
+
+
+@pytest.mark.parametrize("change", [-1, 1], ids=["shorter", "longer"])
+def test_an_object_of_another_size_is_corrupt_and_removed(engine, store, change):
+    store_pages(store, page_keys(3))
+    name = next(iter(engine.client.objects))
+    engine.client.objects[name] = (engine.client.objects[name] + b"x")[: len(engine.client.objects[name]) + change]
+    results = read_pages(store, page_keys(3))[0]
+    assert sorted(result.value for result in results) == ["corrupt", "hit", "hit"]
+    assert store.metrics.value("corrupt", "length") == 1
+    assert name not in engine.client.objects
+
+
+def test_the_master_lost_answers_rejected_at_once_until_it_is_back(engine, store):
+    store_pages(store, page_keys(2))
+    engine.up = False
+    engine.client.codes["exist"] = -900
+    assert store.contains(page_keys(2)) == [False, False]
+    calls = len(engine.client.calls)
+    assert read_pages(store, page_keys(2))[0] == [GetResult.REJECTED] * 2
+    assert store_pages(store, page_keys(2)) == [SetResult.REJECTED] * 2
+    assert store.metrics.value("rejected", "away") == 4
+    assert len(engine.client.calls) == calls
+    engine.up = True
+    threading.Event().wait(0.6)
+    # The port is open, but the master does not answer: as when it is frozen.
+    assert not store.attached
+    del engine.client.codes["exist"]
+    wait_until(lambda: store.attached)
+    assert read_pages(store, page_keys(2))[0] == [GetResult.HIT] * 2
+
+
+def test_large_pages_lie_where_they_are_and_small_or_scattered_ones_are_gathered():
+    scratch = memoryview(bytearray(8 * GATHER_BYTES))
+    large = [[GATHER_BYTES, GATHER_BYTES]] * 20
+    small = [[100, 50]] * 100
+    scattered = [[GATHER_BYTES // 4] * 8]
+    sizes = [*large, *small, *scattered]
+    assert len(scattered[0]) > DIRECT_SEGMENTS
+    pages = HostPages(sizes)
+    batch = PageBatch(page_keys(len(sizes)), pages.buffers)
+    seen = []
+    for portion in portions(batch, range(len(sizes)), scratch):
+        assert sum(map(len, portion.sizes)) == portion.transfers <= (TRANSFERS if seen else FIRST_TRANSFERS)
+        for number, position in enumerate(portion.positions):
+            assert portion.expected(number) == HEADER_LENGTH + sum(sizes[position])
+            assert len(portion.sizes[number]) == (3 if position < 20 else 1)
+        places = [
+            (address, address + size)
+            for addresses, lengths in zip(portion.addresses, portion.sizes, strict=True)
+            for address, size in zip(addresses, lengths, strict=True)
+        ]
+        places.sort()
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
+        seen += portion.positions
+    assert seen == list(range(len(sizes)))
+
+
+def test_read_only_pages_can_be_stored(engine, store):
+    (key,) = page_keys(1)
+    pages = filled([key], [[GATHER_BYTES, GATHER_BYTES]])
+    batch = PageBatch([key], [[memoryview(bytes(segment)) for segment in pages.buffers[0]]])
+    assert store.set(batch) == [SetResult.STORED]
+    assert read_pages(store, [key], [GATHER_BYTES, GATHER_BYTES])[0] == [GetResult.HIT]
+
+
+def test_the_librarys_variables_are_set_before_the_import_and_the_users_kept():
+    code = """
+import os, sys
+os.environ["MC_LOG_LEVEL"] = "INFO"
+from hicache_ext.config import MooncakeTierConfig
+import hicache_ext.storage.mooncake.pages
+from hicache_ext.storage.mooncake import engine
+assert "mooncake" not in sys.modules
+class Library:
+    def find_spec(self, name, path, target=None):
+        if name == "mooncake":
+            print(os.environ["MC_LOG_LEVEL"], os.environ["MC_RPC_TIMEOUT_MS"])
+            raise ImportError("libcuda.so.1: cannot open shared object file")
+sys.meta_path.insert(0, Library())
+try:
+    engine.Engine("pool", MooncakeTierConfig(master="h:1", timeout="3s"))
+except Exception as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert run.stdout.splitlines()[0] == "INFO 3000"
+    assert "cannot be imported (libcuda.so.1" in run.stdout and "pip install mooncake-transfer-engine" in run.stdout
+
+
+def test_short_timeouts_are_never_zero():
+    assert environment(0.001)["MC_RPC_TIMEOUT_MS"] == "1"
+
+
+def test_what_is_cleared_while_the_master_is_away_is_removed_before_the_first_call_after_its_return(engine, store):
+    keys = page_keys(2)
+    store_pages(store, keys)
+    patterns: list[str] = []
+    answers = [-901, 2]
+
+    def remove_by_regex(pattern: str, force: bool) -> int:
+        patterns.append(pattern)
+        engine.client.objects.clear()
+        return answers.pop(0)
+
+    engine.client.remove_by_regex = remove_by_regex
+    engine.up = False
+    engine.client.codes["exist"] = -900
+    store.contains(keys)
+    del engine.client.codes["exist"]
+    assert store.clear([keys[0][:16]]) == 0
+    engine.up = True
+    wait_until(lambda: store.attached)
+    # Asked again after the first answer was none.
+    assert patterns == [f"^hicache_ext/{keys[0][:16].hex()}/[0-9a-f]{{64}}$"] * 2
+    assert store.contains(keys) == [False, False]
+    assert store_pages(store, keys) == [SetResult.STORED] * 2
+    assert read_pages(store, keys)[0] == [GetResult.HIT] * 2
