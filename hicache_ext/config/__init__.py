@@ -8,6 +8,7 @@ from __future__ import annotations
 from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role
+from hicache_ext.config.object_tier import ObjectTierConfig
 from hicache_ext.config.problems import ConfigErrors
 from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.secrets import Secret
@@ -22,6 +23,7 @@ __all__ = [
     "FileTierConfig",
     "HicacheExtConfig",
     "ModelConfig",
+    "ObjectTierConfig",
     "Role",
     "Secret",
     "Source",

@@ -10,6 +10,7 @@ from hicache_ext.storage.store import PageStore
 
 _OPENERS = {
     "file": ("hicache_ext.storage.file", "open_file_tier"),
+    "object": ("hicache_ext.storage.remote.object", "open_object_tier"),
 }
 
 
