@@ -92,7 +92,6 @@ def _ca_file(value: object) -> str | None:
     return text
 
 
-
 class ObjectTierConfig(RemoteTierConfig):
     """Object stores."""
 

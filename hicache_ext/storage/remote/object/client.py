@@ -76,9 +76,7 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
         options |= _given(service_account_key=_revealed(tier.service_account), base_url=tier.endpoint)
     else:
         make = stores.AzureStore
-        options |= _given(
-            account_name=tier.account, account_key=_revealed(tier.account_key), endpoint=tier.endpoint
-        )
+        options |= _given(account_name=tier.account, account_key=_revealed(tier.account_key), endpoint=tier.endpoint)
     try:
         return make(tier.bucket, **options)
     except Exception as error:
