@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ext.errors import HicacheExtError
+from hicache_ext.storage.file.diagnosis import file_system_type
 
 _DELETE_ATTEMPTS = 50
 
@@ -156,17 +157,6 @@ def _delete(directory: Path) -> None:
             return
         time.sleep(0.2)
     print(f"{directory} could not be deleted: please do", file=sys.stderr)
-
-
-def file_system_type(path: Path) -> str:
-    """The type of the file system that holds ``path``, as the kernel names it."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == wanted:
-            return after.split()[0]
-    return "unknown"
 
 
 def machine_facts(directory: Path, packages: Sequence[str] = ()) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
         options |= _given(account_name=tier.account, account_key=_revealed(tier.account_key), endpoint=tier.endpoint)
     try:
         return make(tier.bucket, **options)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever the library makes of wrong settings
         # "from None": the library's message may repeat what it was given.
         raise StoreSetupError(
             name, f"the client of {tier.url} cannot be made ({type(error).__name__})", ["check region and credentials"]

@@ -14,9 +14,9 @@ _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce 
 class FaultProxy:
     """Forwards to 127.0.0.1:``port`` unless ``fault`` says otherwise.
 
-    ``fault``: "" | "500" | "slow down" | "hang" | "cut" (half the body, then the connection is closed) | "half" (half the
-    body, with that length) | "other" (the body of ``other``) | "empty". Faults but 500, slow down and hang touch GET of
-    pages alone. ``times`` counts down; at 0 the fault is over.
+    ``fault``: "" | "500" | "slow down" | "hang" | "cut" (half the body, then the connection is closed) | "half" (half
+    the body, with that length) | "other" (the body of ``other``) | "empty". Faults but 500, slow down and hang touch
+    GET of pages alone. ``times`` counts down; at 0 the fault is over.
     """
 
     def __init__(self, port: int) -> None:
