@@ -47,7 +47,8 @@ def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES) -> list[Finding]:
         Finding(
             "bandwidth",
             Level.OK,
-            f"{total / wrote / 1e6:.0f} MB/s written, {total / took / 1e6:.0f} MB/s read ({_PAGES} pages of {page_bytes >> 10} KiB)",
+            f"{total / wrote / 1e6:.0f} MB/s written, {total / took / 1e6:.0f} MB/s read"
+            f" ({_PAGES} pages of {page_bytes >> 10} KiB)",
         ),
     ]
 
@@ -57,7 +58,9 @@ def _judge(written: Sequence[SetResult], read: Sequence[GetResult], same: bool) 
     if complete and same:
         return Finding("round trip", Level.OK, f"{_PAGES} pages written, read back and removed")
     if all(result is GetResult.HIT for result in read) and not same:
-        return Finding("round trip", Level.ERROR, "pages came back with other bytes", "do not use this store; report it")
+        return Finding(
+            "round trip", Level.ERROR, "pages came back with other bytes", "do not use this store; report it"
+        )
     stored = sum(result is SetResult.STORED for result in written)
     hits = sum(result is GetResult.HIT for result in read)
     reasons = sorted({r.value for r in written if not r.durable} | {r.value for r in read if r is not GetResult.HIT})

@@ -127,7 +127,7 @@ class RequestThreads:
     def run(
         self, count: int, work: Callable[[int, Call[Result]], Result | None], timeout: float
     ) -> tuple[list[Result | None], bool]:
-        """``work(position, call)`` for all positions, for ``timeout`` seconds at most; the results, and if all ended."""
+        """``work(position, call)`` for all positions, for at most ``timeout`` seconds; results, and if all ended."""
         call = Call(count, work)
         if count == 0:
             return [], True

@@ -398,16 +398,19 @@ class ObjectPageStore:
         return sum(answer is True for answer in answers)
 
     def _remove(self, key: bytes, call: Call[bool]) -> bool:
-        present = self._present(key, call)
-        if present or key in self._unhealed:
-            try:
-                delete_objects(self._obstore, self._client, [page_name(key)])
-            except Exception as error:  # noqa: BLE001 - a client library's errors end here
-                self._failed(error, call)
+        if self._clearings.hides(key):
+            return False
+        try:
+            # Whatever has the page's name, whole or not.
+            if self._stored_size(key) is None:
                 return False
-            self._unhealed.discard(key)
-            self._clearings.forget(key)
-        return present
+            delete_objects(self._obstore, self._client, [page_name(key)])
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            self._failed(error, call)
+            return False
+        self._unhealed.discard(key)
+        self._clearings.forget(key)
+        return True
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Take all pages of the identities out of this process's sight at once and delete them in the background.
@@ -447,7 +450,8 @@ class ObjectPageStore:
             # s3rver knows no delimiter below a prefix and answers with nothing: one request per identity finds them.
             after: str | None = None
             while not found or after is not None:
-                first = next(iter(self._obstore.list(self._client, PAGES, offset=after, chunk_size=1)), [])
+                listing = self._obstore.list(self._client, PAGES, offset=after, chunk_size=1)
+                first: list[dict[str, str]] = next(iter(listing), [])
                 digest = digest_of(first[0]["path"].rpartition("/")[0].rpartition("/")[0]) if first else None
                 if digest is None or digest in found:
                     return
