@@ -51,10 +51,12 @@ def worst(sections: Sequence[Section]) -> Level:
 def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
     try:
         store = open_tier(name, tier)
-    except (StoreError, ConfigError) as error:
-        kind = Level.ERROR if tier.required else Level.WARNING
-        remedy = "" if tier.required else "servers start without it (required: false)"
-        return [Finding("open", kind, str(error), remedy)]
+    except ConfigError as error:
+        return [Finding("open", Level.ERROR, str(error), "servers do not start with it, required or not")]
+    except StoreError as error:
+        if tier.required:
+            return [Finding("open", Level.ERROR, str(error), "servers do not start until this is mended")]
+        return [Finding("open", Level.WARNING, str(error), "servers start without it (required: false)")]
     try:
         opened = Finding("open", Level.OK, "the tier can be opened")
         if isinstance(store, Diagnosable):

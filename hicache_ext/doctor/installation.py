@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from hicache_ext import __version__
 from hicache_ext.storage.diagnosis import Finding, Level
 
-
 TESTED_SGLANG = "0.5.23"
 """As plugin.py says, which cannot be asked where torch is missing."""
 
