@@ -1,7 +1,7 @@
 """Ceph's S3 server on this machine, run by this user: one monitor, one object store daemon in memory, one gateway.
 
-For ``make test-radosgw``: the real thing beside the s3rver of the routine suite, with conditional create. Needs Debian's
-packages ceph-mon, ceph-osd, ceph-common and radosgw; nothing of theirs is started or configured system-wide.
+For ``make test-radosgw``: the real thing beside the s3rver of the routine suite. Needs Debian's packages ceph-mon,
+ceph-osd, ceph-common and radosgw; nothing of theirs is started or configured system-wide.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The conformance suite against Ceph's gateway. Opt-in: ``make test-radosgw`` names this file, whose name pytest does not
-collect by itself."""
+"""The conformance suite against Ceph's gateway.
+
+Opt-in: ``make test-radosgw`` names this file, which pytest does not collect by itself.
+"""
 
 from __future__ import annotations
 
