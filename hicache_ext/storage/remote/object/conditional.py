@@ -46,12 +46,14 @@ class ConditionalCreate:
             self._obstore.delete(self._client, name)
         self.supported = supported
 
-    def find_out_again(self, within: Callable[[Callable[[], Any], float], tuple[bool, Failure | None]]) -> None:
-        """Try again, now and then, where the store could not be asked at start."""
+    def find_out_again(
+        self, within: Callable[[Callable[[], Any], float], tuple[bool, Failure | None]], timeout: float
+    ) -> None:
+        """Try again, now and then and for ``timeout`` seconds, where the store could not be asked at start."""
         if self.supported is not None:
             return
         with self._lock:
             if time.monotonic() < self._next_attempt:
                 return
             self._next_attempt = time.monotonic() + _ASK_AGAIN
-        within(self.find_out, 1.0)
+        within(self.find_out, timeout)

@@ -333,10 +333,13 @@ class ObjectPageStore:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
+        deadline = time.monotonic() + self._timeout
         with self._calls:
-            self._create.find_out_again(self.within)
+            self._create.find_out_again(self.within, self._timeout / 4)
             answers, in_time = self._threads.run(
-                len(batch), lambda i, call: self._set_page(batch.keys[i], batch.buffers[i], call), self._timeout
+                len(batch),
+                lambda i, call: self._set_page(batch.keys[i], batch.buffers[i], call),
+                deadline - time.monotonic(),
             )
         missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
         results = [missing if answer is None else answer for answer in answers]
