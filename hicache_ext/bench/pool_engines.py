@@ -26,6 +26,7 @@ from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import tier_types
 from hicache_ext.errors import HicacheExtError
 from hicache_ext.storage.registry import open_tier
+from hicache_ext.storage.remote.object.names import page_name
 from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore
 
 _SEGMENTS = 2
@@ -192,7 +193,7 @@ def _serve_s3(directory: Path) -> Iterator[Any]:
 
 
 class _Obstore:
-    """What both ways of using obstore share."""
+    """What both ways of using obstore share. Objects are named as ours are: servers over files pay for directories."""
 
     def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
         from hicache_ext.testing.s3_server import ACCESS_KEY, SECRET_KEY
@@ -210,7 +211,7 @@ class _Obstore:
         )
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        self.obstore.delete(self.client, [key.hex() for key in keys])
+        self.obstore.delete(self.client, [page_name(key) for key in keys])
 
     def close(self) -> None:
         pass
@@ -225,12 +226,14 @@ class ObstoreThreads(_Obstore):
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
         def put(position: int) -> None:
-            self.obstore.put(self.client, keys[position].hex(), pages.sources[position].data, use_multipart=False)
+            self.obstore.put(self.client, page_name(keys[position]), pages.sources[position].data, use_multipart=False)
 
         return len(list(self._threads.map(put, range(len(keys)))))
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
-        pages.received = list(self._threads.map(lambda key: self.obstore.get(self.client, key.hex()).bytes(), keys))
+        pages.received = list(
+            self._threads.map(lambda key: self.obstore.get(self.client, page_name(key)).bytes(), keys)
+        )
         return len(pages.received)
 
     def close(self) -> None:
@@ -244,7 +247,7 @@ class ObstoreAsync(_Obstore):
         async def put(position: int, slots: asyncio.Semaphore) -> None:
             async with slots:
                 data = pages.sources[position].data
-                await self.obstore.put_async(self.client, keys[position].hex(), data, use_multipart=False)
+                await self.obstore.put_async(self.client, page_name(keys[position]), data, use_multipart=False)
 
         async def put_all() -> int:
             slots = asyncio.Semaphore(OBJECT_REQUESTS)
@@ -255,7 +258,7 @@ class ObstoreAsync(_Obstore):
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
         async def get(key: bytes, slots: asyncio.Semaphore) -> Any:
             async with slots:
-                return await (await self.obstore.get_async(self.client, key.hex())).bytes_async()
+                return await (await self.obstore.get_async(self.client, page_name(key))).bytes_async()
 
         async def get_all() -> list[Any]:
             slots = asyncio.Semaphore(OBJECT_REQUESTS)

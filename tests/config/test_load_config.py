@@ -17,6 +17,7 @@ from hicache_ext.config import (
     ExtraConfig,
     FileTierConfig,
     HicacheExtConfig,
+    ObjectTierConfig,
     example_config,
     json_schema,
     load_config,
