@@ -176,7 +176,7 @@ def test_a_lie_is_corrupt_and_never_a_hit(
     proxy.break_with(fault)
     results, payloads = read_pages(store, keys[:2])
     assert results == [GetResult.CORRUPT] * 2
-    # Refused by size or header: not a byte of it has reached host memory.
+    # Checked where it was received: not a byte of it has reached host memory.
     assert payloads == [b"\x77" * 1000] * 2
     proxy.break_with("")
     assert store_pages(store, keys[:2]) == [SetResult.STORED] * 2
