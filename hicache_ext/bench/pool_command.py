@@ -18,6 +18,7 @@ from hicache_ext.bench.harness import (
     interleaved,
     machine_facts,
     plot,
+    terminated_in_order,
     today,
     write_json,
 )
@@ -99,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
             results.leave_out(engine.name, "", engine.missing)
             continue
         try:
-            with serving(engine) as place:
+            with terminated_in_order(), serving(engine) as place:
                 _measure_engine(engine, place, settings, results)
         except BenchmarkError as error:
             results.leave_out(engine.name, "", f"failed: {error}")
