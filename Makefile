@@ -4,12 +4,13 @@ PYTEST := .venv/bin/python -m pytest
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast lint setup setup-test kills clean
+.PHONY: help demo test test-fast test-radosgw lint setup setup-test kills clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
 	@echo "make test       everything: lint, fast tests, real processes, real SGLang servers"
 	@echo "make test-fast  the tests that need no server, under two minutes"
+	@echo "make test-radosgw  the object tier against Ceph's S3 gateway (Debian: ceph-mon ceph-osd ceph-common radosgw)"
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
 	@echo "make clean      remove .venv and everything the demo made"
@@ -29,6 +30,9 @@ test: lint
 
 test-fast: setup-test
 	$(PYTEST) -m "not slow"
+
+test-radosgw: setup-test
+	$(PYTEST) tests/storage/remote/object/radosgw_suite.py
 
 lint: setup-test
 	.venv/bin/ruff check .

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ from hicache_ext.bench.harness import (
     interleaved,
     machine_facts,
     plot,
+    terminated_in_order,
     today,
     write_json,
 )
@@ -121,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     machine = machine_facts(directory, _PACKAGES)
     print(f"{machine['cpus']} CPUs, kernel {machine['kernel']}, {machine['file_system']}; Python {machine['python']}")
     started = time.monotonic()
-    with _terminated_in_order():
+    with terminated_in_order():
         with fresh_directory(directory) as trial:
             contenders = [*all_contenders(trial), STAT]
         if arguments.contender:
@@ -183,24 +182,6 @@ def _prepare_sglang() -> None:
         import sglang.srt.mem_cache.hicache_storage  # noqa: F401
     except ImportError as error:
         raise BenchmarkError(f"this benchmark compares with SGLang, over its host pools: {error}") from error
-
-
-@contextmanager
-def _terminated_in_order() -> Iterator[None]:
-    """SIGTERM ends the run like Ctrl-C does, so that gigabytes of test pages are not left behind."""
-
-    def stop(signal_number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True, slots=True)

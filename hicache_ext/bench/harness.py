@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ext.errors import HicacheExtError
+from hicache_ext.storage.file.diagnosis import file_system_type
 
 _DELETE_ATTEMPTS = 50
 
@@ -135,6 +137,24 @@ def ratio(summary: Summary, base: Summary) -> float:
     return summary.rate.median / base.rate.median
 
 
+@contextmanager
+def terminated_in_order() -> Iterator[None]:
+    """SIGTERM ends the run like Ctrl-C does, so that neither servers nor gigabytes of test pages are left behind."""
+
+    def stop(signal_number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 # -- the place of a run ------------------------------------------------------------------------------------------------
 
 
@@ -156,17 +176,6 @@ def _delete(directory: Path) -> None:
             return
         time.sleep(0.2)
     print(f"{directory} could not be deleted: please do", file=sys.stderr)
-
-
-def file_system_type(path: Path) -> str:
-    """The type of the file system that holds ``path``, as the kernel names it."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == wanted:
-            return after.split()[0]
-    return "unknown"
 
 
 def machine_facts(directory: Path, packages: Sequence[str] = ()) -> dict[str, Any]:

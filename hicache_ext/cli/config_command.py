@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hicache_ext.config import ExtraConfig, check_document, example_config, json_schema, read_document
+from hicache_ext.config import ExtraConfig, check_document, example_config, json_schema
 from hicache_ext.config.render import as_inline_json, as_yaml, launch_flags
 from hicache_ext.config.sources import read_text
+from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError
 
 _FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     file: str = arguments.file
-    checked = check_document(_read(file))
+    checked = check_document(read_configuration(file))
     inline = file.lstrip().startswith("{")
     print("OK" if inline else f"OK: {file}")
     print("\n".join(_summary(checked)))
@@ -59,7 +59,7 @@ def _render(arguments: argparse.Namespace) -> int:
     if arguments.file is not None:
         if any(option is not None for option in options):
             raise ConfigError("", "FILE cannot be combined with --path, --capacity, --role or --name", "one of them")
-        file, document = arguments.file, _read(arguments.file)
+        file, document = arguments.file, read_configuration(arguments.file)
     elif any(option is not None for option in options):
         file, document = _RENDERED_FILE, _from_options(arguments)
     else:
@@ -79,16 +79,6 @@ def _render(arguments: argparse.Namespace) -> int:
 def _schema(arguments: argparse.Namespace) -> int:
     print(json.dumps(json_schema(), indent=2))
     return 0
-
-
-def _read(file: str) -> Mapping[str, Any]:
-    if file != "-":
-        return read_document(file)
-    try:
-        text = sys.stdin.read()
-    except UnicodeDecodeError:
-        raise ConfigError("standard input", "is not UTF-8 text") from None
-    return read_text(text, "standard input")
 
 
 def _file_to_name(file: str) -> str:

@@ -11,6 +11,7 @@ from hicache_ext.storage.store import PageStore
 _OPENERS: dict[str, tuple[str, str, str | None]] = {
     "file": ("hicache_ext.storage.file", "open_file_tier", None),
     "mooncake": ("hicache_ext.storage.mooncake", "open_mooncake_tier", "mooncake"),
+    "object": ("hicache_ext.storage.remote.object", "open_object_tier", "object"),
     "redis": ("hicache_ext.storage.remote.redis", "open_redis_tier", "redis"),
 }
 """Module, function, and the extra of this package that brings what the module imports."""

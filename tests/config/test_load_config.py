@@ -18,6 +18,7 @@ from hicache_ext.config import (
     FileTierConfig,
     HicacheExtConfig,
     MooncakeTierConfig,
+    ObjectTierConfig,
     RedisTierConfig,
     example_config,
     json_schema,
@@ -241,6 +242,7 @@ def test_every_type_of_tier_has_its_class() -> None:
     assert types["file"] is FileTierConfig
     assert types["mooncake"] is MooncakeTierConfig
     assert types["redis"] is RedisTierConfig
+    assert types["object"] is ObjectTierConfig
 
 
 def test_the_schema_accepts_what_the_loader_accepts_and_knows_every_key() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file import page_io
 from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied, path_number
 from hicache_ext.storage.file.page_clearing import Clearing
@@ -121,6 +122,11 @@ class PageFileStore:
                 "threads": self._threads,
             },
         )
+
+    def diagnose(self) -> Sequence[Finding]:
+        from hicache_ext.storage.file.diagnosis import diagnose
+
+        return diagnose(self)
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         for directory in self._directories:

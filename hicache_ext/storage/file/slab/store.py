@@ -26,6 +26,7 @@ import lmdb
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file import vectored
 from hicache_ext.storage.file.directory import BLOCK, path_number
 from hicache_ext.storage.file.parallel import CallGate, Workers
@@ -114,6 +115,11 @@ class SlabStore:
                 "threads": self._threads,
             },
         )
+
+    def diagnose(self) -> Sequence[Finding]:
+        from hicache_ext.storage.file.diagnosis import diagnose
+
+        return diagnose(self)
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         for part in self._parts:

@@ -1,0 +1,408 @@
+"""The engines of the pool benchmark: how each one's server is started, and its contenders.
+
+Every contender moves the same pages between host memory of this process and a server that is another process. Ours is
+the tier, opened from its configuration; the others are the engine's own client, used in the fastest way it offers, with
+nothing around it: no envelope, no checksum, and no copy into host memory where the client has a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.bench.harness import BenchmarkError
+from hicache_ext.config import tier_types
+from hicache_ext.errors import HicacheExtError
+from hicache_ext.storage.registry import open_tier
+from hicache_ext.storage.remote.object.names import page_name
+from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore
+
+_SEGMENTS = 2
+"""Segments of a page, as K and V are."""
+_STAMP = 8
+OBJECT_REQUESTS = 32
+"""Requests at once of every object contender: the default of the tier."""
+_TIMEOUT = 60.0
+"""Seconds a call of ours may take here: a slow machine is measured, not cut off."""
+
+
+class Pages:
+    """Host memory of one client thread: a batch of pages to write, and one to read into."""
+
+    def __init__(self, payload: int, batch: int, seed: int) -> None:
+        if payload % (_SEGMENTS * _STAMP):
+            raise BenchmarkError(f"a page of {payload} bytes cannot be made: take a multiple of {_SEGMENTS * _STAMP}")
+        self.payload = payload
+        self.batch = batch
+        self.seed = seed
+        noise = np.random.default_rng(seed)
+        self.sources: npt.NDArray[np.uint8] = noise.integers(0, 256, (batch, payload), np.uint8)
+        self.targets: npt.NDArray[np.uint8] = np.zeros((batch, payload), np.uint8)
+        self.received: Sequence[Any] | None = None
+        """What a client that has buffers of its own has read."""
+
+    def stamp(self, number: int) -> None:
+        """Make the pages to write those of batch ``number``."""
+        first = (self.seed << 32) + number * self.batch
+        self.sources[:, :_STAMP] = np.arange(first, first + self.batch, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
+
+    def segments(self, pages: npt.NDArray[np.uint8]) -> list[list[memoryview]]:
+        size = self.payload // _SEGMENTS
+        return [[page.data[i * size : (i + 1) * size] for i in range(_SEGMENTS)] for page in pages]
+
+    def check(self, number: int, contender: str) -> None:
+        """Raise BenchmarkError unless what was read is, byte for byte, batch ``number``."""
+        self.stamp(number)
+        received = self.targets if self.received is None else self.received
+        for page in range(self.batch):
+            if not np.array_equal(np.frombuffer(received[page], np.uint8), self.sources[page]):
+                raise BenchmarkError(f"{contender}: page {page} of batch {number} came back with other bytes")
+
+
+class PoolClient(Protocol):
+    """One opened contender; used by several threads at once."""
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        """Store the pages to write; how many of them are stored."""
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        """Fetch pages; how many were found."""
+
+    def remove(self, keys: Sequence[bytes]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A line of the tables. ``open`` takes what the engine's server gave and the memory pages will be in."""
+
+    name: str
+    engine: str
+    open: Callable[[Any, Sequence[Pages]], PoolClient]
+    ours: bool = False
+    missing: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine: ``serve(directory)`` starts its server and answers what contenders are opened with."""
+
+    name: str
+    serve: Callable[[Path], Any]
+    contenders: tuple[Contender, ...]
+    missing: str | None = None
+    """Why its server cannot be started here."""
+
+
+def all_engines() -> list[Engine]:
+    """Every engine, those that cannot take part with the reason."""
+    return [_mooncake(), _redis(), _object()]
+
+
+# -- ours --------------------------------------------------------------------------------------------------------------
+
+
+class OurClient:
+    """A tier of this package."""
+
+    def __init__(self, store: PageStore, memory: Sequence[Pages]) -> None:
+        self._store = store
+        if isinstance(store, HostMemoryUser):
+            store.register_host_memory([array.reshape(-1).data for p in memory for array in (p.sources, p.targets)])
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        return sum(result.durable for result in self._store.set(PageBatch(keys, pages.segments(pages.sources))))
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        results = self._store.get(PageBatch(keys, pages.segments(pages.targets)))
+        return sum(result is GetResult.HIT for result in results)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._store.remove(keys)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _ours(engine: str, tier_of: Callable[[Any], dict[str, Any]], name: str = "hicache_ext", **more: Any) -> Contender:
+    """Our tier; ``tier_of`` makes its configuration from what the server gave."""
+    model = tier_types().get(engine)
+    missing = None
+    if model is None:
+        missing = f"missing: this version has no tier of type {engine}"
+    elif any(key not in model.model_fields for key in more):
+        missing = f"missing: tiers of type {engine} have no {', '.join(more)}"
+
+    def open_client(place: Any, memory: Sequence[Pages]) -> PoolClient:
+        assert model is not None
+        tier = model.model_validate({"type": engine, "timeout": _TIMEOUT, **tier_of(place), **more})
+        return OurClient(open_tier("bench", tier), memory)
+
+    return Contender(name, engine, open_client, ours=True, missing=missing)
+
+
+def _package(name: str) -> str | None:
+    return None if importlib.util.find_spec(name) else f"missing: the package {name}"
+
+
+# -- object stores -----------------------------------------------------------------------------------------------------
+
+
+def _object() -> Engine:
+    from hicache_ext.testing.s3_server import missing_s3_server
+
+    program = missing_s3_server()
+    lacking = _package("obstore")
+    return Engine(
+        "object",
+        _serve_s3,
+        (
+            _ours("object", lambda server: server.tier("ours")),
+            Contender("obstore, threads", "object", ObstoreThreads, missing=lacking),
+            Contender("obstore, asyncio", "object", ObstoreAsync, missing=lacking),
+        ),
+        missing=f"missing: {program}" if program else None,
+    )
+
+
+@contextmanager
+def _serve_s3(directory: Path) -> Iterator[Any]:
+    from hicache_ext.testing.s3_server import S3Server
+
+    with S3Server(directory) as server:
+        before = dict(os.environ)
+        os.environ.update(server.environment())
+        try:
+            yield server
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+class _Obstore:
+    """What both ways of using obstore share. Objects are named as ours are: servers over files pay for directories."""
+
+    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+        from hicache_ext.testing.s3_server import ACCESS_KEY, SECRET_KEY
+
+        self.obstore: Any = importlib.import_module("obstore")
+        stores: Any = importlib.import_module("obstore.store")
+        self.client: Any = stores.S3Store(
+            server.bucket,
+            prefix="theirs",
+            endpoint=server.endpoint,
+            access_key_id=ACCESS_KEY,
+            secret_access_key=SECRET_KEY,
+            region="us-east-1",
+            client_options={"allow_http": True},
+        )
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self.obstore.delete(self.client, [page_name(key) for key in keys])
+
+    def close(self) -> None:
+        pass
+
+
+class ObstoreThreads(_Obstore):
+    """Synchronous calls on as many threads as ours has."""
+
+    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+        super().__init__(server, memory)
+        self._threads = ThreadPoolExecutor(OBJECT_REQUESTS)
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        def put(position: int) -> None:
+            self.obstore.put(self.client, page_name(keys[position]), pages.sources[position].data, use_multipart=False)
+
+        return len(list(self._threads.map(put, range(len(keys)))))
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        pages.received = list(
+            self._threads.map(lambda key: self.obstore.get(self.client, page_name(key)).bytes(), keys)
+        )
+        return len(pages.received)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class ObstoreAsync(_Obstore):
+    """Asynchronous calls, as many at once as ours makes."""
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        async def put(position: int, slots: asyncio.Semaphore) -> None:
+            async with slots:
+                data = pages.sources[position].data
+                await self.obstore.put_async(self.client, page_name(keys[position]), data, use_multipart=False)
+
+        async def put_all() -> int:
+            slots = asyncio.Semaphore(OBJECT_REQUESTS)
+            return len(await asyncio.gather(*(put(position, slots) for position in range(len(keys)))))
+
+        return asyncio.run(put_all())
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        async def get(key: bytes, slots: asyncio.Semaphore) -> Any:
+            async with slots:
+                return await (await self.obstore.get_async(self.client, page_name(key))).bytes_async()
+
+        async def get_all() -> list[Any]:
+            slots = asyncio.Semaphore(OBJECT_REQUESTS)
+            return await asyncio.gather(*(get(key, slots) for key in keys))
+
+        pages.received = asyncio.run(get_all())
+        return len(pages.received)
+
+
+# -- Redis -------------------------------------------------------------------------------------------------------------
+
+
+def _redis() -> Engine:
+    missing = None
+    try:
+        servers: Any = importlib.import_module("hicache_ext.testing.redis_servers")
+    except ModuleNotFoundError:
+        missing = "missing: hicache_ext.testing.redis_servers"
+    else:
+        if servers.redis_program() is None:
+            missing = "missing: redis-server"
+    return Engine(
+        "redis",
+        _serve_redis,
+        (
+            _ours("redis", lambda server: {"url": server.url}),
+            Contender("redis-py, MGET and pipelined SET", "redis", RedisPy, missing=_package("redis")),
+        ),
+        missing=missing,
+    )
+
+
+@contextmanager
+def _serve_redis(directory: Path) -> Iterator[Any]:
+    servers: Any = importlib.import_module("hicache_ext.testing.redis_servers")
+    with servers.RedisServer(directory / "redis") as server:
+        yield server
+
+
+class RedisPy:
+    """redis-py: its connection pool gives each thread a connection."""
+
+    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+        redis: Any = importlib.import_module("redis")
+        self._client: Any = redis.Redis(port=server.port)
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for position, key in enumerate(keys):
+                pipeline.set(key, pages.sources[position].data)
+            return sum(bool(answer) for answer in pipeline.execute())
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        pages.received = self._client.mget(keys)
+        return sum(page is not None for page in pages.received or ())
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._client.delete(*keys)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+# -- Mooncake ----------------------------------------------------------------------------------------------------------
+
+
+def _mooncake() -> Engine:
+    missing = None
+    try:
+        servers: Any = importlib.import_module("hicache_ext.testing.mooncake_servers")
+    except ModuleNotFoundError:
+        missing = "missing: hicache_ext.testing.mooncake_servers"
+    else:
+        if lacking := servers.missing_mooncake():
+            missing = f"missing: {lacking}"
+    return Engine(
+        "mooncake",
+        _serve_mooncake,
+        (
+            _ours("mooncake", _mooncake_tier),
+            _ours("mooncake", _mooncake_tier, "hicache_ext, no checksum", checksum=False),
+            Contender("raw batch_get_into/put_from", "mooncake", RawMooncake),
+        ),
+        missing=missing,
+    )
+
+
+def _mooncake_tier(servers: Any) -> dict[str, Any]:
+    return {"master": servers.master, "protocol": "tcp", "local_hostname": "127.0.0.1"}
+
+
+@contextmanager
+def _serve_mooncake(directory: Path) -> Iterator[Any]:
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    network: Any = importlib.import_module("hicache_ext.testing.own_network")
+    servers: Any = importlib.import_module("hicache_ext.testing.mooncake_servers")
+    with ExitStack() as stack:
+        # Mooncake's processes listen on all interfaces.
+        stack.enter_context(network.own_network())
+        yield stack.enter_context(servers.MooncakeServers(directory, segment_bytes=2 << 30))
+
+
+class RawMooncake:
+    """The multi-buffer calls, straight from and into registered host memory; no envelope, returned sizes only added."""
+
+    def __init__(self, servers: Any, memory: Sequence[Pages]) -> None:
+        module: Any = importlib.import_module("mooncake.store")
+        self._store: Any = module.MooncakeDistributedStore()
+        if self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", servers.master):
+            raise BenchmarkError("raw Mooncake: setup failed")
+        for pages in memory:
+            for array in (pages.sources, pages.targets):
+                self._store.register_buffer(array.ctypes.data, array.nbytes)
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        places = _addresses(pages.sources)
+        answers = self._store.batch_put_from_multi_buffers([key.hex() for key in keys], *places)
+        return sum(answer == 0 for answer in answers)
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        places = _addresses(pages.targets)
+        answers = self._store.batch_get_into_multi_buffers([key.hex() for key in keys], *places)
+        return sum(answer == pages.payload for answer in answers)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._store.remove(key.hex(), True)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _addresses(pages: npt.NDArray[np.uint8]) -> tuple[list[list[int]], list[list[int]]]:
+    size = pages.shape[1] // _SEGMENTS
+    starts = [pages.ctypes.data + number * pages.shape[1] for number in range(len(pages))]
+    return [[start + i * size for i in range(_SEGMENTS)] for start in starts], [[size] * _SEGMENTS for _ in starts]
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[Any]:
+    """The engine's server, in a directory of its own. Raises BenchmarkError when it does not start."""
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory, ExitStack() as stack:
+        try:
+            place = stack.enter_context(engine.serve(Path(directory)))
+        except (RuntimeError, OSError, HicacheExtError) as error:
+            raise BenchmarkError(f"{engine.name}: {error}") from error
+        yield place

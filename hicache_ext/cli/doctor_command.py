@@ -1,0 +1,76 @@
+"""``hicache-ext doctor``: look at a configuration and at everything it stands on, and say what to do.
+
+Exit codes: 0 nothing is wrong (notes and warnings may be there), 1 at least one error was found, 2 wrong usage or wrong
+configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from hicache_ext.config import ConfigErrors, check_document
+from hicache_ext.doctor.examination import Section, examine, worst
+from hicache_ext.doctor.reading import read_configuration
+from hicache_ext.errors import ConfigError
+from hicache_ext.storage.diagnosis import Level
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.epilog = "exit codes: 0 nothing is wrong, 1 an error was found, 2 wrong usage or wrong configuration"
+    parser.add_argument(
+        "file", metavar="CONFIG", help="a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
+    )
+    parser.add_argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine and print; 0, 1 or 2 as the module says."""
+    inline = arguments.file.lstrip().startswith("{")
+    try:
+        document = read_configuration(arguments.file)
+        checked = check_document(document)
+        for name in arguments.tier or ():
+            if name not in checked.hicache_ext.tiers:
+                raise ConfigError("--tier", f"no tier is named {name!r}", ", ".join(checked.hicache_ext.tiers))
+    except ConfigError as error:
+        if arguments.json:
+            sentences = [str(one) for one in (error.errors if isinstance(error, ConfigErrors) else (error,))]
+            print(json.dumps({"level": "error", "configuration": sentences}, indent=1))
+            return 2
+        raise
+    sections: list[Section] = []
+    for section in examine(checked, inline=inline, only=arguments.tier):
+        sections.append(section)
+        if not arguments.json:
+            # As they come: a tier that hangs until its timeout must not hide what was found before.
+            print(_text(section), flush=True)
+    level = worst(sections)
+    if arguments.json:
+        print(json.dumps({"level": level.value, "sections": [section.document() for section in sections]}, indent=1))
+    else:
+        print(_SUMMARY[level])
+        sys.stdout.flush()
+    return 1 if level is Level.ERROR else 0
+
+
+_SUMMARY = {
+    Level.OK: "Nothing is wrong.",
+    Level.NOTE: "Nothing is wrong; see the notes.",
+    Level.WARNING: "It works; see the warnings.",
+    Level.ERROR: "Something is wrong; see the errors.",
+}
+_MARKS = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
+
+
+def _text(section: Section) -> str:
+    lines = [section.title]
+    for finding in section.findings:
+        lines.append(f"  {_MARKS[finding.level]} {finding.subject}: {finding.seen}")
+        if finding.remedy:
+            lines.append(f"          -> {finding.remedy}")
+    return "\n".join([*lines, ""])

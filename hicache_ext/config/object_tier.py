@@ -1,0 +1,217 @@
+"""``type: object``: S3-compatible stores, Google Cloud Storage, Azure Blob Storage, and directories through obstore."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, WithJsonSchema, model_validator
+
+from hicache_ext.config.problems import quoted, refuse, shown
+from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
+from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
+from hicache_ext.config.templates import expand_templates
+from hicache_ext.config.tier import RemoteTierConfig
+from hicache_ext.errors import ConfigError
+
+MOST_REQUESTS = 256
+
+_URL_ALLOWED = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory"
+_ENDPOINT_ALLOWED = "http(s)://host[:port]"
+_TEXT_ALLOWED = "text"
+_CA_FILE_ALLOWED = "an absolute path to a PEM file"
+_CONCURRENCY_ALLOWED = f"1 to {MOST_REQUESTS}, or auto"
+_SCHEMES = ("s3", "gs", "az", "file")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", re.ASCII)
+_PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=/-]*", re.ASCII)
+
+_S3_ONLY = ("region", "addressing", "access_key", "secret_key", "session_token")
+
+
+def parse_url(value: object) -> str:
+    """A URL whose scheme, bucket and prefix are sound, templates expanded, without a trailing slash."""
+    if not isinstance(value, str):
+        raise refuse(value, _URL_ALLOWED)
+    text = expand_templates(value)
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme not in _SCHEMES:
+        raise ConfigError("", f"{quoted(value)} is not the address of an object store", _URL_ALLOWED)
+    place, _, prefix = rest.partition("/")
+    if "@" in rest:
+        raise ConfigError("", "credentials do not belong in the address", "access_key and secret_key by reference")
+    if scheme == "file":
+        if place or not prefix.strip("/"):
+            raise ConfigError("", f"{quoted(value)} names no absolute directory", _URL_ALLOWED)
+    elif not _BUCKET.fullmatch(place):
+        raise ConfigError("", f"{quoted(value)} names no bucket", _URL_ALLOWED)
+    if not _PREFIX.fullmatch(prefix) or any(part in ("", ".", "..") for part in prefix.strip("/").split("/") if prefix):
+        raise ConfigError("", f"the prefix of {quoted(value)} has parts that not every store keeps apart", _URL_ALLOWED)
+    return text.rstrip("/")
+
+
+def parse_endpoint(value: object) -> str | None:
+    """A base address without path and credentials."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise refuse(value, _ENDPOINT_ALLOWED)
+    text = expand_templates(value).rstrip("/")
+    try:
+        parts = urlsplit(text)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        sound = False
+    if not sound or "@" in text or parts.path or parts.query or parts.fragment:
+        raise ConfigError("", f"{quoted(value)} is not an endpoint", _ENDPOINT_ALLOWED)
+    return text
+
+
+def parse_concurrency(value: object) -> int | None:
+    """Requests at once, or None for 'auto'."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_REQUESTS:
+        raise refuse(value, _CONCURRENCY_ALLOWED)
+    return value
+
+
+def _word(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise refuse(value, _TEXT_ALLOWED)
+    return expand_templates(value)
+
+
+def _ca_file(value: object) -> str | None:
+    text = _word(value)
+    if text is not None and not text.startswith("/"):
+        raise ConfigError("", f"{shown(value)} is not an absolute path", _CA_FILE_ALLOWED)
+    return text
+
+
+class ObjectTierConfig(RemoteTierConfig):
+    """Object stores."""
+
+    type: Annotated[Literal["object"], Allowed("object")] = "object"
+    url: Annotated[
+        str,
+        Field(description="the bucket or container, and the prefix that belongs to this package alone"),
+        Allowed(_URL_ALLOWED),
+        checked(parse_url),
+    ]
+    endpoint: Annotated[
+        str | None,
+        Field(description="the server's address where it is not the provider's own (MinIO, Ceph, R2, an emulator)"),
+        Allowed(_ENDPOINT_ALLOWED),
+        checked(parse_endpoint),
+    ] = None
+    region: Annotated[
+        str | None, Field(description="S3: the bucket's region"), Allowed(_TEXT_ALLOWED), checked(_word)
+    ] = None
+    addressing: Annotated[
+        Literal["auto", "path", "virtual"],
+        Field(description="S3: bucket in the path or in the host name; auto: path with an endpoint, else virtual"),
+        Allowed("auto, path, virtual"),
+        one_of("auto", "path", "virtual"),
+    ] = "auto"
+    access_key: Annotated[
+        Secret | None, Field(description="S3: access key id; left out: the standard chain"), Allowed(SECRET_ALLOWED)
+    ] = None
+    secret_key: Annotated[Secret | None, Field(description="S3: secret access key"), Allowed(SECRET_ALLOWED)] = None
+    session_token: Annotated[
+        Secret | None, Field(description="S3: token of temporary credentials"), Allowed(SECRET_ALLOWED)
+    ] = None
+    service_account: Annotated[
+        Secret | None, Field(description="Google: the service account's JSON key"), Allowed(SECRET_ALLOWED)
+    ] = None
+    account: Annotated[
+        str | None, Field(description="Azure: the storage account"), Allowed(_TEXT_ALLOWED), checked(_word)
+    ] = None
+    account_key: Annotated[Secret | None, Field(description="Azure: the account's key"), Allowed(SECRET_ALLOWED)] = None
+    allow_http: Annotated[
+        bool,
+        Field(description="true: an endpoint without TLS is accepted; pages and names travel unencrypted"),
+        Allowed("true or false"),
+        checked(true_or_false),
+    ] = False
+    ca_file: Annotated[
+        str | None,
+        Field(description="certificates to trust besides the system's"),
+        Allowed(_CA_FILE_ALLOWED),
+        checked(_ca_file),
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        Field(description="requests at once per rank; auto: 32", json_schema_extra={"default": "auto"}),
+        Allowed(_CONCURRENCY_ALLOWED),
+        checked(parse_concurrency),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_REQUESTS}, {"const": "auto"}]}),
+    ] = None
+
+    @property
+    def scheme(self) -> str:
+        return self.url.partition("://")[0]
+
+    @property
+    def bucket(self) -> str:
+        """Bucket or container; "" for a directory."""
+        return self.url.partition("://")[2].partition("/")[0]
+
+    @property
+    def prefix(self) -> str:
+        """What every name begins with, without slashes at its ends; for ``file`` the directory without its first."""
+        return self.url.partition("://")[2].partition("/")[2].strip("/")
+
+    def directories(self) -> tuple[str, ...]:
+        return ("/" + self.prefix,) if self.scheme == "file" else ()
+
+    def summary(self) -> str:
+        return f"object, {self.url}" + (f" at {self.endpoint}" if self.endpoint else "")
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        for rule in _RULES:
+            if error := rule(self):
+                raise as_pydantic_error(error)
+        return self
+
+
+def _only_keys_of_the_scheme(tier: ObjectTierConfig) -> ConfigError | None:
+    foreign = {
+        "s3": ("service_account", "account", "account_key"),
+        "gs": (*_S3_ONLY, "account", "account_key"),
+        "az": (*_S3_ONLY, "service_account"),
+        "file": (*_S3_ONLY, "service_account", "account", "account_key", "endpoint", "ca_file"),
+    }[tier.scheme]
+    for key in foreign:
+        if getattr(tier, key) not in (None, "auto"):
+            return ConfigError(f".{key}", f"has no meaning for {tier.scheme}:// addresses", "leave it out")
+    return None
+
+
+def _credentials_are_whole(tier: ObjectTierConfig) -> ConfigError | None:
+    if (tier.access_key is None) != (tier.secret_key is None):
+        missing = "access_key" if tier.access_key is None else "secret_key"
+        return ConfigError(f".{missing}", "required: access_key and secret_key go together", SECRET_ALLOWED)
+    if tier.session_token is not None and tier.access_key is None:
+        return ConfigError(".access_key", "required with session_token", SECRET_ALLOWED)
+    if tier.account_key is not None and tier.account is None:
+        return ConfigError(".account", "required with account_key", "the name of the storage account")
+    return None
+
+
+def _http_is_meant(tier: ObjectTierConfig) -> ConfigError | None:
+    if tier.endpoint and tier.endpoint.startswith("http:") and not tier.allow_http:
+        problem = "without TLS pages travel unencrypted; say allow_http: true if that is meant"
+        return ConfigError(".endpoint", problem, "https://..., or allow_http: true")
+    return None
+
+
+_RULES: tuple[Callable[[ObjectTierConfig], ConfigError | None], ...] = (
+    _only_keys_of_the_scheme,
+    _credentials_are_whole,
+    _http_is_meant,
+)

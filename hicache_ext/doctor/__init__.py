@@ -1,0 +1,1 @@
+"""What ``hicache-ext doctor`` looks at."""

@@ -1,0 +1,74 @@
+"""Python, SGLang, torch, and whether the hooks of this package can take hold."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+
+from hicache_ext import __version__
+from hicache_ext.storage.diagnosis import Finding, Level
+
+TESTED_SGLANG = "0.5.23"
+"""As plugin.py says, which cannot be asked where torch is missing."""
+
+_PLUGIN_GROUP = "sglang.srt.plugins"
+
+
+def installation_findings() -> Iterator[Finding]:
+    """What is installed. Imports neither torch nor SGLang."""
+    yield Finding("hicache_ext", Level.OK, __version__)
+    yield Finding("python", Level.OK, platform.python_version())
+    yield _sglang()
+    torch = _version("torch")
+    if torch is None:
+        yield Finding("torch", Level.ERROR, "not installed", "install it with SGLang")
+    else:
+        yield Finding("torch", Level.OK, torch)
+    yield _plugin()
+
+
+def _sglang() -> Finding:
+    found = _version("sglang")
+    if found == TESTED_SGLANG:
+        return Finding("sglang", Level.OK, found)
+    if found is None:
+        remedy = f"run the doctor where SGLang runs; pip install sglang=={TESTED_SGLANG}"
+        return Finding("sglang", Level.ERROR, "not installed here", remedy)
+    return Finding(
+        "sglang", Level.ERROR, f"{found}; tested is {TESTED_SGLANG} alone", f"pip install sglang=={TESTED_SGLANG}"
+    )
+
+
+def _plugin() -> Finding:
+    """The entry point through which SGLang calls this package in each of its processes."""
+    points = [p for p in importlib.metadata.entry_points(group=_PLUGIN_GROUP) if p.name == "hicache_ext"]
+    if not points:
+        remedy = "install the package (pip install hicache-ext) into the environment that SGLang runs in"
+        return Finding("plugin", Level.ERROR, f"SGLang finds no entry point hicache_ext in {_PLUGIN_GROUP}", remedy)
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed is not None and "hicache_ext" not in [word.strip() for word in allowed.split(",")]:
+        seen = "SGLANG_PLUGINS is set and does not name hicache_ext: its hooks will not run"
+        return Finding("plugin", Level.WARNING, seen, "add hicache_ext to SGLANG_PLUGINS")
+    module = points[0].value.partition(":")[0]
+    if importlib.util.find_spec(module) is None:
+        return Finding("plugin", Level.ERROR, f"{module} cannot be found", "install the package again")
+    try:
+        points[0].load()
+    except Exception as error:  # noqa: BLE001 - whatever an import of the installed SGLang or torch raises
+        return Finding(
+            "plugin",
+            Level.ERROR,
+            f"{module} cannot be imported ({type(error).__name__})",
+            "see docs/troubleshooting.md",
+        )
+    return Finding("plugin", Level.OK, "the hooks can be imported")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,47 @@
+"""What is right in the configuration and still not what people expect: SGLang's own settings, roles, unused tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hicache_ext.config import ExtraConfig
+from hicache_ext.storage.diagnosis import Finding, Level
+
+_DEFAULT_THRESHOLD = 256
+"""Tokens; SGLang 0.5.23."""
+
+
+def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]:
+    """``inline``: the configuration is given as JSON on the command line, not as a file."""
+    config = checked.hicache_ext
+    yield Finding("configuration", Level.OK, f"valid; role {config.role}, {len(config.tiers)} tier(s)")
+    threshold = checked.prefetch_threshold
+    if threshold is None:
+        yield Finding(
+            "prefetch_threshold",
+            Level.NOTE,
+            f"SGLang asks storage for spans of {_DEFAULT_THRESHOLD} tokens or more only (its default)",
+            "set prefetch_threshold lower if prompts share less than that",
+        )
+    else:
+        yield Finding("prefetch_threshold", Level.OK, f"{threshold} tokens; shorter spans never ask storage")
+    if checked.allocator is None:
+        seen = "host pages are not page-aligned"
+        yield Finding("allocator", Level.NOTE, seen, "allocator: shm in inline JSON aligns them, for direct I/O")
+    elif not inline:
+        seen = "SGLang ignores 'allocator' in a file"
+        yield Finding(
+            "allocator", Level.WARNING, seen, "pass the configuration inline: hicache-ext config render --inline"
+        )
+    else:
+        yield Finding("allocator", Level.OK, checked.allocator)
+    if config.role == "decode" and not inline:
+        seen = "a decode node cannot read @FILE"
+        yield Finding("role", Level.WARNING, seen, "pass the configuration inline: hicache-ext config render --inline")
+    for name in config.tiers:
+        if name not in (*config.retrieve_locations, *config.store_locations):
+            yield Finding(
+                "tiers", Level.WARNING, f"tier {name} is neither read nor written", "name it in a location list"
+            )
+        elif name not in config.retrieve_locations and config.role != "decode":
+            yield Finding("tiers", Level.NOTE, f"tier {name} is written and never read by this node", "")

@@ -1,0 +1,94 @@
+"""What ``hicache-ext doctor`` says about a file tier."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from hicache_ext.config import format_size
+from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.store import PageStore
+from hicache_ext.storage.trial import try_store
+
+_SHARED = frozenset({"nfs", "nfs4", "lustre", "ceph", "fuse.glusterfs", "beegfs", "gpfs", "cifs", "9p", "fuse.3fs"})
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+_TRIAL_PAGE = 1 << 20
+
+_LAYOUTS = {
+    "pages": "one file per page: works on shared file systems too",
+    "slab": "slots of preallocated files with an index: for local disks",
+}
+
+
+def diagnose(store: PageStore) -> list[Finding]:
+    """File system, free space against capacity, layout, round trip. Never raises OSError."""
+    details = store.describe().details
+    layout = str(details["layout"])
+    paths = [Path(path) for path in details["paths"]]
+    findings = [Finding("layout", Level.OK, f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "))]
+    capacity: int | None = details["capacity"]
+    try:
+        findings += [_file_system(path, layout) for path in paths]
+        used = getattr(store, "used_bytes", None)
+        # A walk where the store keeps no account: slabs are few files.
+        findings += _space(paths, capacity, used() if used is not None else _stored_bytes(paths))
+    except OSError as error:
+        findings.append(Finding("directory", Level.ERROR, f"{error.filename}: {error.strerror}", "check the mount"))
+    # Small pages where little fits, so that the trial does not evict its own.
+    page_bytes = _TRIAL_PAGE if capacity is None else min(_TRIAL_PAGE, capacity // len(paths) // 256)
+    return findings + try_store(store, page_bytes)
+
+
+def _file_system(path: Path, layout: str) -> Finding:
+    kind = file_system_type(path)
+    if layout == "slab" and kind in _SHARED:
+        remedy = "use layout: pages; the index of slabs needs locks that a shared file system does not keep"
+        return Finding("file system", Level.ERROR, f"{path}: {kind}, shared between machines", remedy)
+    if kind in _MEMORY:
+        remedy = "its pages take the memory that SGLang's host pool could have; name a disk"
+        return Finding("file system", Level.WARNING, f"{path}: {kind}, which is memory", remedy)
+    return Finding("file system", Level.OK, f"{path}: {kind}")
+
+
+def _space(paths: Sequence[Path], capacity: int | None, stored: int) -> list[Finding]:
+    """Whether what the tier may still take is there to be had."""
+    # Several paths may be on one device, whose space is there once.
+    devices = {os.stat(path).st_dev: path for path in paths}
+    free = sum(shutil.disk_usage(path).free for path in devices.values())
+    if capacity is None:
+        remedy = "set a capacity: nothing is evicted before the disk is full"
+        return [Finding("capacity", Level.WARNING, f"unlimited; {_rounded(free)} are free", remedy)]
+    words = f"{format_size(capacity)}, of which {_rounded(stored)} are taken; {_rounded(free)} are free on the disk"
+    if capacity - stored > free:
+        return [Finding("capacity", Level.WARNING, words, "lower capacity: the disk is full before the tier is")]
+    return [Finding("capacity", Level.OK, words)]
+
+
+def _stored_bytes(paths: Sequence[Path]) -> int:
+    total = 0
+    for path in paths:
+        for folder, _, names in os.walk(path):
+            for name in names:
+                try:
+                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+                except OSError:
+                    continue
+    return total
+
+
+def _rounded(size: int) -> str:
+    return f"{size / (1 << 30):.1f}GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f}MiB"
+
+
+def file_system_type(path: Path) -> str:
+    """The type of the file system that holds ``path``, as the kernel names it."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return "unknown"

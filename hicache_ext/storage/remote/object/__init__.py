@@ -1,0 +1,27 @@
+"""The object tier: pages in S3-compatible stores, Google Cloud Storage, Azure Blob Storage, or a directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicache_ext.storage.remote.object.client import make_client
+from hicache_ext.storage.store import PageStore
+
+if TYPE_CHECKING:
+    from hicache_ext.config import ObjectTierConfig
+
+
+def open_object_tier(name: str, tier: ObjectTierConfig) -> PageStore:
+    """The store for ``tiers.<name>`` of type object. Raises ConfigError or StoreSetupError."""
+    client = make_client(name, tier)
+    from hicache_ext.storage.remote.object.store import ObjectPageStore
+
+    return ObjectPageStore(
+        name,
+        client,
+        url=tier.url,
+        shared=tier.scheme != "file",
+        timeout=tier.timeout,
+        concurrency=tier.concurrency,
+        required=tier.required,
+    )

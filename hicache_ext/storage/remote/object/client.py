@@ -1,0 +1,174 @@
+"""The obstore client of a tier: made from its configuration, and its errors put into words that can be counted.
+
+obstore is imported when the first object tier is opened. Its messages repeat whole answers of servers; only a reason of
+one or two words and an HTTP status are taken out of them, so that nothing a server said gets into a log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hicache_ext.errors import StoreSetupError
+
+if TYPE_CHECKING:
+    from hicache_ext.config import ObjectTierConfig, Secret
+
+RETRIES = 3
+_FIRST_PAUSE = timedelta(milliseconds=50)
+_LONGEST_PAUSE = timedelta(seconds=1)
+_CONNECT_TIMEOUT = 2.0
+"""Seconds; no store in reach takes longer, and one that is gone must not use up a call's time."""
+
+INSTALL_HINT = "pip install 'hicache-ext[object]'"
+
+
+def import_obstore(name: str) -> Any:
+    """The module. Raises StoreSetupError with the way to install it."""
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise StoreSetupError(name, f"the package obstore cannot be imported ({error})", [INSTALL_HINT]) from error
+    return obstore
+
+
+def make_client(name: str, tier: ObjectTierConfig) -> Any:
+    """An obstore store whose root is the tier's prefix. Makes no request.
+
+    Raises StoreSetupError, ConfigError for a secret that cannot be read.
+    """
+    stores = import_obstore(name).store
+    if tier.scheme == "file":
+        try:
+            return stores.LocalStore(Path("/", tier.prefix), mkdir=True)
+        except Exception as error:  # noqa: BLE001 - whatever the library makes of an OSError
+            raise StoreSetupError(name, f"directory '/{tier.prefix}' cannot be used ({type(error).__name__})") from None
+    options: dict[str, Any] = {
+        "prefix": tier.prefix or None,
+        "client_options": _client_options(name, tier),
+        "retry_config": {
+            "max_retries": RETRIES,
+            "retry_timeout": timedelta(seconds=tier.timeout),
+            "backoff": {"init_backoff": _FIRST_PAUSE, "max_backoff": _LONGEST_PAUSE, "base": 2},
+        },
+    }
+    make: Callable[..., Any]
+    if tier.scheme == "s3":
+        make = stores.S3Store
+        virtual = tier.addressing == "virtual" or (tier.addressing == "auto" and tier.endpoint is None)
+        options |= _given(
+            endpoint=_s3_endpoint(tier, virtual),
+            region=tier.region or ("us-east-1" if tier.endpoint else None),
+            access_key_id=_revealed(tier.access_key),
+            secret_access_key=_revealed(tier.secret_key),
+            session_token=_revealed(tier.session_token),
+        )
+        options["virtual_hosted_style_request"] = virtual
+        # One request less per page: object tags are never used.
+        options["disable_tagging"] = True
+    elif tier.scheme == "gs":
+        make = stores.GCSStore
+        options |= _given(service_account_key=_revealed(tier.service_account), base_url=tier.endpoint)
+    else:
+        make = stores.AzureStore
+        options |= _given(account_name=tier.account, account_key=_revealed(tier.account_key), endpoint=tier.endpoint)
+    try:
+        return make(tier.bucket, **options)
+    except Exception as error:  # noqa: BLE001 - whatever the library makes of wrong settings
+        # "from None": the library's message may repeat what it was given.
+        raise StoreSetupError(
+            name, f"the client of {tier.url} cannot be made ({type(error).__name__})", ["check region and credentials"]
+        ) from None
+
+
+def _s3_endpoint(tier: ObjectTierConfig, virtual: bool) -> str | None:
+    """What obstore calls the endpoint: with virtual-hosted addressing it includes the bucket."""
+    if tier.endpoint is None or not virtual:
+        return tier.endpoint
+    scheme, _, host = tier.endpoint.partition("://")
+    return f"{scheme}://{tier.bucket}.{host}"
+
+
+def _client_options(name: str, tier: ObjectTierConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=tier.timeout),
+        "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT, tier.timeout)),
+        "allow_http": tier.allow_http,
+    }
+    if tier.ca_file:
+        try:
+            options["root_certificate"] = Path(tier.ca_file).read_bytes()
+        except OSError as error:
+            raise StoreSetupError(name, f"ca_file {tier.ca_file!r}: {error.strerror or error}") from error
+    return options
+
+
+def _revealed(secret: Secret | None) -> str | None:
+    return None if secret is None else secret.reveal()
+
+
+def _given(**values: str | None) -> dict[str, str]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed, in words for metrics and findings."""
+
+    reason: str
+    """absent, no_bucket, exists, denied, slow_down, timeout, connection, http_5xx, http_4xx, other."""
+    status: int | None = None
+    kind: str = ""
+    """The library's class of error."""
+
+    def __str__(self) -> str:
+        words = _SENTENCES.get(self.reason, f"the request failed ({self.kind})")
+        return f"{words} (HTTP {self.status})" if self.status else words
+
+
+_SENTENCES = {
+    "absent": "no such object",
+    "no_bucket": "the bucket does not exist",
+    "exists": "the object exists already",
+    "denied": "the store refuses these credentials",
+    "slow_down": "the store asks for fewer requests",
+    "timeout": "no answer in time",
+    "connection": "the server cannot be reached",
+    "http_5xx": "the server failed",
+    "http_4xx": "the server refused the request",
+    "cut": "the answer was cut short",
+}
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("timeout", ("timed out", "TimedOut", "operation timed out")),
+    ("connection", ("error trying to connect", "Connection refused", "Connect", "dns error", "ConnectionReset")),
+    ("cut", ("IncompleteMessage", "end of file before message", "error decoding response body", "UnexpectedEof")),
+    ("connection", ("connection closed", "connection reset", "error sending request")),
+)
+
+
+def explain(error: BaseException) -> Failure:
+    """The reason of an error that obstore raised."""
+    kind, text = type(error).__name__, str(error)
+    found = _STATUS.search(text)
+    status = int(found.group(1)) if found else None
+    if isinstance(error, FileNotFoundError):
+        return Failure("no_bucket" if "NoSuchBucket" in text else "absent", status, kind)
+    if kind in ("AlreadyExistsError", "PreconditionError"):
+        return Failure("exists", status, kind)
+    if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError"):
+        return Failure("denied", status, kind)
+    if "SlowDown" in text or status in (429, 503):
+        return Failure("slow_down", status, kind)
+    if status is not None:
+        return Failure("http_5xx" if status >= 500 else "http_4xx", status, kind)
+    for reason, words in _TEXTS:
+        if any(word in text for word in words):
+            return Failure(reason, None, kind)
+    return Failure("other", None, kind)

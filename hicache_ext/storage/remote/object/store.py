@@ -1,0 +1,511 @@
+"""The object tier: pages as objects of S3-compatible stores, Google Cloud Storage, Azure, or a directory.
+
+A page is one object, header and payload. Many requests are under way at once on threads of the store's own (calls.py).
+A read gets the store's reply in a buffer of obstore's, checks it there, and copies it into host memory once, without
+the GIL; host memory is touched by pages that are whole and right, and never after the call's deadline. A write copies
+the page once into a buffer that the request owns, for the same reason: a request may outlive its call.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hicache_ext import envelope
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.diagnosis import Finding
+from hicache_ext.storage.file.parallel import CallGate
+from hicache_ext.storage.remote.object.calls import Call, RequestThreads
+from hicache_ext.storage.remote.object.clearing import Clearings, delete_objects
+from hicache_ext.storage.remote.object.client import Failure, explain
+from hicache_ext.storage.remote.object.conditional import ConditionalCreate
+from hicache_ext.storage.remote.object.names import PAGES, digest_of, identity_name, page_key, page_name, pages_of
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+
+logger = logging.getLogger(__name__)
+
+HEADER_LENGTH = envelope.FIELDS_LENGTH
+DEFAULT_CONCURRENCY = 32
+
+_ADMIN_TIMEOUT = 1.0
+"""Seconds that calls may take which SGLang makes on its scheduler's thread (clear, register_identity)."""
+_CLOSE_TIMEOUT = 30.0
+"""Seconds that close() gives the deletion of cleared pages while the store answers."""
+_LIST_FROM = 1000
+"""From this many keys of one identity on, presence is looked up in a listing: 1,000 names a request instead of one."""
+_LISTED_AT_ONCE = 1000
+_KEYS_PER_LISTING = 100
+"""A listing is given up after one request per this many keys asked for; the rest is asked for key by key."""
+
+
+class ObjectPageStore:
+    """PageStore over an obstore client whose root is this tier's prefix. Threads: any."""
+
+    def __init__(
+        self,
+        name: str,
+        client: Any,
+        *,
+        url: str,
+        shared: bool = True,
+        timeout: float = 5.0,
+        concurrency: int | None = None,
+        required: bool = True,
+    ) -> None:
+        """``timeout`` in seconds bounds each call; ``concurrency`` is the number of requests at once.
+
+        Raises StoreSetupError when the store cannot be used; with ``required`` false only when threads are lacking: a
+        store that cannot be reached then is asked again by each call.
+        """
+        import obstore
+
+        self._obstore: Any = obstore
+        self._name = name
+        self._client = client
+        self._url = url
+        self._shared = shared
+        self._timeout = timeout
+        self._concurrency = concurrency or DEFAULT_CONCURRENCY
+        self._metrics = TierMetrics(name)
+        self._calls = CallGate(name)
+        self._clearings = Clearings(name, obstore, client, self._metrics)
+        self._create = ConditionalCreate(obstore, client)
+        self._unhealed: set[bytes] = set()
+        try:
+            self._threads = RequestThreads(f"hicache-{name}", self._concurrency)
+        except RuntimeError as error:
+            raise StoreSetupError(name, f"no threads for {self._concurrency} requests at once ({error})") from error
+        try:
+            self._look_at_the_store(required)
+        except BaseException:
+            self._threads.close()
+            raise
+
+    def _look_at_the_store(self, required: bool) -> None:
+        done, failure = self.within(self._create.find_out)
+        if done and failure is None:
+            return
+        failure = failure or Failure("timeout")
+        if failure.reason == "denied" and self.within(self._list_nothing) == (True, None):
+            logger.warning("tier %s: %s may be read and not written with these credentials", self._name, self._url)
+            return
+        if required:
+            remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
+            raise StoreSetupError(self._name, f"{self._url}: {failure}", remedies)
+        logger.warning("tier %s: %s: %s; going on, and asking again (required: false)", self._name, self._url, failure)
+
+    def _list_nothing(self) -> None:
+        for _ in self._obstore.list(self._client, "identities", chunk_size=1):
+            return
+
+    def within(self, request: Callable[[], Any], timeout: float | None = None) -> tuple[bool, Failure | None]:
+        """Make a request on a thread of the store: whether it ended in time, and what went wrong if it did."""
+        failures: list[Failure] = []
+
+        def make(_: int, call: Call[bool]) -> bool:
+            try:
+                request()
+            except Exception as error:  # noqa: BLE001 - a client library's errors end here
+                failures.append(explain(error))
+            return True
+
+        _, done = self._threads.run(1, make, self._timeout if timeout is None else timeout)
+        return done, failures[0] if done and failures else None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self._metrics
+
+    @property
+    def client(self) -> Any:
+        """The obstore client, for diagnosis and tools."""
+        return self._client
+
+    @property
+    def timeout(self) -> float:
+        return self._timeout
+
+    def describe(self) -> StoreInfo:
+        return StoreInfo(
+            name=self._name,
+            type="object",
+            shared=self._shared,
+            details={
+                "url": self._url,
+                "concurrency": self._concurrency,
+                "timeout": self._timeout,
+                "conditional_create": self._create.supported,
+            },
+        )
+
+    def diagnose(self) -> Sequence[Finding]:
+        from hicache_ext.storage.remote.object.diagnosis import diagnose
+
+        return diagnose(self, self._obstore)
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        name, text = identity_name(digest), json.dumps(document, sort_keys=True, indent=1).encode()
+
+        def record() -> None:
+            try:
+                self._obstore.head(self._client, name)
+            except FileNotFoundError:
+                self._obstore.put(self._client, name, text, use_multipart=False)
+
+        done, failure = self.within(record, min(_ADMIN_TIMEOUT, self._timeout))
+        if not done or failure:
+            reason = failure or Failure("timeout")
+            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), reason)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        with self._calls:
+            answers, in_time = self._threads.run(
+                len(batch), lambda i, call: self._get_page(batch.keys[i], batch.buffers[i], call), self._timeout
+            )
+        missing = GetResult.ERROR if in_time else GetResult.TIMEOUT
+        results = [missing if answer is None else answer for answer in answers]
+        self._metrics.add_many("get", Counter(result.value for result in results))
+        self._metrics.add(
+            "bytes", "get", sum(batch.sizes[i] for i, result in enumerate(results) if result is GetResult.HIT)
+        )
+        return results
+
+    def _get_page(self, key: bytes, segments: Sequence[memoryview], call: Call[GetResult]) -> GetResult | None:
+        if self._clearings.hides(key):
+            return GetResult.MISS
+        payload_length = sum([segment.nbytes for segment in segments])
+        expected = HEADER_LENGTH + payload_length
+        try:
+            reply = self._obstore.get(self._client, page_name(key))
+            # A body of the wrong size is not worth receiving.
+            found = int(reply.meta["size"])
+            body = memoryview(reply.bytes()) if found == expected else memoryview(b"")
+        except FileNotFoundError as error:
+            return GetResult.MISS if self._is_absent(error) else GetResult.ERROR
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            return GetResult.TIMEOUT if self._failed(error, call).reason == "timeout" else GetResult.ERROR
+        reason: str | None
+        if found != expected:
+            reason = "truncated" if found < expected else "longer"
+        elif body.nbytes != expected:
+            # The store contradicts itself; the object may be good.
+            self._metrics.add("error", "cut")
+            return GetResult.ERROR
+        else:
+            # Checked where it was received: host memory never holds half a page or another one.
+            reason = envelope.reason_to_refuse(body[:HEADER_LENGTH], key, [body[HEADER_LENGTH:]])
+        if reason is not None:
+            self._heal(key, reason)
+            return GetResult.CORRUPT
+        with call.memory() as mine:
+            if not mine:
+                return None
+            _copy_out(body, HEADER_LENGTH, segments)
+        return GetResult.HIT
+
+    def _is_absent(self, error: BaseException) -> bool:
+        failure = explain(error)
+        if failure.reason != "absent":
+            self._metrics.add("error", failure.reason)
+        return failure.reason == "absent"
+
+    def _failed(self, error: BaseException, call: Call[Any]) -> Failure:
+        """Count a failed request; where no server can be reached the call ends: its other requests would fail too."""
+        failure = explain(error)
+        self._metrics.add("error", failure.reason)
+        logger.debug("tier %s: %s", self._name, failure)
+        if failure.reason in ("connection", "denied"):
+            call.stop()
+        return failure
+
+    def _heal(self, key: bytes, reason: str) -> None:
+        """Remove a copy that is not the page its name says, so that the next write replaces it."""
+        self._metrics.add("corrupt", reason)
+        try:
+            delete_objects(self._obstore, self._client, [page_name(key)])
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            self._metrics.add("error", explain(error).reason)
+            self._remember_unhealed(key)
+            logger.warning("tier %s: page %s is bad (%s) and stays: %s", self._name, key.hex(), reason, explain(error))
+            return
+        self._unhealed.discard(key)
+        logger.warning("tier %s: page %s was bad (%s) and is removed", self._name, key.hex(), reason)
+
+    def _remember_unhealed(self, key: bytes) -> None:
+        if len(self._unhealed) >= _UNHEALED_LIMIT:
+            self._unhealed.clear()
+        self._unhealed.add(key)
+
+    # -- presence --------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._calls:
+            return self._contains(keys, time.monotonic() + self._timeout)
+
+    def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        known: dict[bytes, bool] = {}
+        for digest, count in Counter(key[: envelope.IDENTITY_LENGTH] for key in keys).items():
+            if count >= _LIST_FROM:
+                # Half of the time: some servers list slower than they answer for single names (s3rver: by far).
+                half = (time.monotonic() + deadline) / 2
+                self._look_up_in_listing(digest, [k for k in keys if k.startswith(digest)], known, half)
+        unknown = [key for key in dict.fromkeys(keys) if key not in known]
+        answers, _ = self._threads.run(
+            len(unknown), lambda i, call: self._present(unknown[i], call), deadline - time.monotonic()
+        )
+        # What was not answered counts as absent: a miss, never a wrong promise.
+        known.update(zip(unknown, (answer is True for answer in answers), strict=True))
+        return [known[key] for key in keys]
+
+    def _look_up_in_listing(
+        self, digest: bytes, keys: Sequence[bytes], known: dict[bytes, bool], deadline: float
+    ) -> None:
+        """Fill ``known`` from a listing of the identity: every key when it is short, what was met when it is long."""
+        stored: set[bytes] = set()
+
+        def look_up(_: int, call: Call[bool]) -> bool:
+            listing = self._obstore.list(self._client, pages_of(digest), chunk_size=_LISTED_AT_ONCE)
+            for number, listed in enumerate(listing):
+                if call.over or number >= len(keys) // _KEYS_PER_LISTING:
+                    return False
+                stored.update(key for entry in listed if (key := page_key(entry["path"])) is not None)
+            return True
+
+        def guarded(position: int, call: Call[bool]) -> bool:
+            try:
+                return look_up(position, call)
+            except Exception as error:  # noqa: BLE001 - a client library's errors end here
+                self._failed(error, call)
+                return False
+
+        (complete,), _ = self._threads.run(1, guarded, deadline - time.monotonic())
+        if complete:
+            known.update((key, key in stored and self._may_be_served(key)) for key in keys)
+        elif complete is False:
+            known.update((key, self._may_be_served(key)) for key in keys if key in stored)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        deadline = time.monotonic() + self._timeout
+        with self._calls:
+            first = keys[:_LIST_FROM]
+            # Handed out in order and stopped at the first gap: no more than one round of requests behind it.
+            answers, _ = self._threads.run(
+                len(first), lambda i, call: self._present_in_run(first[i], i, call), self._timeout
+            )
+            leading = _leading(answers)
+            if leading == len(first) < len(keys):
+                leading += _leading(self._contains(keys[leading:], deadline))
+        return leading
+
+    def _present_in_run(self, key: bytes, position: int, call: Call[bool]) -> bool:
+        present = self._present(key, call)
+        if not present:
+            call.stop(position)
+        return present
+
+    def _present(self, key: bytes, call: Call[bool]) -> bool:
+        if not self._may_be_served(key):
+            return False
+        try:
+            return int(self._obstore.head(self._client, page_name(key))["size"]) >= HEADER_LENGTH
+        except FileNotFoundError as error:
+            self._is_absent(error)
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            self._failed(error, call)
+        return False
+
+    def _may_be_served(self, key: bytes) -> bool:
+        return key not in self._unhealed and not self._clearings.hides(key)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        deadline = time.monotonic() + self._timeout
+        with self._calls:
+            self._create.find_out_again(self.within, self._timeout / 4)
+            answers, in_time = self._threads.run(
+                len(batch),
+                lambda i, call: self._set_page(batch.keys[i], batch.buffers[i], call),
+                deadline - time.monotonic(),
+            )
+        missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
+        results = [missing if answer is None else answer for answer in answers]
+        self._metrics.add_many("set", Counter(result.value for result in results))
+        self._metrics.add(
+            "bytes", "set", sum(batch.sizes[i] for i, result in enumerate(results) if result is SetResult.STORED)
+        )
+        return results
+
+    def _set_page(self, key: bytes, segments: Sequence[memoryview], call: Call[SetResult]) -> SetResult | None:
+        with self._clearings.writing(key) as write:
+            try:
+                replaces = write.replaces or key in self._unhealed
+                if not replaces and not self._create.supported:
+                    found = self._stored_size(key)
+                    if found == HEADER_LENGTH + sum([segment.nbytes for segment in segments]):
+                        return SetResult.EXISTS
+                    # Nothing, or an object that no reader would take.
+                    replaces = found is not None
+                with call.memory() as mine:
+                    if not mine:
+                        return None
+                    body = _page_object(key, segments)
+                return self._put(key, body, replaces, write)
+            except Exception as error:  # noqa: BLE001 - a client library's errors end here
+                failure = self._failed(error, call)
+                return SetResult.TIMEOUT if failure.reason == "timeout" else SetResult.ERROR
+
+    def _stored_size(self, key: bytes) -> int | None:
+        try:
+            return int(self._obstore.head(self._client, page_name(key))["size"])
+        except FileNotFoundError as error:
+            if explain(error).reason != "absent":
+                raise
+            return None
+
+    def _put(self, key: bytes, body: memoryview, replaces: bool, write: Any) -> SetResult:
+        create = self._create.supported and not replaces
+        try:
+            if create:
+                self._obstore.put(self._client, page_name(key), body, mode="create", use_multipart=False)
+            else:
+                self._obstore.put(self._client, page_name(key), body, use_multipart=False)
+        except Exception as error:
+            if explain(error).reason != "exists":
+                raise
+            write.stored = True
+            return SetResult.EXISTS
+        write.stored = True
+        self._unhealed.discard(key)
+        return SetResult.STORED
+
+    # -- removal ---------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        wanted = list(dict.fromkeys(keys))
+        with self._calls:
+            answers, _ = self._threads.run(len(wanted), lambda i, call: self._remove(wanted[i], call), self._timeout)
+        return sum(answer is True for answer in answers)
+
+    def _remove(self, key: bytes, call: Call[bool]) -> bool:
+        if self._clearings.hides(key):
+            return False
+        try:
+            # Whatever has the page's name, whole or not.
+            if self._stored_size(key) is None:
+                return False
+            delete_objects(self._obstore, self._client, [page_name(key)])
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            self._failed(error, call)
+            return False
+        self._unhealed.discard(key)
+        self._clearings.forget(key)
+        return True
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Take all pages of the identities out of this process's sight at once and delete them in the background.
+
+        Waits for the store no longer than a second: an identity about which it says nothing in that time is cleared
+        and not counted. Without ``digests`` the identities have to be listed first, within the tier's timeout.
+        """
+        with self._calls:
+            wanted = self._stored_identities() if digests is None else list(dict.fromkeys(digests))
+            answers, _ = self._threads.run(
+                len(wanted), lambda i, call: self._has_pages(wanted[i], call), min(_ADMIN_TIMEOUT, self._timeout)
+            )
+            for digest, has_pages in zip(wanted, answers, strict=True):
+                if has_pages is not False:
+                    self._clearings.begin(digest)
+        return sum(answer is True for answer in answers)
+
+    def _has_pages(self, digest: bytes, call: Call[bool]) -> bool | None:
+        kept = self._clearings.kept_pages(digest)
+        if kept is not None:
+            return kept > 0
+        try:
+            for listed in self._obstore.list(self._client, pages_of(digest), chunk_size=_LISTED_AT_ONCE):
+                if any(page_key(entry["path"]) is not None for entry in listed):
+                    return True
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            self._failed(error, call)
+            return None
+        return False
+
+    def _stored_identities(self) -> list[bytes]:
+        found: list[bytes] = []
+
+        def look() -> None:
+            listed = self._obstore.list_with_delimiter(self._client, PAGES)
+            found.extend(d for prefix in listed["common_prefixes"] if (d := digest_of(prefix)) is not None)
+            # s3rver knows no delimiter below a prefix and answers with nothing: one request per identity finds them.
+            after: str | None = None
+            while not found or after is not None:
+                listing = self._obstore.list(self._client, PAGES, offset=after, chunk_size=1)
+                first: list[dict[str, str]] = next(iter(listing), [])
+                digest = digest_of(first[0]["path"].rpartition("/")[0].rpartition("/")[0]) if first else None
+                if digest is None or digest in found:
+                    return
+                found.append(digest)
+                after = f"{pages_of(digest)}/~"
+
+        done, failure = self.within(look)
+        if not done or failure:
+            reason = failure or Failure("timeout")
+            self._metrics.add("error", reason.reason)
+            logger.warning("tier %s: nothing is cleared, its identities cannot be listed: %s", self._name, reason)
+        return found if done else []
+
+    def wait_until_cleared(self, timeout: float) -> bool:
+        """Wait for the deletion of what was cleared; for tools and tests."""
+        return self._clearings.wait(timeout)
+
+    def close(self) -> None:
+        """Waits for requests under way, which end by their own timeouts, and for the deletion of cleared pages."""
+        if not self._calls.shut():
+            return
+        self._clearings.close(_CLOSE_TIMEOUT)
+        self._threads.close()
+
+
+_UNHEALED_LIMIT = 65536
+
+
+def _leading(answers: Sequence[bool | None]) -> int:
+    for position, answer in enumerate(answers):
+        if answer is not True:
+            return position
+    return len(answers)
+
+
+def _page_object(key: bytes, segments: Sequence[memoryview]) -> memoryview:
+    """Header and payload in one buffer of their own."""
+    body = np.empty(HEADER_LENGTH + sum([segment.nbytes for segment in segments]), np.uint8)
+    offset = HEADER_LENGTH
+    for segment in segments:
+        # numpy copies without the GIL.
+        np.copyto(body[offset : offset + segment.nbytes], np.frombuffer(segment, np.uint8))
+        offset += segment.nbytes
+    whole = body.data
+    # The checksum is of the copy: should the page change meanwhile, the object is still one that can be trusted.
+    whole[:HEADER_LENGTH] = envelope.encode_header(key, [whole[HEADER_LENGTH:]], header_length=HEADER_LENGTH)
+    return whole
+
+
+def _copy_out(body: memoryview, offset: int, segments: Sequence[memoryview]) -> None:
+    source = np.frombuffer(body, np.uint8)
+    for segment in segments:
+        np.copyto(np.frombuffer(segment, np.uint8), source[offset : offset + segment.nbytes])
+        offset += segment.nbytes

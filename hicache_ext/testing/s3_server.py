@@ -1,0 +1,137 @@
+"""An S3 server on this machine for tests and benchmarks: s3rver, a Node.js program, over a directory.
+
+::
+
+    with S3Server(directory) as server:
+        ...  # {"type": "object", "url": server.url("prefix"), "endpoint": server.endpoint, "allow_http": True, ...}
+
+``scripts/setup.sh test`` installs it into ``.venv/s3rver``. It can be killed and started again on the same port and
+directory, for fault injection. It ignores ``If-None-Match``, as some servers in the field do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hicache_ext.testing.server import free_port
+
+ACCESS_KEY = SECRET_KEY = "S3RVER"
+"""What s3rver knows; no secret."""
+
+_HOST = "127.0.0.1"
+_START_TIMEOUT = 60.0
+
+
+class S3ServerError(RuntimeError):
+    """The server did not start; the message ends with what it printed."""
+
+
+def missing_s3_server() -> str | None:
+    """What this machine lacks for the server, or None."""
+    return None if _program() else "s3rver (npm install --prefix .venv/s3rver s3rver@3.7.1)"
+
+
+def _program() -> str | None:
+    beside = Path(sys.prefix) / "s3rver" / "node_modules" / ".bin" / "s3rver"
+    if beside.exists() and shutil.which("node"):
+        return str(beside)
+    return shutil.which("s3rver")
+
+
+class S3Server:
+    """One server with one bucket. One thread at a time."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, bucket: str = "hicache") -> None:
+        self.bucket = bucket
+        self.port = free_port()
+        self.directory = Path(directory) / "s3"
+        self._log = Path(directory) / "s3rver.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://{_HOST}:{self.port}"
+
+    def url(self, prefix: str) -> str:
+        return f"s3://{self.bucket}/{prefix}"
+
+    def tier(self, prefix: str, **more: Any) -> dict[str, Any]:
+        """A tier of the configuration; the credentials come from HICACHE_TEST_S3_KEY (see ``environment``)."""
+        return {
+            "type": "object",
+            "url": self.url(prefix),
+            "endpoint": self.endpoint,
+            "allow_http": True,
+            "access_key": {"env": "HICACHE_TEST_S3_KEY"},
+            "secret_key": {"env": "HICACHE_TEST_S3_KEY"},
+            **more,
+        }
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """The variables that ``tier`` refers to."""
+        return {"HICACHE_TEST_S3_KEY": SECRET_KEY}
+
+    def start(self) -> None:
+        """Raises S3ServerError."""
+        program = _program()
+        if program is None:
+            raise S3ServerError(f"missing: {missing_s3_server()}")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(program, "-s", "-d", str(self.directory), "-a", _HOST, "-p", str(self.port)),
+                    *("--configure-bucket", self.bucket),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + _START_TIMEOUT
+        while True:
+            try:
+                socket.create_connection((_HOST, self.port), timeout=1).close()
+                return
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.stop()
+                    raise S3ServerError(f"s3rver did not start\n{self._log.read_text()[-2000:]}") from None
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections are accepted by the kernel, and nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        self.kill()
+        self._process = None
+
+    def __enter__(self) -> S3Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

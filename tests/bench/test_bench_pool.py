@@ -1,0 +1,179 @@
+"""``hicache-ext bench pool``: ratios on samples made up, wrong answers, missing engines, and a real quick run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache_ext.bench import pool_command, pool_engines
+from hicache_ext.bench.harness import BenchmarkError, Sample
+from hicache_ext.bench.pool_engines import Contender, Engine, OurClient, Pages, all_engines
+from hicache_ext.bench.pool_measuring import Case, measure
+from hicache_ext.bench.pool_report import Point, Results, entries, tables
+from hicache_ext.cli.main import main
+from hicache_ext.testing.memory_store import MemoryPageStore
+from hicache_ext.testing.s3_server import missing_s3_server
+
+POINT = Point("redis", "read", 1 << 20, 4)
+CASE = Case(payload=4096, threads=2, batch=3, batches=2)
+
+
+def sample(rate: float) -> Sample:
+    return Sample(work=1000, seconds=1000 / rate, cpu_seconds=0.1, calls=(0.1,))
+
+
+def test_the_ratio_is_to_the_best_of_the_engines_own_clients() -> None:
+    results = Results(frozenset({"ours"}))
+    for name, rates in {"ours": (30, 60, 90), "slow": (19, 20, 500), "fast": (39, 40, 41)}.items():
+        for rate in rates:
+            results.add(POINT, name, sample(rate))
+    assert {row.contender: row.to_own for row in results.rows(POINT)} == {
+        "ours": pytest.approx(1.5),
+        "slow": pytest.approx(0.5),
+        "fast": pytest.approx(1.0),
+    }
+
+
+def test_without_an_own_client_there_is_no_ratio() -> None:
+    results = Results(frozenset({"ours"}))
+    results.add(POINT, "ours", sample(5))
+    assert next(tables(results)).rows[0][-1] == "-"
+
+
+def test_who_is_left_out_has_a_reason_and_no_figures() -> None:
+    results = Results(frozenset({"ours"}))
+    results.add(POINT, "ours", sample(5))
+    results.add(POINT, "theirs", sample(5))
+    results.leave_out("redis", "theirs", "failed: it lied")
+    found = list(entries(results))
+    assert [(e["contender"], e.get("not_measured")) for e in found] == [("ours", None), ("theirs", "failed: it lied")]
+
+
+class _Spy(OurClient):
+    def __init__(self) -> None:
+        self.store = MemoryPageStore()
+        super().__init__(self.store, [])
+        self.calls: list[tuple[str, int]] = []
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        self.calls.append(("write", len(keys)))
+        return super().write(keys, pages)
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        self.calls.append(("read", len(keys)))
+        return super().read(keys, pages)
+
+
+class _Lying(_Spy):
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        found = super().read(keys, pages)
+        pages.targets[1, 100] ^= 1
+        return found
+
+
+class _Losing(_Spy):
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        return super().read(keys, pages) - 1
+
+
+def contender(client: _Spy) -> Contender:
+    return Contender("spy", "memory", lambda place, memory: client, ours=True)
+
+
+def memory() -> list[Pages]:
+    return [Pages(CASE.payload, CASE.batch, seed) for seed in range(CASE.threads)]
+
+
+def test_every_thread_moves_all_its_batches_and_nothing_is_left() -> None:
+    client = _Spy()
+    samples = measure(contender(client), client, CASE, memory(), "1")
+    assert sorted(client.calls) == [("read", 3)] * 4 + [("write", 3)] * 4
+    assert {mode: taken.work for mode, taken in samples.items()} == {"write": 49152, "read": 49152}
+    assert all(len(taken.calls) == 4 and taken.seconds > 0 for taken in samples.values())
+    assert client.store.objects == {}
+
+
+@pytest.mark.parametrize(("kind", "words"), [(_Lying, "other bytes"), (_Losing, "2 pages of 3 were moved")])
+def test_a_wrong_answer_is_no_figure(kind: type[_Spy], words: str) -> None:
+    client = kind()
+    with pytest.raises(BenchmarkError, match=words):
+        measure(contender(client), client, CASE, memory(), "1")
+    assert client.store.objects == {}
+
+
+def test_batches_of_different_numbers_and_threads_differ() -> None:
+    first, second = Pages(4096, 3, 0), Pages(4096, 3, 1)
+    first.stamp(0)
+    before = first.sources.copy()
+    first.stamp(1)
+    assert not np.array_equal(first.sources[:, :8], before[:, :8])
+    assert not np.array_equal(first.sources, second.sources)
+
+
+def test_every_engine_and_contender_is_there_or_says_what_is_missing() -> None:
+    engines = all_engines()
+    assert [engine.name for engine in engines] == list(pool_command.ENGINES)
+    for engine in engines:
+        assert engine.missing is None or engine.missing.startswith("missing: ")
+        assert any(c.ours for c in engine.contenders) and not all(c.ours for c in engine.contenders)
+        assert all(c.missing is None or c.missing.startswith("missing: ") for c in engine.contenders)
+
+
+def test_a_missing_engine_is_reported_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def serve(directory: Path) -> object:
+        raise AssertionError("not to be started")
+
+    gone = Engine("redis", serve, (), missing="missing: redis-server")
+    monkeypatch.setattr(pool_command, "all_engines", lambda: [gone])
+    report = tmp_path / "pool.json"
+    assert main(["bench", "pool", "--quick", "--json", str(report)]) == 0
+    assert "redis: missing: redis-server" in capsys.readouterr().out
+    assert json.loads(report.read_text())["results"][0]["not_measured"] == "missing: redis-server"
+
+
+def test_a_server_that_does_not_start_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def serve(directory: Path) -> object:
+        raise RuntimeError("no port")
+
+    monkeypatch.setattr(pool_command, "all_engines", lambda: [Engine("redis", serve, ())])
+    assert main(["bench", "pool", "--quick"]) == 1
+    assert "FAILED: redis: no port" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_object_stores_and_writes_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if missing := missing_s3_server():
+        pytest.skip(f"missing: {missing}")
+    files = {kind: tmp_path / f"pool.{kind}" for kind in ("json", "md", "png")}
+    words = ["--json", str(files["json"]), "--markdown", str(files["md"]), "--plot", str(files["png"])]
+    assert main(["bench", "pool", "--engine", "object", "--quick", *words]) == 0
+    document = json.loads(files["json"].read_text())
+    names = {contender.name for engine in all_engines() if engine.name == "object" for contender in engine.contenders}
+    assert {(e["contender"], e["mode"]) for e in document["results"]} == {
+        (n, m) for n in names for m in ("write", "read")
+    }
+    assert all(entry["ratio_to_own_client"] > 0 for entry in document["results"])
+    text = files["md"].read_text()
+    assert "object, read: pages of 128KiB, 1 thread" in text and str(tmp_path) not in text
+    assert files["png"].stat().st_size > 1000
+
+
+def test_the_environment_of_the_s3_server_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if missing := missing_s3_server():
+        pytest.skip(f"missing: {missing}")
+    import os
+
+    monkeypatch.delenv("HICACHE_TEST_S3_KEY", raising=False)
+    with pool_engines._serve_s3(tmp_path):
+        assert "HICACHE_TEST_S3_KEY" in os.environ
+    assert "HICACHE_TEST_S3_KEY" not in os.environ

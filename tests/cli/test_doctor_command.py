@@ -1,0 +1,186 @@
+"""hicache-ext doctor: findings, remedies, exit codes, and never a secret."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hicache_ext.cli.main import main
+from hicache_ext.config.model import ExtraConfig
+from hicache_ext.doctor import installation
+from hicache_ext.plugin import TESTED_SGLANG
+from hicache_ext.storage.store import GetResult, PageBatch
+from hicache_ext.storage.trial import try_store
+from hicache_ext.testing.faults import DroppingStore, FailingStore, PageStoreWrapper
+from hicache_ext.testing.memory_store import MemoryPageStore
+from hicache_ext.testing.server import free_port
+
+SECRET = "hunter2-is-the-secret"
+
+
+def write(directory: Path, tiers: dict[str, Any], **more: Any) -> str:
+    file = directory / "hicache.yaml"
+    file.write_text(yaml.safe_dump({**ExtraConfig.around({"tiers": tiers}), **more}))
+    return str(file)
+
+
+def findings(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit code, and by section title and subject what was found."""
+    code = main(["doctor", "--json", *arguments])
+    sections = json.loads(capsys.readouterr().out)["sections"]
+    found = {s["title"].partition(":")[0]: {f["subject"]: f for f in s["findings"]} for s in sections}
+    return code, found
+
+
+@pytest.mark.parametrize("layout", ["pages", "slab"])
+def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": layout}
+    code, found = findings(capsys, [write(tmp_path, {"disk": tier})])
+    assert code == 0
+    assert {s: f["level"] for s, f in found["tier disk"].items() if s != "file system"} == {
+        "open": "ok",
+        "layout": "ok",
+        "capacity": "ok",
+        "round trip": "ok",
+        "latency": "ok",
+        "bandwidth": "ok",
+    }
+    assert layout in found["tier disk"]["layout"]["seen"]
+    assert not list(tmp_path.rglob("*.page"))
+    assert found["installation"]["sglang"]["level"] == "ok"
+    assert found["configuration"]["prefetch_threshold"]["level"] == "note"
+
+
+def test_a_capacity_that_the_disk_has_not_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "900TiB"}
+    code, found = findings(capsys, [write(tmp_path, {"disk": tier})])
+    assert (code, found["tier disk"]["capacity"]["level"]) == (0, "warning")
+    assert "lower capacity" in found["tier disk"]["capacity"]["remedy"]
+
+
+def test_a_tier_that_cannot_open_is_a_finding_and_the_others_are_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POOL_KEY", SECRET)
+    reference = {"env": "POOL_KEY"}
+    dead = {
+        "type": "object",
+        "url": "s3://bucket/prefix",
+        "endpoint": f"http://127.0.0.1:{free_port()}",
+        "allow_http": True,
+        "access_key": reference,
+        "secret_key": reference,
+        "timeout": "2s",
+    }
+    tiers = {
+        "nowhere": {"type": "file", "path": "/proc/nowhere", "capacity": "1GiB"},
+        "dead": dead,
+        "optional": {**dead, "required": False},
+        "disk": {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB"},
+    }
+    file = write(tmp_path, tiers)
+    code, found = findings(capsys, [file])
+    assert code == 1
+    assert "tier 'nowhere' cannot start" in found["tier nowhere"]["open"]["seen"]
+    assert "the server cannot be reached" in found["tier dead"]["open"]["seen"]
+    assert found["tier optional"]["reachable"]["level"] == "error"
+    assert found["tier disk"]["round trip"]["level"] == "ok"
+    assert main(["doctor", file]) == 1
+    out, err = capsys.readouterr()
+    assert "ERROR   open: tier 'dead' cannot start" in out and "Something is wrong" in out
+    assert SECRET not in out + err
+
+
+def test_a_missing_secret_names_its_variable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("POOL_KEY", raising=False)
+    reference = {"env": "POOL_KEY"}
+    tier = {"type": "object", "url": "s3://bucket/x", "access_key": reference, "secret_key": reference}
+    code, found = findings(capsys, [write(tmp_path, {"cold": tier})])
+    assert code == 1
+    assert "POOL_KEY is not set" in found["tier cold"]["open"]["seen"]
+
+
+def test_one_tier_alone_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = {
+        "nowhere": {"type": "file", "path": "/proc/nowhere", "capacity": "1GiB"},
+        "cold": {"type": "object", "url": f"file://{tmp_path}/objects"},
+    }
+    file = write(tmp_path, tiers)
+    code, found = findings(capsys, [file, "--tier", "cold"])
+    assert code == 0
+    assert "tier nowhere" not in found
+    assert found["tier cold"]["first writer"]["level"] == "ok"
+    assert not list(tmp_path.rglob("*.page"))
+    assert main(["doctor", file, "--tier", "warm"]) == 2
+    assert "no tier is named 'warm'" in capsys.readouterr().err
+
+
+def test_a_wrong_configuration_is_two_and_its_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, {"disk": {"type": "file", "path": "/x", "capcity": "1GiB"}})
+    assert main(["doctor", file]) == 2
+    assert "did you mean 'capacity'" in capsys.readouterr().err
+    assert main(["doctor", file, "--json"]) == 2
+    assert any("did you mean" in sentence for sentence in json.loads(capsys.readouterr().out)["configuration"])
+
+
+def test_what_sglang_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = {"disk": {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB"}}
+    _, found = findings(capsys, [write(tmp_path, tiers, allocator="shm", prefetch_threshold=64)])
+    assert found["configuration"]["allocator"]["level"] == "warning"
+    assert found["configuration"]["prefetch_threshold"]["seen"].startswith("64 tokens")
+    inline = json.dumps({**ExtraConfig.around({"tiers": tiers}), "allocator": "shm"})
+    _, found = findings(capsys, [inline])
+    assert found["configuration"]["allocator"]["level"] == "ok"
+
+
+@pytest.mark.parametrize(("version", "level"), [("0.5.23", "ok"), ("0.5.22", "error"), (None, "error")])
+def test_sglang_must_be_the_tested_one(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
+    monkeypatch.setattr(installation, "_version", lambda package: version)
+    found = {finding.subject: finding for finding in installation.installation_findings()}
+    assert found["sglang"].level.value == level
+    assert installation.TESTED_SGLANG == TESTED_SGLANG
+
+
+def test_a_plugin_that_sglang_is_told_not_to_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    found = {finding.subject: finding for finding in installation.installation_findings()}
+    assert found["plugin"].level.value == "warning"
+
+
+class _Forging(PageStoreWrapper):
+    """Says HIT over other bytes."""
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        results = super().get(batch)
+        batch.buffers[3][0][:1] = bytes([batch.buffers[3][0][0] ^ 1])
+        return results
+
+
+@pytest.mark.parametrize(
+    ("store", "words"),
+    [
+        (DroppingStore(MemoryPageStore()), "0 read back"),
+        (FailingStore(MemoryPageStore()), "0 were written"),
+        (_Forging(MemoryPageStore()), "other bytes"),
+    ],
+    ids=["dropping", "failing", "forging"],
+)
+def test_a_round_trip_that_fails_is_an_error(store: PageStoreWrapper, words: str) -> None:
+    (found,) = try_store(store)
+    assert found.level.value == "error"
+    assert words in found.seen
+
+
+def test_a_trial_removes_what_it_wrote() -> None:
+    store = MemoryPageStore()
+    assert [finding.level.value for finding in try_store(store)] == ["ok", "ok", "ok"]
+    assert store.objects == {}

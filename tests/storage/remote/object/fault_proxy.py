@@ -1,0 +1,112 @@
+"""An HTTP proxy in front of an S3 server that spoils what passes through it."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+
+
+class FaultProxy:
+    """Forwards to 127.0.0.1:``port`` unless ``fault`` says otherwise.
+
+    ``fault``: "" | "500" | "slow down" | "hang" | "cut" (half the body, then the connection is closed) | "half" (half
+    the body, with that length) | "other" (the body of ``other``) | "empty". Faults but 500, slow down and hang touch
+    GET of pages alone. ``times`` counts down; at 0 the fault is over.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.fault = ""
+        self.times = 1 << 30
+        self.other = b""
+        self.requests = 0
+        self.released = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    @contextmanager
+    def serving(self) -> Iterator[FaultProxy]:
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.released.set()
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+
+    def break_with(self, fault: str, times: int = 1 << 30) -> None:
+        self.fault, self.times = fault, times
+
+    def _take_fault(self) -> str:
+        self.requests += 1
+        if not self.fault or self.times <= 0:
+            return ""
+        self.times -= 1
+        return self.fault
+
+    def _handler(proxy) -> type[BaseHTTPRequestHandler]:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _serve(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                fault = proxy._take_fault()
+                if fault == "hang":
+                    proxy.released.wait()
+                    self.close_connection = True
+                    return
+                if fault in ("500", "slow down"):
+                    status, text = (500, b"broken") if fault == "500" else (503, _SLOW_DOWN)
+                    self._answer(status, {}, text, len(text))
+                    return
+                try:
+                    upstream = http.client.HTTPConnection("127.0.0.1", proxy.target, timeout=10)
+                    upstream.request(self.command, self.path, body, dict(self.headers.items()))
+                    reply = upstream.getresponse()
+                    data = reply.read()
+                    headers = dict(reply.getheaders())
+                    upstream.close()
+                except OSError:
+                    self.close_connection = True
+                    return
+                length = int(headers.get("Content-Length") or len(data)) if self.command == "HEAD" else len(data)
+                if self.command == "GET" and ".page" in self.path and reply.status in (200, 206):
+                    if fault == "cut":
+                        data = data[: len(data) // 2]
+                        self.close_connection = True
+                    elif fault == "half":
+                        data = data[: len(data) // 2]
+                        length = len(data)
+                    elif fault == "other":
+                        data, length = proxy.other, len(proxy.other)
+                    elif fault == "empty":
+                        data, length = b"", 0
+                self._answer(reply.status, headers, data, length)
+
+            def _answer(self, status: int, headers: dict[str, str], data: bytes, length: int) -> None:
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    if name.lower() not in ("content-length", "connection", "transfer-encoding", "keep-alive"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", str(length))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(data)
+
+            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        return Handler
