@@ -22,6 +22,7 @@ import logging
 import pkgutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +51,9 @@ _MLA_SHARDED_BACKUP_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first")
 _TOKEN_MAJOR_BUFFERS = ("nhd", "paged_nhd")
 # Where SGLang notes what it registered with the driver, call by call.
 _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
+
+_LOADS_UNDER_WAY = 4
+"""Loads that a pool remembers: one of the target layers and some of drafts."""
 
 _settings = KernelSettings()
 _selector: Selector | None = None
@@ -234,8 +238,18 @@ def _mla_refusal(pool: Any, io_backend: str, layouts: _Layouts) -> str | None:
     return None
 
 
+@dataclass(slots=True)
+class _Load:
+    """A load under way. It holds its index tensors, so that no other tensors can take their identity."""
+
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+    submission: Submission
+    submitted: set[int] = field(default_factory=set)
+
+
 class _Binding:
-    """What is known of one pool: its stack, which layer of it each controller's layer is, and the load under way."""
+    """What is known of one pool: its stack, which layer of it each controller's layer is, and the loads under way."""
 
     def __init__(self, pool: Any) -> None:
         is_mla = _dotted_name(type(pool)) == _MLA
@@ -249,28 +263,33 @@ class _Binding:
         self.stack = LayerStack.of(layers, layout=pool.layout, registrations=_registrations(pool))
         self.layer_of = {layer_id: layer for layer, layer_id in enumerate(layer_ids)}
         self._buffers = _buffers(pool)
-        self._key: tuple[Any, ...] = ()
-        self._load: Submission | None = None
-        self._last_layer = 0
+        self._loads: list[_Load] = []
 
     def fits(self, pool: Any) -> bool:
         """Whether the pool still has the buffers that this was made from."""
         return all(mine is its for mine, its in zip(self._buffers, _buffers(pool), strict=True))
 
     def load(self, pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer: int) -> bool:
-        """Submit a layer of the load of these tokens: of the one under way, or of a new one.
+        """Submit a layer of the load of these tokens: of one under way, or of a new one.
 
-        SGLang goes through the layers in ascending order with the same tensors, so whatever else comes is new.
+        SGLang passes the same tensors for every layer of a load, and each layer once; the layers of drafts come in
+        between, sometimes with tensors of their own.
         """
-        key = host_indices, device_indices  # held, so that no other tensor can take their identity
-        if (
-            self._load is None
-            or layer <= self._last_layer
-            or any(mine is not its for mine, its in zip(key, self._key, strict=True))
-        ):
-            self._key, self._load = key, self.begin(pool, Direction.LOAD, host_indices, device_indices)
-        self._last_layer = layer
-        return self._load.submit(layer)
+        known = [
+            load
+            for load in self._loads
+            if load.host_indices is host_indices
+            and load.device_indices is device_indices
+            and layer not in load.submitted
+        ]
+        if known:
+            load = known[0]
+        else:
+            submission = self.begin(pool, Direction.LOAD, host_indices, device_indices)
+            load = _Load(host_indices, device_indices, submission)
+            self._loads = [load, *self._loads[: _LOADS_UNDER_WAY - 1]]
+        load.submitted.add(layer)
+        return load.submission.submit(layer)
 
     def begin(
         self, pool: Any, direction: Direction, host_indices: torch.Tensor, device_indices: torch.Tensor
