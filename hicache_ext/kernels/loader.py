@@ -2,7 +2,7 @@
 
 ::
 
-    loader = LayerwiseLoader(stack, make_selector(KernelSettings(), fallback=ReferenceEngine()))
+    loader = LayerwiseLoader(stack, make_selector(KernelsConfig(), fallback=ReferenceEngine()))
     load = loader.load(host_indices, device_indices)   # submits every layer, waits for none
     for layer in range(layers):
         load.wait(layer)                               # the current stream waits, the CPU does not

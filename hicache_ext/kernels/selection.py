@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
 from hicache_ext.kernels.calibration import (
@@ -24,7 +25,6 @@ from hicache_ext.kernels.calibration import (
 from hicache_ext.kernels.cuda_driver import open_driver
 from hicache_ext.kernels.engine import CopyEngine, CopyError, Operation
 from hicache_ext.kernels.reference import ReferenceEngine
-from hicache_ext.kernels.settings import KernelSettings
 from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.metrics import TierMetrics
 
@@ -131,7 +131,7 @@ class Selector:
         return self._made[name]
 
 
-def engine_makers(settings: KernelSettings) -> dict[str, Callable[[], CopyEngine]]:
+def engine_makers(settings: KernelsConfig) -> dict[str, Callable[[], CopyEngine]]:
     """All engines of this package."""
     return {
         ReferenceEngine.name: ReferenceEngine,
@@ -141,7 +141,7 @@ def engine_makers(settings: KernelSettings) -> dict[str, Callable[[], CopyEngine
     }
 
 
-def make_selector(settings: KernelSettings, *, fallback: CopyEngine | None = None) -> Selector:
+def make_selector(settings: KernelsConfig, *, fallback: CopyEngine | None = None) -> Selector:
     """The selector of this machine. Raises ``ConfigError`` if a calibration that was named cannot be read.
 
     A calibration that lies in the usual place and cannot be read is left unused, with a warning.
@@ -151,7 +151,7 @@ def make_selector(settings: KernelSettings, *, fallback: CopyEngine | None = Non
     )
 
 
-def _calibration(settings: KernelSettings) -> Calibration | None:
+def _calibration(settings: KernelsConfig) -> Calibration | None:
     if settings.calibration is not None:
         try:
             return read_calibration(settings.calibration)

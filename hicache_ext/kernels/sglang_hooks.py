@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
+from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Registration, device_rows, host_rows
 from hicache_ext.kernels.loader import Submission
 from hicache_ext.kernels.selection import Choice, Selector, make_selector
-from hicache_ext.kernels.settings import KernelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 _LOADS_UNDER_WAY = 4
 """Loads that a pool remembers: one of the target layers and some of drafts."""
 
-_settings = KernelSettings()
+_settings = KernelsConfig()
 _selector: Selector | None = None
 _broken = False
 
 
-def configure(settings: KernelSettings) -> None:
+def configure(settings: KernelsConfig) -> None:
     """Take the operator's settings; the environment overrides them. Once per process, before the first copy.
 
     Raises ``ConfigError`` with one sentence.

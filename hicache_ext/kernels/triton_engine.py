@@ -18,7 +18,6 @@ from hicache_ext.kernels.engine import CopyError, Direction, Operation
 from hicache_ext.kernels.geometry import LayerStack
 
 DEFAULT_PROGRAMS = 4
-MOST_PROGRAMS = 1024
 _WARPS = 32
 _TILE_BYTES = 32 * 1024
 """What a program has in flight: with four programs more than the 70 to 107 KiB that should fill PCIe 5."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.kernels import selection
 from hicache_ext.kernels.calibration import (
@@ -24,7 +25,6 @@ from hicache_ext.kernels.engine import CopyError, Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector, make_selector
-from hicache_ext.kernels.settings import KernelSettings
 from hicache_ext.metrics import TierMetrics
 from tests.kernels.stacks import plain_memory
 
@@ -166,14 +166,16 @@ def test_a_configured_engine_serves_what_it_can_and_the_fallback_the_rest() -> N
 
 
 def test_the_environment_overrides_what_is_configured() -> None:
-    settings = KernelSettings(engine="triton", triton_programs=2)
+    settings = KernelsConfig(engine="triton", triton_programs=2)
     assert settings.with_environment({}) == settings
     environment = {
         "HICACHE_EXT_KERNEL_ENGINE": "sglang",
         "HICACHE_EXT_KERNEL_CALIBRATION": "/somewhere/gpu.json",
         "HICACHE_EXT_KERNEL_PROGRAMS": "16",
     }
-    assert settings.with_environment(environment) == KernelSettings("sglang", Path("/somewhere/gpu.json"), 16)
+    assert settings.with_environment(environment) == KernelsConfig(
+        engine="sglang", calibration="/somewhere/gpu.json", triton_programs=16
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,13 +185,14 @@ def test_the_environment_overrides_what_is_configured() -> None:
         ("HICACHE_EXT_KERNEL_PROGRAMS", "0"),
         ("HICACHE_EXT_KERNEL_PROGRAMS", "-1"),
         ("HICACHE_EXT_KERNEL_PROGRAMS", "many"),
+        ("HICACHE_EXT_KERNEL_CALIBRATION", "gpu.json"),
     ],
 )
 def test_a_wrong_variable_is_named_with_what_is_allowed(variable: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{variable}: '{value}'.*; allowed: "):
-        KernelSettings().with_environment({variable: value})
+    with pytest.raises(ConfigError, match=f"{variable}: .*{value}.*; allowed: "):
+        KernelsConfig().with_environment({variable: value})
 
 
 def test_a_calibration_that_is_named_and_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kernels\.calibration: .*cannot be read.*--calibrate"):
-        make_selector(KernelSettings(calibration=tmp_path / "absent.json"))
+        make_selector(KernelsConfig(calibration=str(tmp_path / "absent.json")))
