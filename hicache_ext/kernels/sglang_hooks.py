@@ -238,6 +238,11 @@ def _mla_refusal(pool: Any, io_backend: str, layouts: _Layouts) -> str | None:
     return None
 
 
+def stack_of(pool: Any) -> LayerStack:
+    """The layers of an MHA or MLA host pool that the hooks serve, for benchmarks."""
+    return _bound(pool).stack
+
+
 @dataclass(slots=True)
 class _Load:
     """A load under way. It holds its index tensors, so that no other tensors can take their identity."""
