@@ -4,12 +4,13 @@ PYTEST := .venv/bin/python -m pytest
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast lint setup setup-test kills clean
+.PHONY: help demo test test-fast test-gpu lint setup setup-test kills clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
 	@echo "make test       everything: lint, fast tests, real processes, real SGLang servers"
 	@echo "make test-fast  the tests that need no server, under two minutes"
+	@echo "make test-gpu   copy engines on a real NVIDIA GPU, races and compute-sanitizer included; says so without one"
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
 	@echo "make clean      remove .venv and everything the demo made"
@@ -29,6 +30,14 @@ test: lint
 
 test-fast: setup-test
 	$(PYTEST) -m "not slow"
+
+test-gpu: setup-test
+	.venv/bin/python -m tests.campaigns.gpu_kernels
+	@if command -v compute-sanitizer >/dev/null; then \
+	  for tool in memcheck racecheck initcheck; do \
+	    compute-sanitizer --tool $$tool --error-exitcode 9 .venv/bin/python -m tests.campaigns.gpu_kernels --small || exit 1; \
+	  done; \
+	else echo "compute-sanitizer is not installed (it comes with the CUDA toolkit): its checks did not run"; fi
 
 lint: setup-test
 	.venv/bin/ruff check .
