@@ -4,13 +4,14 @@ PYTEST := .venv/bin/python -m pytest
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast test-radosgw lint setup setup-test kills clean
+.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
 	@echo "make test       everything: lint, fast tests, real processes, real SGLang servers"
 	@echo "make test-fast  the tests that need no server, under two minutes"
 	@echo "make test-radosgw  the object tier against Ceph's S3 gateway (Debian: ceph-mon ceph-osd ceph-common radosgw)"
+	@echo "make test-gpu   copy engines on a real NVIDIA GPU, races and compute-sanitizer included; says so without one"
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
 	@echo "make clean      remove .venv and everything the demo made"
@@ -33,6 +34,14 @@ test-fast: setup-test
 
 test-radosgw: setup-test
 	$(PYTEST) tests/storage/remote/object/radosgw_suite.py
+
+test-gpu: setup-test
+	.venv/bin/python -m tests.campaigns.gpu_kernels
+	@if command -v compute-sanitizer >/dev/null; then \
+	  for tool in memcheck racecheck initcheck; do \
+	    compute-sanitizer --tool $$tool --error-exitcode 9 .venv/bin/python -m tests.campaigns.gpu_kernels --small || exit 1; \
+	  done; \
+	else echo "compute-sanitizer is not installed (it comes with the CUDA toolkit): its checks did not run"; fi
 
 lint: setup-test
 	.venv/bin/ruff check .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hicache_ext.bench import file_command, pool_command
+from hicache_ext.bench import file_command, kernel_command, pool_command
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -14,3 +14,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
     file_command.configure(actions.add_parser("file", help=help_line, description=help_line))
     help_line = "the pool tiers (Mooncake, Redis, object stores) against their engines' own clients"
     pool_command.configure(actions.add_parser("pool", help=help_line, description=help_line))
+    help_line = "copies between GPU and host memory, and the calibration that picks among them"
+    kernel_command.configure(actions.add_parser("kernels", help=help_line, description=help_line))

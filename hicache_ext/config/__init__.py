@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from hicache_ext.config.file_tier import FileTierConfig
+from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role
 from hicache_ext.config.mooncake_tier import MooncakeTierConfig
@@ -24,6 +25,7 @@ __all__ = [
     "ExtraConfig",
     "FileTierConfig",
     "HicacheExtConfig",
+    "KernelsConfig",
     "ModelConfig",
     "MooncakeTierConfig",
     "ObjectTierConfig",

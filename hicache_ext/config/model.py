@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.file_tier import directory_relation
+from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.problems import did_you_mean, listed, quoted, refuse, shown
 from hicache_ext.config.schema import (
     Allowed,
@@ -181,6 +182,8 @@ class HicacheExtConfig(ConfigModel):
         Allowed(_DTYPE_ALLOWED),
         checked(_dtype),
     ] = None
+
+    kernels: Annotated[KernelsConfig, Allowed("a mapping with " + listed(KernelsConfig.model_fields))] = KernelsConfig()
 
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:

@@ -40,6 +40,9 @@ hicache_ext:
   model:
     fingerprint: auto              # auto: a digest of the weight files | off | any other text, used as it is
     weights_epoch: "0"             # change it when the weights change under the same name
+  kernels:
+    engine: auto                   # auto | sglang | reference | batched_dma | rectangle_dma | triton
+    triton_programs: 4             # 1 to 1024
 """
 
 

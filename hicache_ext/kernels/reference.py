@@ -6,10 +6,9 @@ whole rows through one temporary per layer and component, and it does not overla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerCopy, Rows
 
 # Gathers and scatters move elements, so the widest integer that divides every address and stride moves most at a time.
@@ -17,24 +16,37 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 class ReferenceEngine:
-    """Copies rows with advanced indexing on strided views. Stateless: safe from any thread."""
+    """Copies rows with advanced indexing on strided views. Takes every operation; safe from any thread.
 
-    def load(self, copies: Sequence[LayerCopy], host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
-        """Host to device; ordered on the current stream of the device."""
-        for copy in copies:
-            _copy_rows(copy, copy.host, host_indices, copy.device, device_indices)
+    A load is ordered on the current stream; a write-back is complete when the call returns.
+    """
 
-    def back_up(self, copies: Sequence[LayerCopy], host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
-        """Device to host; complete when the call returns."""
-        for copy in copies:
-            _copy_rows(copy, copy.device, device_indices, copy.host, host_indices)
+    name = "reference"
+
+    def refusal(self, operation: Operation) -> str | None:
+        return None
+
+    def begin(self, operation: Operation) -> _ReferenceTransfer:
+        return _ReferenceTransfer(operation)
+
+
+class _ReferenceTransfer:
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+
+    def submit(self, first: int, last: int) -> None:
+        operation = self._operation
+        host, device = operation.host_indices, operation.device_indices
+        for copy in operation.stack.copies[first:last]:
+            if operation.direction is Direction.LOAD:
+                _copy_rows(copy, copy.host, host, copy.device, device)
+            else:
+                _copy_rows(copy, copy.device, device, copy.host, host)
 
 
 def _copy_rows(
     copy: LayerCopy, source: Rows, source_indices: torch.Tensor, target: Rows, target_indices: torch.Tensor
 ) -> None:
-    if source_indices.numel() != target_indices.numel():
-        raise ValueError(f"{source_indices.numel()} source tokens, but {target_indices.numel()} target tokens")
     if source_indices.numel() == 0:
         return
     width, dtype = _widest_word(copy)

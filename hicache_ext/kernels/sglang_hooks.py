@@ -1,12 +1,16 @@
-"""The hooks that put a copy engine of ours under SGLang's host pools.
+"""The hooks that put copy engines of ours under SGLang's host pools.
 
 ``load_to_device_per_layer`` and ``backup_from_device_all_layer`` of the plain MHA and MLA host pools are wrapped
 (``HookType.AROUND``). A hook serves the pools whose byte layout :mod:`hicache_ext.kernels.geometry` describes and calls
 the original for everything else: page_unified, Mamba, DSA indexer, NVFP4, MXFP8, asymmetric, HiSparse and unknown
 pools, the Ascend backend, and combinations of layout and I/O backend that SGLang refuses (so that its own error shows).
+For the rest :mod:`hicache_ext.kernels.selection` decides, once per operation: on CUDA the original too unless a
+calibration or the operator says otherwise, on a machine without an accelerator, where SGLang has no copy operations at
+all, the reference engine.
 
-On a machine without an accelerator SGLang has no copy operations at all, so there the reference engine is registered;
-on an accelerator SGLang's own path stays.
+SGLang calls the hooks on its scheduler thread, inside its transfer stream, and records an event after every layer; that
+stays as it is. The first call of a load plans the operation, the calls for the other layers find it again by the index
+tensors, which are the same objects. A hook never raises what the original would not.
 
 SGLang is imported inside functions only: the CPU launcher has to prepare the process before that import.
 """
@@ -14,14 +18,23 @@ SGLang is imported inside functions only: the CPU launcher has to prepare the pr
 from __future__ import annotations
 
 import importlib.util
+import logging
 import pkgutil
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hicache_ext.kernels.geometry import CopyEngine, LayerCopy, device_rows, host_rows
-from hicache_ext.kernels.reference import ReferenceEngine
+from hicache_ext.config import KernelsConfig
+from hicache_ext.errors import ConfigError
+from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Registration, device_rows, host_rows
+from hicache_ext.kernels.loader import Submission
+from hicache_ext.kernels.selection import Choice, Selector, make_selector
+
+logger = logging.getLogger(__name__)
 
 _Layouts = Mapping[str, tuple[str, ...]]  # I/O backend -> host layouts
 
@@ -36,8 +49,32 @@ _MLA_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("l
 _MLA_SHARDED_BACKUP_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first",)}
 # Device buffers whose token t starts t rows after the first one; head-major and vectorised ones differ.
 _TOKEN_MAJOR_BUFFERS = ("nhd", "paged_nhd")
+# Where SGLang notes what it registered with the driver, call by call.
+_REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 
-_engine: CopyEngine = ReferenceEngine()
+_LOADS_UNDER_WAY = 4
+"""Loads that a pool remembers: one of the target layers and some of drafts."""
+
+_settings = KernelsConfig()
+_selector: Selector | None = None
+_broken = False
+
+
+def configure(settings: KernelsConfig) -> None:
+    """Take the operator's settings; the environment overrides them. Once per process, before the first copy.
+
+    Raises ``ConfigError`` with one sentence.
+    """
+    global _settings
+    _settings = settings
+    use(make_selector(settings.with_environment()))
+
+
+def use(selector: Selector | None) -> None:
+    """Let ``selector`` choose from now on; None: the one of the settings, at the next copy."""
+    global _selector, _broken
+    _selector, _broken = selector, False
+    _bindings.clear()
 
 
 def has_accelerator() -> bool:
@@ -49,12 +86,17 @@ def has_accelerator() -> bool:
     return importlib.util.find_spec("torch_npu") is not None
 
 
+def wants_hooks() -> bool:
+    """Whether this machine is one that the hooks are for: with a CUDA device, or without any accelerator."""
+    return not has_accelerator() or (torch.cuda.is_available() and torch.version.hip is None)
+
+
 def register() -> None:
-    """Register the hooks with SGLang's HookRegistry if this machine has no accelerator; once per process.
+    """Register the hooks with SGLang's HookRegistry where they are wanted; once per process.
 
     They take effect when SGLang applies its hooks (``load_plugins``); :func:`verify` tells whether they did.
     """
-    if has_accelerator():
+    if not wants_hooks():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -68,7 +110,7 @@ def verify() -> list[str]:
 
     Call after SGLang applied its hooks: a hook that failed to apply is only logged by SGLang.
     """
-    if has_accelerator():
+    if not wants_hooks():
         return []
     missing = []
     for target in _hooks():
@@ -97,12 +139,11 @@ def load_mha_layer(
     Indices are int64 token indices, one per token. Layers that are not this pool's target layers are skipped; draft
     layers follow the target layers. Scheduler thread, inside the load stream.
     """
-    if not _serves_mha(pool, io_backend):
+    refusal = _mha_refusal(pool, io_backend)
+    if refusal is None and not is_draft and not 0 <= layer_id < pool.target_layer_num:
+        return
+    if not _load_layer(pool, host_indices, device_indices, layer_id, refusal):
         original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft=is_draft)
-        return
-    if not is_draft and not 0 <= layer_id < pool.target_layer_num:
-        return
-    _engine.load(_mha_copies(pool, layer_id), host_indices, device_indices)
 
 
 def back_up_mha_layers(
@@ -114,11 +155,8 @@ def back_up_mha_layers(
     io_backend: str,
 ) -> None:
     """AROUND ``MHATokenToKVPoolHost.backup_from_device_all_layer``: K and V of all layers, drafts included."""
-    if not _serves_mha(pool, io_backend):
+    if not _back_up(pool, host_indices, device_indices, _mha_refusal(pool, io_backend)):
         original(pool, device_pool, host_indices, device_indices, io_backend)
-        return
-    copies = [copy for layer in range(pool.layer_num) for copy in _mha_copies(pool, layer)]
-    _engine.back_up(copies, host_indices, device_indices)
 
 
 def load_mla_layer(
@@ -137,13 +175,11 @@ def load_mla_layer(
     ``layer_id`` is the controller's: a layer another rank owns is skipped, and host row and device buffer are looked
     up in the pool's own maps. Indices are widened ones under decode context parallelism.
     """
-    if not _serves_mla(pool, io_backend, _MLA_LAYOUTS):
+    refusal = _mla_refusal(pool, io_backend, _MLA_LAYOUTS)
+    if refusal is None and not is_draft and layer_id not in pool._target_layer_indices:
+        return
+    if not _load_layer(pool, host_indices, device_indices, layer_id, refusal):
         original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft=is_draft)
-        return
-    if not is_draft and layer_id not in pool._target_layer_indices:
-        return
-    host_indices, device_indices = _local_rows(pool, host_indices), _local_rows(pool, device_indices)
-    _engine.load([_mla_copy(pool, layer_id)], host_indices, device_indices)
 
 
 def back_up_mla_layers(
@@ -156,13 +192,9 @@ def back_up_mla_layers(
 ) -> None:
     """AROUND ``MLATokenToKVPoolHost.backup_from_device_all_layer``: the layers this rank owns, then the drafts."""
     sharded = getattr(pool, "_layer_shard_enabled", False)
-    if not _serves_mla(pool, io_backend, _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS):
+    refusal = _mla_refusal(pool, io_backend, _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS)
+    if not _back_up(pool, host_indices, device_indices, refusal):
         original(pool, device_pool, host_indices, device_indices, io_backend)
-        return
-    drafts = range(pool._device_layer_num, pool._device_layer_num + pool._draft_layer_num)
-    copies = [_mla_copy(pool, layer_id) for layer_id in (*pool._target_layer_indices, *drafts)]
-    host_indices, device_indices = _local_rows(pool, host_indices), _local_rows(pool, device_indices)
-    _engine.back_up(copies, host_indices, device_indices)
 
 
 def _hooks() -> dict[str, Callable[..., None]]:
@@ -178,25 +210,166 @@ def _dotted_name(pool_class: type) -> str:
     return f"{pool_class.__module__}.{pool_class.__qualname__}"
 
 
-def _serves_mha(pool: Any, io_backend: str) -> bool:
-    return (
-        _dotted_name(type(pool)) == _MHA
-        and pool.layout in _MHA_LAYOUTS.get(io_backend, ())
-        and pool.head_dim == pool.v_head_dim
-        and all(
-            info.scales is None and info.transfer_buffers is None and info.buffers.layout.value in _TOKEN_MAJOR_BUFFERS
-            for info in pool._buffer_infos
-        )
-    )
+def _mha_refusal(pool: Any, io_backend: str) -> str | None:
+    """Why no engine may serve ``pool``, as a metric label; None if one may."""
+    if _dotted_name(type(pool)) != _MHA:
+        return "pool_class"
+    if pool.layout not in _MHA_LAYOUTS.get(io_backend, ()):
+        return f"layout_{pool.layout}_{io_backend}"
+    if pool.head_dim != pool.v_head_dim:
+        return "asymmetric"
+    for info in pool._buffer_infos:
+        if info.scales is not None:
+            return "scales"
+        if info.transfer_buffers is not None or info.buffers.layout.value not in _TOKEN_MAJOR_BUFFERS:
+            return "device_layout"
+    return None
 
 
-def _serves_mla(pool: Any, io_backend: str, layouts: _Layouts) -> bool:
-    return (
-        _dotted_name(type(pool)) == _MLA
-        and not pool._is_dummy
-        and pool._native_buffers is None
-        and pool.layout in layouts.get(io_backend, ())
-    )
+def _mla_refusal(pool: Any, io_backend: str, layouts: _Layouts) -> str | None:
+    if _dotted_name(type(pool)) != _MLA:
+        return "pool_class"
+    if pool._is_dummy:
+        return "no_buffer"
+    if pool._native_buffers is not None:
+        return "device_layout"
+    if pool.layout not in layouts.get(io_backend, ()):
+        return f"layout_{pool.layout}_{io_backend}"
+    return None
+
+
+def stack_of(pool: Any) -> LayerStack:
+    """The layers of an MHA or MLA host pool that the hooks serve, for benchmarks."""
+    return _bound(pool).stack
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way. It holds its index tensors, so that no other tensors can take their identity."""
+
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+    submission: Submission
+    submitted: set[int] = field(default_factory=set)
+
+
+class _Binding:
+    """What is known of one pool: its stack, which layer of it each controller's layer is, and the loads under way."""
+
+    def __init__(self, pool: Any) -> None:
+        is_mla = _dotted_name(type(pool)) == _MLA
+        if is_mla:
+            drafts = range(pool._device_layer_num, pool._device_layer_num + pool._draft_layer_num)
+            layer_ids = [*pool._target_layer_indices, *drafts]
+            layers: list[Sequence[LayerCopy]] = [[_mla_copy(pool, layer_id)] for layer_id in layer_ids]
+        else:
+            layer_ids = list(range(pool.layer_num))
+            layers = [_mha_copies(pool, layer) for layer in layer_ids]
+        self.stack = LayerStack.of(layers, layout=pool.layout, registrations=_registrations(pool))
+        self.layer_of = {layer_id: layer for layer, layer_id in enumerate(layer_ids)}
+        self._buffers = _buffers(pool)
+        self._loads: list[_Load] = []
+
+    def fits(self, pool: Any) -> bool:
+        """Whether the pool still has the buffers that this was made from."""
+        return all(mine is its for mine, its in zip(self._buffers, _buffers(pool), strict=True))
+
+    def load(self, pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer: int) -> bool:
+        """Submit a layer of the load of these tokens: of one under way, or of a new one.
+
+        SGLang passes the same tensors for every layer of a load, and each layer once; the layers of drafts come in
+        between, sometimes with tensors of their own.
+        """
+        known = [
+            load
+            for load in self._loads
+            if load.host_indices is host_indices
+            and load.device_indices is device_indices
+            and layer not in load.submitted
+        ]
+        if known:
+            load = known[0]
+        else:
+            submission = self.begin(pool, Direction.LOAD, host_indices, device_indices)
+            load = _Load(host_indices, device_indices, submission)
+            self._loads = [load, *self._loads[: _LOADS_UNDER_WAY - 1]]
+        load.submitted.add(layer)
+        return load.submission.submit(layer)
+
+    def begin(
+        self, pool: Any, direction: Direction, host_indices: torch.Tensor, device_indices: torch.Tensor
+    ) -> Submission:
+        host_indices, device_indices = _local_rows(pool, host_indices), _local_rows(pool, device_indices)
+        return Submission(Operation(self.stack, direction, host_indices, device_indices), _current_selector())
+
+
+_bindings: weakref.WeakKeyDictionary[Any, _Binding] = weakref.WeakKeyDictionary()
+
+
+def _load_layer(
+    pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer_id: int, refusal: str | None
+) -> bool:
+    """Submit one layer; False if SGLang's own path has to."""
+    if _broken:
+        return False
+    try:
+        if refusal is not None:
+            if layer_id == 0:  # once per operation
+                _current_selector().count(Direction.LOAD, Choice(None, refusal))
+            return False
+        binding = _bound(pool)
+        return binding.load(pool, host_indices, device_indices, binding.layer_of[layer_id])
+    except Exception as error:  # noqa: BLE001 - SGLang's own path is there, whatever is wrong with ours
+        _give_up(error)
+        return False
+
+
+def _back_up(pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, refusal: str | None) -> bool:
+    if _broken:
+        return False
+    try:
+        if refusal is not None:
+            _current_selector().count(Direction.BACK_UP, Choice(None, refusal))
+            return False
+        return _bound(pool).begin(pool, Direction.BACK_UP, host_indices, device_indices).submit_all()
+    except Exception as error:  # noqa: BLE001 - as above
+        _give_up(error)
+        return False
+
+
+def _give_up(error: Exception) -> None:
+    """Leave all copies of this process to SGLang's own path."""
+    global _broken
+    _broken = True
+    if isinstance(error, ConfigError):
+        logger.error("%s; copies between host and device stay with SGLang's own path", error)
+    else:
+        logger.error("copies between host and device go back to SGLang's own path", exc_info=error)
+
+
+def _current_selector() -> Selector:
+    global _selector
+    if _selector is None:
+        _selector = make_selector(_settings.with_environment())
+    return _selector
+
+
+def _bound(pool: Any) -> _Binding:
+    binding = _bindings.get(pool)
+    if binding is None or not binding.fits(pool):
+        binding = _bindings[pool] = _Binding(pool)
+    return binding
+
+
+def _buffers(pool: Any) -> tuple[Any, ...]:
+    if hasattr(pool, "device_kv_buffers"):
+        return pool.kv_buffer, *pool.device_kv_buffers
+    return pool.kv_buffer, *pool.device_k_buffers, *pool.device_v_buffers
+
+
+def _registrations(pool: Any) -> Sequence[Registration]:
+    """The host memory that is page-locked, in the pieces in which it was registered."""
+    return tuple(getattr(pool.kv_buffer, _REGISTERED_RANGES, ())) if pool.pin_memory else ()
 
 
 def _mha_copies(pool: Any, layer: int) -> Sequence[LayerCopy]:

@@ -37,6 +37,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hicache_ext.config import HicacheExtConfig, load_config
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
+from hicache_ext.kernels import sglang_hooks
 from hicache_ext.metrics import TierMetrics, TransferSamples
 from hicache_ext.plugin import check_sglang_version, missing_hooks
 from hicache_ext.storage.fingerprint import fingerprint_of
@@ -134,6 +135,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
         self._closed = False
+        sglang_hooks.configure(self._config.kernels)
         self._store = open_tiers(self._config, int(storage_config.tp_rank or 0))
         _LIVE.add(self)
         self._warn_about_missing_hooks()

@@ -1,0 +1,173 @@
+"""The calibration of one GPU model: every engine beside SGLang's own path, on SGLang's own pools, in about a minute."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hicache_ext.bench.harness import BenchmarkError, today
+from hicache_ext.bench.kernel_gpu import driver_version
+from hicache_ext.config import KernelsConfig
+from hicache_ext.kernels import sglang_hooks
+from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, merged
+from hicache_ext.kernels.engine import CopyError, Direction, Operation
+from hicache_ext.kernels.geometry import page_tokens
+from hicache_ext.kernels.reference import ReferenceEngine
+from hicache_ext.kernels.selection import SGLANG, engine_makers
+
+_COMBINATIONS = (
+    ("layer_first", "kernel"),
+    ("layer_first", "direct"),
+    ("page_first", "kernel"),
+    ("page_first_direct", "direct"),
+)
+_LAYERS = 4
+_REPEATS = 3
+_HEADS = (1, 4, 8)
+"""KV heads of a rank: rows of 256 B, 1 KiB and 2 KiB."""
+_PAGE_SIZES = (16, 64)
+_TOKENS = (1024, 8192, 32_768)
+_SECONDS = 60.0
+
+
+def calibrate(config: KernelsConfig, report: Callable[[str], None]) -> Calibration:
+    """Measure for about a minute. Raises BenchmarkError without a GPU, or without SGLang to compare with."""
+    if not torch.cuda.is_available():
+        raise BenchmarkError("a calibration needs a CUDA device; this machine has none")
+    sglang_hooks.use(None)
+    measurements: list[Measurement] = []
+    ends = time.monotonic() + _SECONDS
+    for heads in _HEADS:
+        for page_size in _PAGE_SIZES:
+            for layout, io_backend in _COMBINATIONS:
+                if time.monotonic() > ends:
+                    report("the minute is over; larger rows are judged by the nearest that was measured")
+                    return _calibration(measurements)
+                report(f"{layout}, {io_backend}, {heads} KV heads, pages of {page_size} tokens")
+                try:
+                    measurements += _measure_pool(config, layout, io_backend, heads, page_size)
+                except Exception as error:  # noqa: BLE001 - what SGLang cannot do on this machine is left out
+                    report(f"  left out: {type(error).__name__}: {str(error)[:200]}")
+    return _calibration(measurements)
+
+
+def _calibration(measurements: list[Measurement]) -> Calibration:
+    if not measurements:
+        raise BenchmarkError("nothing could be measured: SGLang's pools cannot be built on this machine")
+    return Calibration(torch.cuda.get_device_name(), driver_version(), today(), merged(measurements))
+
+
+def _measure_pool(
+    config: KernelsConfig, layout: str, io_backend: str, heads: int, page_size: int
+) -> Iterator[Measurement]:
+    pool = _pool(layout, heads, page_size, max(_TOKENS) + page_size)
+    try:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        engines = {}
+        for name, make in engine_makers(config).items():
+            if name != ReferenceEngine.name:
+                try:
+                    engines[name] = make()
+                except (CopyError, ImportError):
+                    continue
+        stack = sglang_hooks.stack_of(pool)
+        for tokens in _TOKENS:
+            pages = torch.randperm(tokens // page_size)
+            host = page_tokens(pages, page_size)
+            device = page_tokens(torch.randperm(tokens // page_size), page_size)
+            if io_backend == "kernel":
+                host, device = host.cuda(), device.cuda()
+            for direction in Direction:
+                operation = Operation(stack, direction, host, device)
+                seconds = {SGLANG: _timed(_sglangs_own(pool, direction, host, device, io_backend), stream)}
+                for name, engine in engines.items():
+                    with torch.cuda.stream(stream):
+                        refused = engine.refusal(operation)
+                    if refused is None:
+                        try:
+                            seconds[name] = _timed(_by_engine(engine, stack, direction, host, device), stream)
+                        except CopyError:
+                            continue
+                yield Measurement(Situation.of(operation), {name: value / _LAYERS for name, value in seconds.items()})
+    finally:
+        pool.destroy()
+
+
+def _by_engine(
+    engine: Any, stack: Any, direction: Direction, host: torch.Tensor, device: torch.Tensor
+) -> Callable[[], None]:
+    def copy() -> None:
+        transfer = engine.begin(Operation(stack, direction, host, device))
+        if direction is Direction.BACK_UP:
+            transfer.submit(0, len(stack.copies))
+            return
+        for first, last in stack.layers:
+            transfer.submit(first, last)
+
+    return copy
+
+
+def _sglangs_own(
+    pool: Any, direction: Direction, host: torch.Tensor, device: torch.Tensor, io_backend: str
+) -> Callable[[], None]:
+    """What SGLang itself would do, past any hook of ours."""
+    name = "load_to_device_per_layer" if direction is Direction.LOAD else "backup_from_device_all_layer"
+    method = getattr(type(pool), name)
+    method = getattr(method, "__wrapped__", method)
+    if direction is Direction.BACK_UP and getattr(pool, "can_use_write_back_jit", False):
+        host = host.cpu()  # where SGLang's controller leaves them for this path
+
+    def copy() -> None:
+        if direction is Direction.BACK_UP:
+            method(pool, None, host, device, io_backend)
+            return
+        for layer in range(_LAYERS):
+            method(pool, None, host, device, layer, io_backend)
+
+    return copy
+
+
+def _timed(copy: Callable[[], None], stream: Any) -> float:
+    """Median seconds from the call until the last byte is there."""
+    times = []
+    with torch.cuda.stream(stream):
+        for repeat in range(_REPEATS + 1):
+            stream.synchronize()
+            started = time.perf_counter()
+            copy()
+            stream.synchronize()
+            if repeat:
+                times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _pool(layout: str, heads: int, page_size: int, tokens: int) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    device = MHATokenToKVPool(
+        size=tokens,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        head_num=heads,
+        head_dim=128,
+        layer_num=_LAYERS,
+        device="cuda",
+        enable_memory_saver=False,
+    )
+    return MHATokenToKVPoolHost(
+        device._mha_buffer_info(),
+        1.0,
+        0,
+        page_size,
+        layout,
+        pin_memory=True,
+        device="cpu",
+        device_capacity_tokens=tokens,
+        start_layer=0,
+        end_layer=_LAYERS,
+    )

@@ -1,0 +1,176 @@
+"""What ``hicache-ext bench kernels --calibrate`` measured on one model of GPU, and which engine that makes the fastest.
+
+One JSON file per GPU model, in ``$XDG_CACHE_HOME/hicache_ext/kernels`` unless configured otherwise. It holds seconds
+per layer for each engine and for SGLang's own path, measured side by side, by direction, host layout, where the token
+indices are, and size. An engine is chosen only where SGLang's own path was measured too and was clearly slower.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.errors import HicacheExtError
+from hicache_ext.kernels.engine import Direction, Operation
+
+FORMAT_VERSION = 1
+MARGIN = 1.05
+"""How many times as fast as the baseline an engine must be: what is closer than that is noise."""
+
+
+class CalibrationError(HicacheExtError):
+    """A calibration that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What makes one engine faster than another."""
+
+    direction: Direction
+    layout: str
+    """The host layout; "" outside of SGLang."""
+    indices_on_cpu: bool
+    run_bytes: int
+    """Bytes of a run, as far as the geometry says: pages that happen to be neighbours make longer ones."""
+    bytes_per_layer: int
+
+    @classmethod
+    def of(cls, operation: Operation) -> Situation:
+        stack = operation.stack
+        copies = len(stack.copies) // max(len(stack.layers), 1)
+        return cls(
+            operation.direction,
+            stack.layout,
+            operation.indices_on_cpu,
+            stack.run_bytes,
+            operation.tokens * stack.shape.row_bytes * max(copies, 1),
+        )
+
+    def distance(self, other: Situation) -> float:
+        """Between sizes, in doublings; infinite where anything else differs."""
+        if (self.direction, self.layout, self.indices_on_cpu) != (other.direction, other.layout, other.indices_on_cpu):
+            return math.inf
+        return abs(_log2(self.run_bytes) - _log2(other.run_bytes)) + abs(
+            _log2(self.bytes_per_layer) - _log2(other.bytes_per_layer)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Seconds per layer, submission included, by engine."""
+
+    situation: Situation
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """All measurements of one GPU model."""
+
+    gpu: str
+    driver: str
+    date: str
+    measurements: tuple[Measurement, ...]
+
+    def fastest(self, situation: Situation, baseline: str) -> str | None:
+        """The engine that is clearly faster than ``baseline`` where the sizes are nearest, ``baseline`` if none is.
+
+        None if nothing like ``situation`` was measured together with ``baseline``.
+        """
+        near = [
+            (measurement.situation.distance(situation), index)
+            for index, measurement in enumerate(self.measurements)
+            if baseline in measurement.seconds
+        ]
+        distance, index = min(near, default=(math.inf, 0))
+        if math.isinf(distance):
+            return None
+        seconds = self.measurements[index].seconds
+        engine = min(seconds, key=lambda name: seconds[name])
+        return engine if seconds[engine] * MARGIN <= seconds[baseline] else baseline
+
+
+def calibration_file(gpu: str) -> Path:
+    """Where the calibration of a GPU model lies unless configured otherwise; ``gpu`` is its name in the driver."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "unknown"
+    return Path(cache) / "hicache_ext" / "kernels" / f"{slug}.json"
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises :class:`CalibrationError` with one sentence if the file is missing or is not a calibration."""
+    try:
+        document = json.loads(path.read_text())
+        version = document["version"]
+        if version != FORMAT_VERSION:
+            raise CalibrationError(f"{path} has calibration format {version}; this version reads {FORMAT_VERSION}")
+        measurements = tuple(_measurement(entry) for entry in document["measurements"])
+        return Calibration(str(document["gpu"]), str(document["driver"]), str(document["date"]), measurements)
+    except OSError as error:
+        raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CalibrationError(f"{path} is not a calibration: {type(error).__name__}: {error}") from error
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Whole or not at all: other processes may read it at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "version": FORMAT_VERSION,
+        "gpu": calibration.gpu,
+        "driver": calibration.driver,
+        "date": calibration.date,
+        "measurements": [_entry(measurement) for measurement in calibration.measurements],
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def _entry(measurement: Measurement) -> dict[str, Any]:
+    situation = measurement.situation
+    return {
+        "direction": situation.direction.value,
+        "layout": situation.layout,
+        "indices": "cpu" if situation.indices_on_cpu else "device",
+        "run_bytes": situation.run_bytes,
+        "bytes_per_layer": situation.bytes_per_layer,
+        "seconds": dict(measurement.seconds),
+    }
+
+
+def _measurement(entry: Mapping[str, Any]) -> Measurement:
+    indices = {"cpu": True, "device": False}[entry["indices"]]
+    seconds = {str(name): float(value) for name, value in entry["seconds"].items()}
+    if not seconds or not all(math.isfinite(value) and value > 0 for value in seconds.values()):
+        raise ValueError("seconds must be positive numbers")
+    return Measurement(
+        Situation(
+            Direction(entry["direction"]),
+            str(entry["layout"]),
+            indices,
+            int(entry["run_bytes"]),
+            int(entry["bytes_per_layer"]),
+        ),
+        seconds,
+    )
+
+
+def _log2(number: int) -> float:
+    return math.log2(max(number, 1))
+
+
+def merged(calibrations: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """One measurement per situation: the fastest time of each engine."""
+    best: dict[Situation, dict[str, float]] = {}
+    for measurement in calibrations:
+        seconds = best.setdefault(measurement.situation, {})
+        for name, value in measurement.seconds.items():
+            seconds[name] = min(value, seconds.get(name, math.inf))
+    return tuple(Measurement(situation, seconds) for situation, seconds in best.items())

@@ -1,0 +1,170 @@
+"""Which engine serves an operation, and why; counted by engine and reason.
+
+On the CPU the reference. On a GPU the *fallback* (in SGLang: its own path) unless an engine is configured, or the
+calibration of this GPU found one clearly faster; and always the fallback for what an engine refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hicache_ext.config import KernelsConfig
+from hicache_ext.errors import ConfigError
+from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
+from hicache_ext.kernels.calibration import (
+    Calibration,
+    CalibrationError,
+    Situation,
+    calibration_file,
+    read_calibration,
+)
+from hicache_ext.kernels.cuda_driver import open_driver
+from hicache_ext.kernels.engine import CopyEngine, CopyError, Operation
+from hicache_ext.kernels.reference import ReferenceEngine
+from hicache_ext.kernels.triton_engine import TritonEngine
+from hicache_ext.metrics import TierMetrics
+
+logger = logging.getLogger(__name__)
+
+SGLANG = "sglang"
+"""The name of SGLang's own path."""
+
+_MOST_FAILURES = 3
+"""After so many an engine is not asked again in this process."""
+
+kernel_metrics = TierMetrics("kernels")
+"""Operations of this process, keyed ("load triton", reason): direction and engine, then why that engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An engine, or None for the caller's own path; ``reason`` is a metric label."""
+
+    engine: CopyEngine | None
+    reason: str
+
+
+class Selector:
+    """Chooses for every operation. One per process in SGLang; for one thread.
+
+    ``engines`` makes each engine when it is first wanted; one that cannot be made is unavailable from then on.
+    ``fallback`` None means the caller has a path of its own, called ``sglang`` here.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Callable[[], CopyEngine]],
+        *,
+        engine: str = "auto",
+        calibration: Calibration | None = None,
+        fallback: CopyEngine | None = None,
+        metrics: TierMetrics = kernel_metrics,
+    ) -> None:
+        self._makers = engines
+        self._engine = engine
+        self._calibration = calibration
+        self._fallback = fallback
+        self._metrics = metrics
+        self._made: dict[str, CopyEngine | None] = {}
+        self._failures: dict[str, int] = {}
+        self._logged: set[tuple[str, str]] = set()
+
+    def choose(self, operation: Operation) -> Choice:
+        """The engine for ``operation``, which will be submitted in the current stream."""
+        choice = self._choice(operation)
+        self.count(operation.direction, choice)
+        return choice
+
+    def failed(self, operation: Operation, engine: CopyEngine, error: CopyError) -> Choice:
+        """What to do after ``engine`` failed: the fallback. An engine that keeps failing is given up."""
+        failures = self._failures[engine.name] = self._failures.get(engine.name, 0) + 1
+        if failures == _MOST_FAILURES:
+            self._made[engine.name] = None
+        logger.warning(
+            "copy engine %s failed (%d of %d before it is given up): %s", engine.name, failures, _MOST_FAILURES, error
+        )
+        choice = Choice(self._fallback, "failed")
+        self.count(operation.direction, choice)
+        return choice
+
+    def count(self, direction: str, choice: Choice) -> None:
+        """Count one operation; the first of its kind is logged."""
+        name = choice.engine.name if choice.engine else SGLANG
+        self._metrics.add(f"{direction} {name}", choice.reason)
+        if (name, choice.reason) not in self._logged:
+            self._logged.add((name, choice.reason))
+            logger.info("copies between host and device: %s (%s)", name, choice.reason)
+
+    def _choice(self, operation: Operation) -> Choice:
+        wanted, reason = self._wanted(operation)
+        baseline = self._fallback.name if self._fallback else SGLANG
+        if wanted in (baseline, SGLANG):
+            return Choice(self._fallback, reason)
+        engine = self._made_engine(wanted)
+        if engine is None:
+            return Choice(self._fallback, "unavailable")
+        refusal = engine.refusal(operation)
+        return Choice(self._fallback, refusal) if refusal else Choice(engine, reason)
+
+    def _wanted(self, operation: Operation) -> tuple[str, str]:
+        if self._engine != "auto":
+            return self._engine, "configured"
+        if operation.stack.device.type == "cpu":
+            return ReferenceEngine.name, "cpu"
+        if self._calibration is None:
+            return SGLANG, "not_calibrated"
+        baseline = self._fallback.name if self._fallback else SGLANG
+        fastest = self._calibration.fastest(Situation.of(operation), baseline)
+        return (SGLANG, "not_measured") if fastest is None else (fastest, "calibrated")
+
+    def _made_engine(self, name: str) -> CopyEngine | None:
+        if name not in self._made:
+            try:
+                self._made[name] = self._makers[name]()
+            except (CopyError, ImportError, KeyError) as error:
+                logger.warning("copy engine %s is not available: %s", name, error)
+                self._made[name] = None
+        return self._made[name]
+
+
+def engine_makers(settings: KernelsConfig) -> dict[str, Callable[[], CopyEngine]]:
+    """All engines of this package."""
+    return {
+        ReferenceEngine.name: ReferenceEngine,
+        BatchedDmaEngine.name: lambda: BatchedDmaEngine(open_driver()),
+        RectangleDmaEngine.name: lambda: RectangleDmaEngine(open_driver()),
+        TritonEngine.name: lambda: TritonEngine(programs=settings.triton_programs),
+    }
+
+
+def make_selector(settings: KernelsConfig, *, fallback: CopyEngine | None = None) -> Selector:
+    """The selector of this machine. Raises ``ConfigError`` if a calibration that was named cannot be read.
+
+    A calibration that lies in the usual place and cannot be read is left unused, with a warning.
+    """
+    return Selector(
+        engine_makers(settings), engine=settings.engine, calibration=_calibration(settings), fallback=fallback
+    )
+
+
+def _calibration(settings: KernelsConfig) -> Calibration | None:
+    if settings.calibration is not None:
+        try:
+            return read_calibration(settings.calibration)
+        except CalibrationError as error:
+            remedy = "a file that hicache-ext bench kernels --calibrate wrote"
+            raise ConfigError("kernels.calibration", str(error), remedy) from None
+    if not torch.cuda.is_available():
+        return None
+    path = calibration_file(torch.cuda.get_device_name())
+    if not path.exists():
+        return None
+    try:
+        return read_calibration(path)
+    except CalibrationError as error:
+        logger.warning("%s; copies stay with SGLang's own path", error)
+        return None

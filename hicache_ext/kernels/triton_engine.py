@@ -1,0 +1,174 @@
+"""Copies by a few programs of a Triton kernel that reads or writes page-locked host memory directly.
+
+For what the copy engines are slow at (many small runs) or cannot take (token indices on the device): nothing is planned
+on the CPU, a submission costs one launch whatever the number of tokens. It does use multiprocessors: as many
+programs as the quota says, for as long as the copy takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from typing import Any
+
+import torch
+
+from hicache_ext.kernels.cuda_driver import reaches_registered_memory
+from hicache_ext.kernels.engine import CopyError, Direction, Operation
+from hicache_ext.kernels.geometry import LayerStack
+
+DEFAULT_PROGRAMS = 4
+_WARPS = 32
+_TILE_BYTES = 32 * 1024
+"""What a program has in flight: with four programs more than the 70 to 107 KiB that should fill PCIe 5."""
+_MOST_COLUMN_BYTES = 4096
+_WIDEST_WORD = 4
+"""Bytes. 32-bit words: four of them, 16-byte aligned, become one 16-byte load."""
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class TritonEngine:
+    """One launch per submission, ``programs`` programs at most. ``interpret`` runs it on CPU tensors, for tests.
+
+    Constructing imports triton; the kernel is compiled at the first submission of each pool geometry and direction.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, programs: int = DEFAULT_PROGRAMS, interpret: bool = False) -> None:
+        from hicache_ext.kernels import triton_kernel
+
+        self._programs = programs
+        self._interpret = interpret
+        self._kernel = triton_kernel.interpreted() if interpret else triton_kernel.compiled()
+        self._reaching: dict[int, bool] = {}
+        self._bases: weakref.WeakKeyDictionary[LayerStack, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def refusal(self, operation: Operation) -> str | None:
+        stack = operation.stack
+        if stack.device.type == "cpu":
+            return None if self._interpret else "no_gpu"
+        if stack.device.type != "cuda" or torch.version.hip is not None:
+            return "not_cuda"
+        if not stack.is_registered:
+            return "unpinned"
+        if not self._reaches_host(stack.device):
+            return "aliased_memory"
+        if torch.cuda.is_current_stream_capturing():
+            return "graph_capture"  # a captured copy would be replayed over pages that mean something else by then
+        return None
+
+    def _reaches_host(self, device: torch.device) -> bool:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index not in self._reaching:
+            self._reaching[index] = reaches_registered_memory(index)
+        return self._reaching[index]
+
+    def begin(self, operation: Operation) -> _TritonTransfer:
+        stack = operation.stack
+        bases = self._bases.get(stack)
+        if bases is None:
+            bases = self._bases[stack] = _on_device(
+                torch.stack([torch.from_numpy(stack.host_bases), torch.from_numpy(stack.device_bases)], dim=1),
+                stack.device,
+            )
+        return _TritonTransfer(operation, self._kernel, bases, self._programs, interpret=self._interpret)
+
+
+class _TritonTransfer:
+    def __init__(
+        self, operation: Operation, kernel: Any, bases: torch.Tensor, programs: int, *, interpret: bool
+    ) -> None:
+        device = operation.stack.device
+        self._operation = operation
+        self._kernel = kernel
+        self._bases = bases
+        self._programs = programs
+        self._options = {} if interpret else {"num_warps": _WARPS}
+        self._host_indices = _to_current_stream(operation.host_indices, device)
+        self._device_indices = _to_current_stream(operation.device_indices, device)
+        self._tile = tile_of(operation.stack)
+        self._constants = constants_of(operation.stack, operation.direction)
+
+    def submit(self, first: int, last: int) -> None:
+        rows = self._operation.tokens * self._operation.stack.shape.segments
+        if rows == 0 or first == last:
+            return
+        rows_of_tile, _, chunks = self._tile
+        units = (last - first) * -(-rows // rows_of_tile) * chunks
+        try:
+            self._kernel[(min(self._programs, units),)](
+                self._bases,
+                first,
+                self._host_indices,
+                self._device_indices,
+                rows,
+                units,
+                **self._constants,
+                **self._options,
+            )
+        except Exception as error:  # compilers and launchers raise what they like
+            raise CopyError(f"the Triton kernel could not be launched: {type(error).__name__}: {error}") from error
+
+
+def tile_of(stack: LayerStack) -> tuple[int, int, int]:
+    """Rows of a tile, words of a tile's row, tiles side by side that make a whole segment."""
+    width = _word_bytes(stack)
+    columns = min(_power_of_two(stack.shape.segment_bytes // width), _MOST_COLUMN_BYTES // width)
+    chunks = -(-stack.shape.segment_bytes // (columns * width))
+    return max(1, _TILE_BYTES // (columns * width)), columns, chunks
+
+
+def constants_of(stack: LayerStack, direction: Direction) -> dict[str, Any]:
+    """The kernel's compile-time arguments."""
+    shape = stack.shape
+    width = _word_bytes(stack)
+    rows, columns, chunks = tile_of(stack)
+    return {
+        "HOST_PAGE": shape.host.page,
+        "HOST_TOKEN": shape.host.token,
+        "HOST_SEGMENT": shape.host.segment,
+        "DEVICE_PAGE": shape.device.page,
+        "DEVICE_TOKEN": shape.device.token,
+        "DEVICE_SEGMENT": shape.device.segment,
+        "PAGE_SIZE": shape.page_size,
+        "SEGMENTS": shape.segments,
+        "WORDS": shape.segment_bytes // width,
+        "WIDTH": width,
+        "ALIGNMENT": stack.alignment,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "CHUNKS": chunks,
+        "IS_LOAD": direction is Direction.LOAD,
+    }
+
+
+def _word_bytes(stack: LayerStack) -> int:
+    """Bytes of the words to move: 4 wherever the alignment allows, since 16 of alignment make four of them one load.
+
+    With 8 of alignment the compiler joins two.
+    """
+    return min(stack.alignment, _WIDEST_WORD)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _to_current_stream(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``indices`` on ``device``, contiguous. The copy and the new tensor belong to the current stream."""
+    if indices.device.type == "cpu" and device.type == "cuda":
+        indices = indices.contiguous().pin_memory()  # pageable memory would make the scheduler wait for the stream
+    return indices.to(device, non_blocking=True).contiguous()
+
+
+def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``table`` on ``device``, complete on return: it is read in other streams than the one that is current now."""
+    if device.type != "cuda":
+        return table.to(device)
+    own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(own_stream):  # to wait for this copy and nothing else
+        return table.to(device)

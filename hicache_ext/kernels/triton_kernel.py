@@ -1,0 +1,94 @@
+"""The Triton kernel that moves rows between page-locked host memory and the device; imports triton.
+
+Host memory is reached by its address, as an integer. A fixed, small number of programs (the quota) shares the work, so
+that attention and matrix products keep the rest of the GPU. Written for the compiler and for the interpreter: loops are
+``while`` loops, since ``range`` over run-time values fails in some pairs of interpreter and NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+
+def copy_rows(  # type: ignore[no-untyped-def]
+    bases,  # (copies, 2) int64: host and device address of token 0
+    first,  # the copy to begin with
+    host_indices,  # int64
+    device_indices,  # int64
+    rows,  # tokens * segments
+    units,  # copies * groups of rows * chunks of a row
+    HOST_PAGE: tl.constexpr,
+    HOST_TOKEN: tl.constexpr,
+    HOST_SEGMENT: tl.constexpr,
+    DEVICE_PAGE: tl.constexpr,
+    DEVICE_TOKEN: tl.constexpr,
+    DEVICE_SEGMENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WORDS: tl.constexpr,  # of a segment
+    WIDTH: tl.constexpr,  # bytes of a word
+    ALIGNMENT: tl.constexpr,  # of every address, bytes
+    ROWS: tl.constexpr,  # of a tile
+    COLUMNS: tl.constexpr,  # words of a tile
+    CHUNKS: tl.constexpr,  # tiles side by side in a row
+    IS_LOAD: tl.constexpr,
+):
+    word: tl.constexpr = tl.int64 if WIDTH == 8 else tl.int32 if WIDTH == 4 else tl.int16 if WIDTH == 2 else tl.int8
+    pointer: tl.constexpr = tl.pointer_type(word)
+    groups = (rows + ROWS - 1) // ROWS
+    unit = tl.program_id(0)
+    while unit < units:
+        column = (unit % CHUNKS) * COLUMNS + tl.arange(0, COLUMNS)
+        row = (unit // CHUNKS % groups) * ROWS + tl.arange(0, ROWS)
+        copy = first + unit // CHUNKS // groups
+        in_rows = row < rows
+        host_token = tl.load(host_indices + row // SEGMENTS, mask=in_rows, other=0)
+        device_token = tl.load(device_indices + row // SEGMENTS, mask=in_rows, other=0)
+        host = (
+            tl.load(bases + 2 * copy)
+            + (host_token // PAGE_SIZE) * HOST_PAGE
+            + (host_token % PAGE_SIZE) * HOST_TOKEN
+            + (row % SEGMENTS) * HOST_SEGMENT
+        )
+        device = (
+            tl.load(bases + 2 * copy + 1)
+            + (device_token // PAGE_SIZE) * DEVICE_PAGE
+            + (device_token % PAGE_SIZE) * DEVICE_TOKEN
+            + (row % SEGMENTS) * DEVICE_SEGMENT
+        )
+        # The hint counts on pointers only: on the integers the loads stay scalar.
+        host_rows = tl.multiple_of(host.to(pointer), ALIGNMENT)[:, None] + column[None, :]
+        device_rows = tl.multiple_of(device.to(pointer), ALIGNMENT)[:, None] + column[None, :]
+        inside = in_rows[:, None] & (column < WORDS)[None, :]
+        if IS_LOAD:
+            tl.store(device_rows, tl.load(host_rows, mask=inside), mask=inside)
+        else:
+            tl.store(host_rows, tl.load(device_rows, mask=inside), mask=inside)
+        unit += tl.num_programs(0)
+
+
+SIGNATURE = {
+    "bases": "*i64",
+    "first": "i32",
+    "host_indices": "*i64",
+    "device_indices": "*i64",
+    "rows": "i32",
+    "units": "i32",
+}
+"""Types of the run-time arguments, for compiling without a GPU."""
+
+_RUN_TIME_INTEGERS = ["first", "rows", "units"]
+
+
+def compiled() -> Any:
+    """The kernel for GPUs. Its integers are not specialised on: each value of ``first`` would compile anew."""
+    return triton.jit(copy_rows, do_not_specialize=_RUN_TIME_INTEGERS)
+
+
+def interpreted() -> Any:
+    """The kernel run by Python, on CPU tensors; for tests."""
+    return InterpretedFunction(copy_rows)

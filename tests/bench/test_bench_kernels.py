@@ -1,0 +1,43 @@
+"""The kernel benchmark where there is no GPU: submit cost, the reduced check, and what it says about the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache_ext.bench import kernel_command
+from hicache_ext.bench.kernel_report import OUTSTANDING
+from hicache_ext.bench.kernel_submit import LAYOUTS, SubmitCase, measure
+from hicache_ext.cli.main import main
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_engine_submits_every_run_of_every_layer(layout: str) -> None:
+    case = SubmitCase(layout, layers=3, pages=8, page_size=4)
+    runs = case.layers * 2 * case.pages
+    descriptors = {cost.engine: cost.descriptors for cost in measure(case, rounds=2)}
+    rows = case.page_size if layout == "page_first" else 1
+    assert descriptors == {"batched_dma": runs * rows, "rectangle_dma": runs, "Python loop": runs * rows}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_measures_submission_and_says_that_the_rest_is_outstanding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_command, "LAYOUTS", ("page_first_direct",))
+    page, figures = tmp_path / "kernels.md", tmp_path / "kernels.json"
+    assert main(["bench", "kernels", "--quick", "--markdown", str(page), "--json", str(figures)]) == 0
+    assert OUTSTANDING in capsys.readouterr().out
+    assert OUTSTANDING in page.read_text() and str(tmp_path) not in page.read_text()
+    found = json.loads(figures.read_text())
+    assert found["gpu"] is None and found["rates"] == []
+    assert found["checked_cases"]["triton (interpreted)"] == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_calibration_without_a_gpu_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--calibrate"]) == 1
+    assert capsys.readouterr().err == "a calibration needs a CUDA device; this machine has none\n"

@@ -1,0 +1,198 @@
+"""Which engine is chosen, and the calibration that decides it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache_ext.config import KernelsConfig
+from hicache_ext.errors import ConfigError
+from hicache_ext.kernels import selection
+from hicache_ext.kernels.calibration import (
+    Calibration,
+    CalibrationError,
+    Measurement,
+    Situation,
+    calibration_file,
+    merged,
+    read_calibration,
+    write_calibration,
+)
+from hicache_ext.kernels.engine import CopyError, Direction, Operation
+from hicache_ext.kernels.geometry import page_tokens
+from hicache_ext.kernels.reference import ReferenceEngine
+from hicache_ext.kernels.selection import Selector, make_selector
+from hicache_ext.metrics import TierMetrics
+from tests.kernels.stacks import plain_memory
+
+SMALL = Situation(Direction.LOAD, "page_first_direct", True, 4096, 1 << 20)
+LARGE = replace(SMALL, run_bytes=65536, bytes_per_layer=1 << 24)
+
+
+def calibration(*measurements: Measurement) -> Calibration:
+    return Calibration("GPU", "driver", "date", measurements)
+
+
+FIGURES = calibration(
+    Measurement(SMALL, {"sglang": 10e-6, "triton": 5e-6, "batched_dma": 40e-6}),
+    Measurement(LARGE, {"sglang": 100e-6, "triton": 90e-6, "batched_dma": 50e-6}),
+)
+
+
+def test_the_fastest_of_the_nearest_measurement_is_chosen() -> None:
+    assert FIGURES.fastest(SMALL, "sglang") == "triton"
+    assert FIGURES.fastest(replace(SMALL, run_bytes=6000), "sglang") == "triton"
+    assert FIGURES.fastest(replace(LARGE, run_bytes=48000), "sglang") == "batched_dma"
+
+
+def test_the_baseline_stays_where_nothing_is_clearly_faster() -> None:
+    close = calibration(Measurement(SMALL, {"sglang": 10e-6, "triton": 9.8e-6}))
+    assert close.fastest(SMALL, "sglang") == "sglang"
+
+
+def test_nothing_is_concluded_from_figures_of_something_else_or_without_the_baseline() -> None:
+    for other in (
+        replace(SMALL, direction=Direction.BACK_UP),
+        replace(SMALL, layout="page_first"),
+        replace(SMALL, indices_on_cpu=False),
+    ):
+        assert FIGURES.fastest(other, "sglang") is None
+    assert calibration(Measurement(SMALL, {"triton": 1e-6})).fastest(SMALL, "sglang") is None
+    assert calibration().fastest(SMALL, "sglang") is None
+
+
+def test_a_calibration_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "gpu.json"
+    write_calibration(path, FIGURES)
+    assert read_calibration(path) == FIGURES
+    assert [entry.name for entry in path.parent.iterdir()] == ["gpu.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"version": 2}', '{"version": 1, "gpu": "x", "driver": "y", "date": "z", "measurements": [{}]}'],
+)
+def test_a_file_that_is_no_calibration_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(text)
+    with pytest.raises(CalibrationError, match=r"gpu\.json (is not a calibration|has calibration format 2)"):
+        read_calibration(path)
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        read_calibration(tmp_path / "absent.json")
+
+
+def test_impossible_seconds_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        write_calibration(path, calibration(Measurement(SMALL, {"sglang": value})))
+        with pytest.raises(CalibrationError):
+            read_calibration(path)
+
+
+def test_repeated_measurements_keep_the_best_time_of_each_engine() -> None:
+    twice = [Measurement(SMALL, {"a": 2.0, "b": 1.0}), Measurement(SMALL, {"a": 1.5, "c": 3.0})]
+    assert merged(twice) == (Measurement(SMALL, {"a": 1.5, "b": 1.0, "c": 3.0}),)
+
+
+def test_each_gpu_model_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert calibration_file("NVIDIA H200") == tmp_path / "hicache_ext" / "kernels" / "nvidia-h200.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert calibration_file("../A 100!").parent == tmp_path / ".cache" / "hicache_ext" / "kernels"
+    assert calibration_file("../A 100!").name == "a-100.json"
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
+
+class Picky(ReferenceEngine):
+    """An engine that refuses everything."""
+
+    name = "triton"
+
+    def refusal(self, operation: Operation) -> str | None:
+        return "picky"
+
+
+def operation() -> Operation:
+    memory = plain_memory()
+    return Operation(memory.stack, Direction.LOAD, page_tokens([1, 2], 4), page_tokens([3, 4], 4))
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stack's device be a GPU, as far as the selection can see."""
+    monkeypatch.setattr("hicache_ext.kernels.geometry.LayerStack.device", torch.device("cuda", 0))
+
+
+def test_on_the_cpu_it_is_the_reference() -> None:
+    metrics = TierMetrics("test")
+    choice = Selector({"reference": ReferenceEngine}, metrics=metrics).choose(operation())
+    assert (choice.engine and choice.engine.name, choice.reason) == ("reference", "cpu")
+    assert metrics.value("load reference", "cpu") == 1
+
+
+def test_on_a_gpu_it_is_sglangs_own_path_until_there_is_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = operation()
+    here = Situation.of(load)
+    on_a_gpu(monkeypatch)
+    makers = {"triton": ReferenceEngine}
+    assert Selector(makers).choose(load) == selection.Choice(None, "not_calibrated")
+    faster = calibration(Measurement(here, {"sglang": 2.0, "triton": 1.0}))
+    assert Selector(makers, calibration=faster).choose(load).reason == "calibrated"
+    assert Selector(makers, calibration=faster).choose(load).engine is not None
+    slower = calibration(Measurement(here, {"sglang": 1.0, "triton": 2.0}))
+    assert Selector(makers, calibration=slower).choose(load) == selection.Choice(None, "calibrated")
+    assert Selector(makers, calibration=FIGURES).choose(load).reason == "calibrated"
+    assert Selector(makers, calibration=calibration()).choose(load) == selection.Choice(None, "not_measured")
+
+
+def test_a_configured_engine_serves_what_it_can_and_the_fallback_the_rest() -> None:
+    fallback = ReferenceEngine()
+    assert Selector({"triton": Picky}, engine="triton", fallback=fallback).choose(operation()).reason == "picky"
+    assert Selector({"triton": Picky}, engine="sglang").choose(operation()).engine is None
+
+    def missing() -> ReferenceEngine:
+        raise CopyError("no driver")
+
+    choice = Selector({"triton": missing}, engine="triton", fallback=fallback).choose(operation())
+    assert (choice.engine, choice.reason) == (fallback, "unavailable")
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_overrides_what_is_configured() -> None:
+    settings = KernelsConfig(engine="triton", triton_programs=2)
+    assert settings.with_environment({}) == settings
+    environment = {
+        "HICACHE_EXT_KERNEL_ENGINE": "sglang",
+        "HICACHE_EXT_KERNEL_CALIBRATION": "/somewhere/gpu.json",
+        "HICACHE_EXT_KERNEL_PROGRAMS": "16",
+    }
+    assert settings.with_environment(environment) == KernelsConfig(
+        engine="sglang", calibration="/somewhere/gpu.json", triton_programs=16
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HICACHE_EXT_KERNEL_ENGINE", "dma"),
+        ("HICACHE_EXT_KERNEL_PROGRAMS", "0"),
+        ("HICACHE_EXT_KERNEL_PROGRAMS", "-1"),
+        ("HICACHE_EXT_KERNEL_PROGRAMS", "many"),
+        ("HICACHE_EXT_KERNEL_CALIBRATION", "gpu.json"),
+    ],
+)
+def test_a_wrong_variable_is_named_with_what_is_allowed(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable}: .*{value}.*; allowed: "):
+        KernelsConfig().with_environment({variable: value})
+
+
+def test_a_calibration_that_is_named_and_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kernels\.calibration: .*cannot be read.*--calibrate"):
+        make_selector(KernelsConfig(calibration=str(tmp_path / "absent.json")))
