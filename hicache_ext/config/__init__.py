@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
-from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role
+from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role, RoleConfig, ServerRole
 from hicache_ext.config.problems import ConfigErrors
 from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.secrets import Secret
@@ -23,7 +23,9 @@ __all__ = [
     "HicacheExtConfig",
     "ModelConfig",
     "Role",
+    "RoleConfig",
     "Secret",
+    "ServerRole",
     "Source",
     "TierConfig",
     "check_document",
