@@ -231,7 +231,8 @@ WRONG_FILES = [
     section(
         "a misspelt role",
         f"tiers: {{{NVME}}}\nrole: prefil",
-        "hicache_ext.role: the text 'prefil' is not accepted; did you mean 'prefill'?; allowed: auto, prefill, decode, both",
+        "hicache_ext.role: the text 'prefil' is not accepted; did you mean 'prefill'?; "
+        "allowed: auto, prefill, decode, both",
     ),
     section(
         "a tier name with a capital",
