@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from hicache_ext.config import HicacheExtConfig
 from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.metrics import TierMetrics
@@ -47,6 +48,16 @@ class TieringSettings:
     store_queue: QueueSettings = field(default_factory=QueueSettings)
     promotion_queue: QueueSettings = field(default_factory=lambda: QueueSettings(capacity=128 * 1024 * 1024))
     prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
+
+    @classmethod
+    def of(cls, config: HicacheExtConfig) -> TieringSettings:
+        prefetch, background = config.prefetch, config.background
+        return cls(
+            async_tiers=frozenset(name for name, policy in config.store_policies.items() if policy == "async"),
+            store_queue=QueueSettings(background.store_buffer, background.drain),
+            promotion_queue=QueueSettings(background.promotion_buffer, background.drain),
+            prefetch=PrefetchSettings(prefetch.buffer, prefetch.lifetime, prefetch.streams),
+        )
 
 
 class TieredStore:
