@@ -1,8 +1,8 @@
 """Every counter, level and latency of the tiers at SGLang's Prometheus endpoint (``--enable-metrics``).
 
 SGLang's scheduler processes are not the one that answers ``/metrics``: prometheus_client's multiprocess mode carries
-the values over in files. SGLang sets that up; here only metrics are made and moved, by a thread that wakes once a second,
-so that counting itself stays cheap. Latencies are passed on call by call.
+the values over in files. SGLang sets that up; here only metrics are made and moved, by a thread that wakes once a
+second, so that counting itself stays cheap. Latencies are passed on call by call.
 
 Names follow from what is counted: ``TierMetrics.add("promotion", "stored")`` is
 ``hicache_ext_promotion_total{tier=..., reason="stored"}``, a level ``queue_bytes`` is the gauge

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import random
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +15,9 @@ pytestmark = pytest.mark.sglang
 
 @pytest.fixture(scope="module")
 def sglang_utils():
-    from hicache_ext.testing.sglang_cpu import install
+    from hicache_ext.testing.sglang_cpu import prepare_process
 
-    install()
+    prepare_process()
     from sglang.srt.mem_cache import utils
 
     return utils
