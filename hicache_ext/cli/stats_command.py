@@ -119,7 +119,16 @@ def table(before: Samples | None, now: Samples) -> list[str]:
     """The lines of the table: rates between two looks, or the totals of one."""
     seconds = now.when - before.when if before is not None else 1.0
     unit = "/s" if before is not None else ""
-    header = ("tier", f"hits{unit}", f"misses{unit}", "hit %", f"read{unit}", f"written{unit}", "p50 get", "p99 get")
+    header: tuple[str, ...] = (
+        "tier",
+        f"hits{unit}",
+        f"misses{unit}",
+        "hit %",
+        f"read{unit}",
+        f"written{unit}",
+        "p50 get",
+        "p99 get",
+    )
     header = (*header, "queued", f"dropped{unit}", f"promoted{unit}", f"prefetched{unit}", "useful %", f"wasted{unit}")
     rows = [header]
     reasons: list[str] = []

@@ -150,6 +150,7 @@ class TieredStore:
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         self._check_open()
+        self._learn_page_bytes(batch)
         read = _Read(batch)
         staged = self._prefetcher.begin_demand(batch.keys)
         try:
@@ -283,6 +284,7 @@ class TieredStore:
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         self._check_open()
+        self._learn_page_bytes(batch)
         failed = [SetResult.ERROR] * len(batch)
         # First, because it only copies: these queues work while the synchronous tiers do.
         queued = [self._call(tier, "queue", partial(tier.set, batch), failed) for tier in self._async]
@@ -357,6 +359,11 @@ class TieredStore:
             return otherwise
         finally:
             tier.metrics.observe(operation, time.perf_counter() - started)
+
+    def _learn_page_bytes(self, batch: PageBatch) -> None:
+        """For identities whose document does not tell (flat tensors), or was registered with the tiers alone."""
+        if len(batch):
+            self._page_bytes.setdefault(batch.keys[0][:IDENTITY_LENGTH], batch.sizes[0])
 
     def _check_open(self) -> None:
         if self._closed:
