@@ -105,7 +105,10 @@ class Exporter:
             observe = functools.lru_cache(None)(lambda operation: self._child(histogram, metrics, operation=operation))
 
             def pass_on(operation: str, seconds: float) -> None:
-                observe(operation).observe(seconds)
+                try:
+                    observe(operation).observe(seconds)
+                except Exception as error:  # noqa: BLE001 - the file behind it may find no room on its disk
+                    logger.debug("hicache_ext: a latency was not exported: %s", error)
 
             self._watched[id(metrics)] = (metrics, pass_on)
             metrics.watch(pass_on)
