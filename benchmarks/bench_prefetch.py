@@ -2,10 +2,11 @@
 """Prefetch under a queue of requests whose prefixes lie in a pool with latency.
 
 SGLang's two storage threads are played exactly: one asks exists() for request after request, the other reads the hits
-one at a time, at most 128 pages a call. All contenders read the same bytes from page files on the same disk, each call
-on the pool delayed by ``--latency`` (for HiCacheFile, too, a whole batch is delayed once, although it reads page after
-page: a file system with that latency would cost it ``--latency`` a page). Contenders take turns, round by round; the
-first round warms up and checks every byte.
+one at a time, at most 128 pages a call; in between, the scheduler takes note of hits once every ``--tick``. All
+contenders read the same bytes from page files on the same disk, behind a pool whose round trip takes ``--latency`` and
+carries ``--parallel`` pages: 128 is a store that answers any call at once (Redis), 16 one with that many connections
+(an object store). HiCacheFile is given the same, although it reads page after page: a file system with that latency would
+cost it ``--latency`` a page. Contenders take turns, round by round; the first round warms up and checks every byte.
 
 Measured per request: the share of its pages that were inside when SGLang asked for them, and the time from the arrival
 of the queue until its last page was in host memory, which is when its prefill can begin. Afterwards the same queue with
@@ -15,6 +16,7 @@ half of its requests aborted between exists() and the read: what was fetched in 
 from __future__ import annotations
 
 import argparse
+import math
 import queue
 import sys
 import tempfile
@@ -50,9 +52,9 @@ from hicache_ext.bench.harness import (
 from hicache_ext.errors import HicacheExtError
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.prefetch import PrefetchSettings
-from hicache_ext.storage.store import GetResult, PageBatch
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiered import TieredStore, TieringSettings
-from hicache_ext.testing.faults import SlowStore
+from hicache_ext.testing.faults import PageStoreWrapper
 
 IDENTITY = bytes(16)
 MOST_PAGES_A_CALL = 128
@@ -80,13 +82,30 @@ class Round:
     facts: dict[str, float] = field(default_factory=dict)
 
 
+class Pool(PageStoreWrapper):
+    """A store at a distance."""
+
+    def __init__(self, inner: PageStore, latency: float, parallel: int) -> None:
+        super().__init__(inner)
+        self._latency = latency
+        self._parallel = parallel
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        time.sleep(self._latency * -(-len(batch) // self._parallel))
+        return super().get(batch)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        time.sleep(self._latency)
+        return super().count_leading(keys)
+
+
 class OurReader:
     """An empty near tier that pages are promoted to, and the pool behind it."""
 
-    def __init__(self, pool: Path, near: Path, host: HostBuffers, latency: float, buffer: int, lifetime: float) -> None:
+    def __init__(self, pool: PageStore, near: PageStore, host: HostBuffers, buffer: int, lifetime: float) -> None:
         self._host = host
-        self._near = PageFileStore("near", [near], capacity=None)
-        self._pool = SlowStore(PageFileStore("pool", [pool], capacity=None), latency)
+        self._near = near
+        self._pool = pool
         settings = TieringSettings(prefetch=PrefetchSettings(buffer=buffer, lifetime=lifetime))
         self._store = TieredStore([self._near, self._pool], [self._near], promote_to=self._near, settings=settings)
         self._store.register_identity(IDENTITY, {"pool": {"segments": [host.payload]}})
@@ -113,9 +132,10 @@ class OurReader:
 class SglangReader:
     """HiCacheFile over the same bytes; every call delayed once."""
 
-    def __init__(self, place: Workplace, latency: float) -> None:
+    def __init__(self, place: Workplace, latency: float, parallel: int) -> None:
         self._contender = HiCacheFileContender(place)
         self._latency = latency
+        self._parallel = parallel
 
     def exists(self, keys: Sequence[str]) -> int:
         time.sleep(self._latency)
@@ -125,7 +145,7 @@ class SglangReader:
         return 0
 
     def read(self, keys: Sequence[str], batch: HostBatch) -> int:
-        time.sleep(self._latency)
+        time.sleep(self._latency * -(-len(keys) // self._parallel))
         return self._contender.read(keys, batch)
 
     def close(self) -> dict[str, float]:
@@ -134,10 +154,15 @@ class SglangReader:
 
 
 def play(
-    reader: Reader, requests: Sequence[Sequence[str]], host: HostBuffers, aborted: frozenset[int], check: bool
+    reader: Reader,
+    requests: Sequence[Sequence[str]],
+    host: HostBuffers,
+    aborted: frozenset[int],
+    tick: float,
+    check: bool,
 ) -> Round:
     """Let the two threads work off the queue. Raises BenchmarkError for a page that is missing or wrong."""
-    hits: queue.Queue[tuple[int, int] | None] = queue.Queue()
+    hits: queue.Queue[tuple[int, int, float] | None] = queue.Queue()
     result = Round()
     errors: list[BaseException] = []
     started = time.perf_counter()
@@ -145,7 +170,7 @@ def play(
     def ask() -> None:
         try:
             for request, keys in enumerate(requests):
-                hits.put((request, reader.exists(keys)))
+                hits.put((request, reader.exists(keys), time.perf_counter()))
         except BaseException as error:  # noqa: BLE001 - handed to the main thread
             errors.append(error)
         finally:
@@ -154,9 +179,13 @@ def play(
     asking = threading.Thread(target=ask)
     asking.start()
     while (hit := hits.get()) is not None:
-        request, leading = hit
+        request, leading, answered = hit
         if request in aborted:
             continue
+        if tick:
+            # Until the scheduler has seen the hit and allocated host memory.
+            seen = started + tick * math.ceil((answered - started) / tick)
+            time.sleep(max(0.0, seen - time.perf_counter()))
         keys = requests[request]
         if leading != len(keys):
             raise BenchmarkError(f"exists() answered {leading} of {len(keys)} pages")
@@ -208,17 +237,19 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     numbers = iter(range(1_000_000))
 
     def ours(buffer: int, lifetime: float = 60.0) -> OurReader:
-        return OurReader(directory / "pool", directory / f"near-{next(numbers)}", host, latency, buffer, lifetime)
+        pool = Pool(PageFileStore("pool", [directory / "pool"], capacity=None), latency, arguments.parallel)
+        near = PageFileStore("near", [directory / f"near-{next(numbers)}"], capacity=None)
+        return OurReader(pool, near, host, buffer, lifetime)
 
     contenders: dict[str, Callable[[], Reader]] = {
         "prefetch": lambda: ours(arguments.buffer),
         "no prefetch": lambda: ours(0),
-        "HiCacheFile": lambda: SglangReader(theirs, latency),
+        "HiCacheFile": lambda: SglangReader(theirs, latency, arguments.parallel),
     }
     rounds: dict[str, list[Round]] = {name: [] for name in contenders}
     for _, name, counts in interleaved(list(contenders), arguments.rounds):
         reader = contenders[name]()
-        played = play(reader, requests, host, frozenset(), check=not counts)
+        played = play(reader, requests, host, frozenset(), arguments.tick / 1000, check=not counts)
         played.facts = reader.close()
         if counts:
             rounds[name].append(played)
@@ -245,7 +276,8 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         )
     size = arguments.page_bytes * pages * len(requests) / 1e6
     table = Table(
-        f"{len(requests)} requests of {pages} pages ({size:.0f} MB), pool with {arguments.latency:g} ms a call, "
+        f"{len(requests)} requests of {pages} pages ({size:.0f} MB), "
+        f"{arguments.latency:g} ms a round trip of {arguments.parallel} pages, "
         f"buffer {arguments.buffer / 2**20:g} MiB, {arguments.rounds} rounds; times in ms",
         ("", "inside", "under way", "first", "mean", "quartiles", "last", "mean / no prefetch"),
         tuple(rows),
@@ -287,7 +319,7 @@ def _measure_waste(
 
     watching = threading.Thread(target=watch)
     watching.start()
-    play(reader, requests, host, frozenset(range(0, len(requests), 2)), check=False)
+    play(reader, requests, host, frozenset(range(0, len(requests), 2)), arguments.tick / 1000, check=False)
     time.sleep(2 * lifetime)
     held = reader.held()
     ended.set()
@@ -325,6 +357,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2000, help="of each prefix; a page has 16")
     parser.add_argument("--page-bytes", type=int, default=64 * 1024)
     parser.add_argument("--latency", type=float, default=20.0, help="of a call on the pool, in ms")
+    parser.add_argument("--parallel", type=int, default=16, help="pages that a round trip carries")
+    parser.add_argument("--tick", type=float, default=20.0, help="of SGLang's scheduler, in ms")
     parser.add_argument("--buffer", type=int, default=256 << 20, help="of the prefetch, in bytes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where the pages go (default: the temporary one)")

@@ -149,6 +149,7 @@ class Prefetcher:
         ``take``, and calls ``end_demand`` with the answer in any case.
         """
         overtaken: Counter[TierMetrics] = Counter()
+        joined: Counter[TierMetrics] = Counter()
         pages: list[PrefetchedPage | None] = []
         with self._condition:
             self._expire(self._clock())
@@ -160,9 +161,12 @@ class Prefetcher:
                     page = None
                 if page is None:
                     self._demanded[key] += 1
+                elif page.state is _State.FETCHING:
+                    joined[page.source.metrics] += 1
                 pages.append(page)
-        for metrics, count in overtaken.items():
-            metrics.add("prefetch", "overtaken", count)
+        for outcome, counts in (("overtaken", overtaken), ("joined", joined)):
+            for metrics, count in counts.items():
+                metrics.add("prefetch", outcome, count)
         return pages
 
     def end_demand(self, keys: Sequence[bytes], pages: Sequence[PrefetchedPage | None]) -> None:
@@ -181,10 +185,8 @@ class Prefetcher:
         """
         metrics = page.source.metrics
         with self._condition:
-            if page.state is _State.FETCHING:
-                metrics.add("prefetch", "joined")
-                while page.state is _State.FETCHING:
-                    self._condition.wait()
+            while page.state is _State.FETCHING:
+                self._condition.wait()
             memory, checksum = page.memory, page.checksum
             if memory is None:
                 return page.result if page.result not in (None, GetResult.HIT) else GetResult.REJECTED
