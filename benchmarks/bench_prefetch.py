@@ -6,7 +6,8 @@ one at a time, at most 128 pages a call; in between, the scheduler takes note of
 contenders read the same bytes from page files on the same disk, behind a pool whose round trip takes ``--latency`` and
 carries ``--parallel`` pages: 128 is a store that answers any call at once (Redis), 16 one with that many connections
 (an object store). HiCacheFile is given the same, although it reads page after page: a file system with that latency
-would cost it ``--latency`` a page. Contenders take turns, round by round; the first round warms up and checks every byte.
+would cost it ``--latency`` a page. Contenders take turns, round by round; the first round warms up and checks every
+byte.
 
 Measured per request: the share of its pages that were inside when SGLang asked for them, and the time from the arrival
 of the queue until its last page was in host memory, which is when its prefill can begin. Afterwards the same queue with
