@@ -6,21 +6,46 @@ thousands of times a second: ``TransferSamples.drain`` swaps two lists.
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Upper bounds in seconds of the buckets of every latency histogram; one more bucket is above the last."""
+
+Observer = Callable[[str, float], None]
+"""Called with an operation and its seconds, on the thread that measured them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """A histogram: calls per bucket of ``LATENCY_BOUNDS`` (and one above the last), and the sum of their seconds."""
+
+    buckets: tuple[int, ...]
+    seconds: float
+
+    @property
+    def calls(self) -> int:
+        return sum(self.buckets)
 
 
 class TierMetrics:
     """Monotonic counters of one tier, keyed (event, reason), e.g. ("get", "hit") or ("corrupt", "checksum").
 
-    Thread-safe. ``add`` costs about a microsecond; callers add per batch, not per page, where they can.
+    Beside them levels (bytes in a queue) and latency histograms of whole calls. Thread-safe. ``add`` costs about a
+    microsecond; callers add per batch, not per page, where they can.
     """
 
     def __init__(self, tier: str) -> None:
         self.tier = tier
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._levels: dict[tuple[str, str], float] = {}
+        self._buckets: dict[str, list[int]] = {}
+        self._seconds: dict[str, float] = {}
+        self._observers: tuple[Observer, ...] = ()
 
     def add(self, event: str, reason: str = "", amount: int = 1) -> None:
         with self._lock:
@@ -42,6 +67,43 @@ class TierMetrics:
     def snapshot(self) -> dict[tuple[str, str], int]:
         with self._lock:
             return dict(self._counts)
+
+    def set_level(self, name: str, reason: str, value: float) -> None:
+        """Something that goes up and down: ("queue_bytes", "promotion")."""
+        with self._lock:
+            self._levels[name, reason] = value
+
+    def levels(self) -> dict[tuple[str, str], float]:
+        with self._lock:
+            return dict(self._levels)
+
+    def observe(self, operation: str, seconds: float) -> None:
+        """One call of ``operation`` took ``seconds``."""
+        bucket = bisect.bisect_left(LATENCY_BOUNDS, seconds)
+        with self._lock:
+            if operation not in self._buckets:
+                self._buckets[operation] = [0] * (len(LATENCY_BOUNDS) + 1)
+                self._seconds[operation] = 0.0
+            self._buckets[operation][bucket] += 1
+            self._seconds[operation] += seconds
+        for observer in self._observers:
+            observer(operation, seconds)
+
+    def latencies(self) -> dict[str, Latencies]:
+        with self._lock:
+            return {
+                operation: Latencies(tuple(buckets), self._seconds[operation])
+                for operation, buckets in self._buckets.items()
+            }
+
+    def watch(self, observer: Observer) -> None:
+        """Call ``observer`` with every later observation; it must be quick and never raise."""
+        with self._lock:
+            self._observers = (*self._observers, observer)
+
+    def unwatch(self, observer: Observer) -> None:
+        with self._lock:
+            self._observers = tuple(known for known in self._observers if known != observer)
 
 
 class TransferSamples:

@@ -111,11 +111,16 @@ def _summary(checked: ExtraConfig) -> Iterator[str]:
     yield f"  store to: {', '.join(config.store_locations) or 'nowhere'}"
     if config.promote_to:
         yield f"  promote to: {config.promote_to}"
+    for name in config.roles if config.role == "auto" else ():
+        view = config.for_role(name)
+        retrieve, store = ", ".join(view.retrieve_locations) or "nowhere", ", ".join(view.store_locations) or "nowhere"
+        promote = f", promote to {view.promote_to}" if view.promote_to else ""
+        yield f"  as {name}: retrieve from {retrieve}, store to {store}{promote}"
 
 
 def _notes(checked: ExtraConfig, file: str, inline: bool) -> Iterator[str]:
     config = checked.hicache_ext
-    if not inline and config.role == "decode":
+    if not inline and (config.role == "decode" or (config.role == "auto" and "decode" in config.roles)):
         yield f"a decode node cannot read @FILE; launch it with {launch_flags(_file_to_name(file), 'decode')}"
     if not inline and checked.allocator:
         yield "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"

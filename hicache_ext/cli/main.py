@@ -43,6 +43,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("clear", _DIRECTORY, "remove the pages of a model, or all, from a directory", "configure_clear"),
     Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
     Command("doctor", "hicache_ext.cli.doctor_command", "look at a configuration and all it stands on; say what to do"),
+    Command("stats", "hicache_ext.cli.stats_command", "what the tiers of a running server do: hits, misses, latencies"),
+    Command("warm", "hicache_ext.cli.warm_command", "bring the pages of a prompt from the pool to this node's disk"),
     Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
-from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role
+from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role, RoleConfig, ServerRole
 from hicache_ext.config.mooncake_tier import MooncakeTierConfig
 from hicache_ext.config.object_tier import ObjectTierConfig
 from hicache_ext.config.problems import ConfigErrors
@@ -31,7 +31,9 @@ __all__ = [
     "ObjectTierConfig",
     "RedisTierConfig",
     "Role",
+    "RoleConfig",
     "Secret",
+    "ServerRole",
     "Source",
     "TierConfig",
     "check_document",

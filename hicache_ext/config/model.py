@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, WithJsonSchema, field_validator
+from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.file_tier import directory_relation
 from hicache_ext.config.kernels import KernelsConfig
-from hicache_ext.config.problems import did_you_mean, listed, quoted, refuse, shown
+from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
 from hicache_ext.config.schema import (
     Allowed,
     ConfigModel,
+    allowed_for,
     as_pydantic_error,
     checked,
     one_of,
     true_or_false,
+)
+from hicache_ext.config.tiering import (
+    POLICIES_ALLOWED,
+    BackgroundConfig,
+    PrefetchConfig,
+    StorePolicy,
+    parse_policies,
+    refuse_unknown_tiers,
 )
 from hicache_ext.config.tiers import AnyTier
 from hicache_ext.config.units import LONGEST_DURATION
@@ -29,7 +38,9 @@ MODULE_PATH = "hicache_ext.storage.backend"
 CLASS_NAME = "HiCacheExtBackend"
 SECTION = "hicache_ext"
 
-Role = Literal["prefill", "decode", "both"]
+Role = Literal["auto", "prefill", "decode", "both"]
+ServerRole = Literal["prefill", "decode", "both"]
+"""What a server is once it runs; ``auto`` has been resolved."""
 
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' and '-'"
@@ -141,15 +152,45 @@ class ModelConfig(ConfigModel):
     ] = "0"
 
 
+_LOCATIONS_SCHEMA = WithJsonSchema({"type": "array", "items": {"type": "string"}})
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise refuse(value, _NAMES_ALLOWED)
+    for position, name in enumerate(value):
+        if not isinstance(name, str):
+            raise refuse(name, _NAMES_ALLOWED, f"[{position}]")
+    return tuple(value)
+
+
+class RoleConfig(ConfigModel):
+    """What is different on the servers of one role; what is left out is as for all of them."""
+
+    retrieve_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED), checked(_names), _LOCATIONS_SCHEMA] = ()
+    store_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED), checked(_names), _LOCATIONS_SCHEMA] = ()
+    store_policies: Annotated[
+        dict[str, StorePolicy], Field(default_factory=dict), Allowed(POLICIES_ALLOWED), checked(parse_policies)
+    ]
+    promote_to: Annotated[str | None, Allowed("the name of a tier"), checked(_optional_text)] = None
+    kernels: Annotated[KernelsConfig, Allowed("a mapping with " + listed(KernelsConfig.model_fields))] = KernelsConfig()
+    prefetch: Annotated[PrefetchConfig, Allowed("a mapping with " + listed(PrefetchConfig.model_fields))] = (
+        PrefetchConfig()
+    )
+    background: Annotated[BackgroundConfig, Allowed("a mapping with " + listed(BackgroundConfig.model_fields))] = (
+        BackgroundConfig()
+    )
+
+
 class HicacheExtConfig(ConfigModel):
     """Everything under ``hicache_ext:``, checked, with names, sizes and templates resolved."""
 
     role: Annotated[
         Role,
-        Field(description="what this server does in a disaggregated pair"),
-        Allowed("prefill, decode, both"),
-        one_of("prefill", "decode", "both"),
-    ] = "both"
+        Field(description="what this server does in a disaggregated pair; auto: as SGLang was launched"),
+        Allowed("auto, prefill, decode, both"),
+        one_of("auto", "prefill", "decode", "both"),
+    ] = "auto"
     tiers: Annotated[
         dict[Annotated[str, AfterValidator(_check_tier_name)], AnyTier],
         Field(description="name -> tier"),
@@ -161,13 +202,22 @@ class HicacheExtConfig(ConfigModel):
             description="tiers in the order in which they are read; left out: all, as written", default_factory=tuple
         ),
         Allowed(_NAMES_ALLOWED),
-        WithJsonSchema({"type": "array", "items": {"type": "string"}}),
+        _LOCATIONS_SCHEMA,
     ]
     store_locations: Annotated[
         tuple[str, ...],
         Field(description="tiers that a write goes to; left out: all", default_factory=tuple),
         Allowed(_NAMES_ALLOWED),
-        WithJsonSchema({"type": "array", "items": {"type": "string"}}),
+        _LOCATIONS_SCHEMA,
+    ]
+    store_policies: Annotated[
+        dict[str, StorePolicy],
+        Field(
+            description="sync: a write waits for the tier and counts; async: it goes there in the background",
+            default_factory=dict,
+        ),
+        Allowed(POLICIES_ALLOWED),
+        checked(parse_policies),
     ]
     promote_to: Annotated[
         str | None,
@@ -182,12 +232,35 @@ class HicacheExtConfig(ConfigModel):
         Allowed(_DTYPE_ALLOWED),
         checked(_dtype),
     ] = None
-
     kernels: Annotated[KernelsConfig, Allowed("a mapping with " + listed(KernelsConfig.model_fields))] = KernelsConfig()
+    prefetch: Annotated[PrefetchConfig, Allowed("a mapping with " + listed(PrefetchConfig.model_fields))] = (
+        PrefetchConfig()
+    )
+    background: Annotated[BackgroundConfig, Allowed("a mapping with " + listed(BackgroundConfig.model_fields))] = (
+        BackgroundConfig()
+    )
+    roles: Annotated[
+        dict[ServerRole, RoleConfig],
+        Field(
+            description="what is different on the servers of one role, so that all of them share a file",
+            default_factory=dict,
+        ),
+        Allowed("a mapping of prefill, decode or both to settings, such as {decode: {retrieve_locations: []}}"),
+    ]
+    """Last: its check needs all that stands before it."""
 
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:
         return "it belongs at the top level of the file" if key in ExtraConfig.model_fields else None
+
+    def for_role(self, role: ServerRole) -> HicacheExtConfig:
+        """The configuration of a server of ``role``: its overrides applied, and only the tiers that it uses.
+
+        A ``role`` in the file wins over the one that is given, which is what SGLang was launched as.
+        """
+        return _view(
+            self.role if self.role != "auto" else role, {name: getattr(self, name) for name in _SHARED}, self.roles
+        )
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -252,6 +325,58 @@ class HicacheExtConfig(ConfigModel):
                 ConfigError("", problem, listed(locations[:-1]) or "leave it out with one location")
             )
         return value
+
+    @field_validator("store_policies", mode="after")
+    @classmethod
+    def _policies_of_known_tiers(cls, value: dict[str, StorePolicy], info: ValidationInfo) -> dict[str, StorePolicy]:
+        if (error := refuse_unknown_tiers(value, _tier_names(info))) is not None:
+            raise as_pydantic_error(error)
+        return value
+
+    @field_validator("roles", mode="before")
+    @classmethod
+    def _known_roles(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            raise as_pydantic_error(refuse(value, allowed_for(cls, "roles")))
+        for name in value:
+            if name not in get_args(ServerRole):
+                problem = f"unknown role {quoted(str(name))}{did_you_mean(str(name), get_args(ServerRole))}"
+                raise as_pydantic_error(ConfigError("", problem, listed(get_args(ServerRole))))
+        return value
+
+    @field_validator("roles", mode="after")
+    @classmethod
+    def _every_role_is_sound(
+        cls, roles: dict[ServerRole, RoleConfig], info: ValidationInfo
+    ) -> dict[ServerRole, RoleConfig]:
+        # Where another key is wrong already, that is the sentence to read first.
+        if all(name in info.data for name in _SHARED):
+            for role in roles:
+                try:
+                    _view(role, info.data, roles)
+                except ValidationError as error:
+                    first = error.errors(include_url=False)[0]
+                    facts = first.get("ctx", {})
+                    key = "." + key_path((role, *first["loc"])) + facts.get("below", "")
+                    raise as_pydantic_error(ConfigError(key, facts["problem"], facts["allowed"] or None)) from None
+        return roles
+
+
+_SHARED = tuple(name for name in HicacheExtConfig.model_fields if name not in ("role", "roles"))
+"""What every role has."""
+
+
+def _view(role: ServerRole, shared: Mapping[str, Any], roles: Mapping[ServerRole, RoleConfig]) -> HicacheExtConfig:
+    """The configuration of one role. Raises ValidationError."""
+    own = roles.get(role) or RoleConfig.model_validate({})
+    values = {name: shared[name] for name in _SHARED} | {name: getattr(own, name) for name in own.model_fields_set}
+    if "promote_to" not in own.model_fields_set and values["promote_to"] not in values["retrieve_locations"][:-1]:
+        # Inherited, and of no use to a role that reads elsewhere.
+        values["promote_to"] = None
+    tiers = values["tiers"]
+    view = HicacheExtConfig.model_validate({"role": role, **values}, context={"tier_names": tuple(tiers)})
+    used = {*view.retrieve_locations, *view.store_locations}
+    return view.model_copy(update={"tiers": {name: tier for name, tier in tiers.items() if name in used}})
 
 
 class ExtraConfig(ConfigModel):

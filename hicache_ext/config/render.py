@@ -25,7 +25,7 @@ class_name: HiCacheExtBackend
 interface_v1: 1
 
 hicache_ext:
-  role: both                       # prefill | decode | both
+  role: both                       # auto | prefill | decode | both
   tiers:
     nvme:
       type: file

@@ -39,6 +39,7 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
 from hicache_ext.kernels import sglang_hooks
 from hicache_ext.metrics import TierMetrics, TransferSamples
+from hicache_ext.metrics_export import export_when_wanted
 from hicache_ext.plugin import check_sglang_version, missing_hooks
 from hicache_ext.storage.fingerprint import fingerprint_of
 from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
@@ -122,8 +123,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         check_sglang_version()
         self._storage_config = storage_config
-        self._config: HicacheExtConfig = load_config(storage_config.extra_config or {})
         self._facts = read_launch_facts()
+        self._config: HicacheExtConfig = load_config(storage_config.extra_config or {}).for_role(self._facts.role)
         self._model = self._model_identity()
         self._pools: dict[str, _BoundPool] = {}
         self._flat: _BoundPool | None = None
@@ -137,10 +138,12 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._closed = False
         sglang_hooks.configure(self._config.kernels)
         self._store = open_tiers(self._config, int(storage_config.tp_rank or 0))
+        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
-            "hicache_ext: model %r revision %r fingerprint %s epoch %s, tiers %s",
+            "hicache_ext: role %s, model %r revision %r fingerprint %s epoch %s, tiers %s",
+            self._config.role,
             self._model.id,
             self._model.revision,
             self._model.fingerprint or "none",
@@ -562,6 +565,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._closed = True
         _LIVE.discard(self)
         self._store.close()
+        self._exporter.close()
+
+    def _export_sources(self) -> list[TierMetrics]:
+        return [self._failures, self._store.metrics, *[tier.metrics for tier in self._store.tiers]]
 
     def _warn_about_missing_hooks(self) -> None:
         if self._facts.model_path is None:
@@ -591,6 +598,15 @@ def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence
     for owner, ok in zip(owners, succeeded, strict=True):
         good[owner] += ok
     return [count == parts for count in good]
+
+
+def _rank_labels(config: HiCacheStorageConfig) -> dict[str, str]:
+    """Which of a server's processes counts; like the labels of SGLang's own storage metrics."""
+    return {
+        "tp_rank": str(config.tp_rank),
+        "pp_rank": str(config.pp_rank),
+        "dp_rank": str(getattr(config, "dp_rank", None) or 0),
+    }
 
 
 def _name_of(pool_name: Any) -> str:

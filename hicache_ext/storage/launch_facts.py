@@ -10,7 +10,12 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from hicache_ext.config import ServerRole
+
 logger = logging.getLogger(__name__)
+
+_ROLES: dict[str, ServerRole] = {"prefill": "prefill", "decode": "decode"}
+"""SGLang's ``--disaggregation-mode``; "null" is a server that is not disaggregated."""
 
 _COMPUTE_ARGUMENTS = (
     "dtype",
@@ -24,12 +29,17 @@ _COMPUTE_ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class LaunchFacts:
-    """``kv_cache_dtype`` is the argument as resolved by SGLang ("auto", "fp8_e4m3", ...), None outside a server."""
+    """``kv_cache_dtype`` is the argument as resolved by SGLang ("auto", "fp8_e4m3", ...), None outside a server.
+
+    ``role`` is what the server does in a disaggregated pair; ``metrics`` whether it has a Prometheus endpoint.
+    """
 
     model_path: str | None = None
     revision: str | None = None
     kv_cache_dtype: str | None = None
     compute: str = ""
+    role: ServerRole = "both"
+    metrics: bool = False
 
 
 def read_launch_facts() -> LaunchFacts:
@@ -51,6 +61,8 @@ def read_launch_facts() -> LaunchFacts:
         revision=getattr(arguments, "revision", None),
         kv_cache_dtype=getattr(arguments, "kv_cache_dtype", None),
         compute=json.dumps(compute, sort_keys=True) if compute else "",
+        role=_ROLES.get(str(getattr(arguments, "disaggregation_mode", "")), "both"),
+        metrics=bool(getattr(arguments, "enable_metrics", False)),
     )
 
 

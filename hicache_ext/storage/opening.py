@@ -8,7 +8,7 @@ from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.store import PageStore
-from hicache_ext.storage.tiered import TieredStore
+from hicache_ext.storage.tiered import TieredStore, TieringSettings
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,11 @@ def open_tiers(config: HicacheExtConfig, tp_rank: int = 0) -> TieredStore:
         for store in opened.values():
             store.close()
         raise
-    if config.promote_to is not None:
-        # Said aloud: a setting that is read and does nothing would be found out much later.
-        logger.warning("hicache_ext.promote_to: promotion is not in this version; pages stay in the tier that has them")
     return TieredStore(
         retrieve=[opened[name] for name in config.retrieve_locations if name in opened],
         store=[opened[name] for name in config.store_locations if name in opened],
+        promote_to=opened.get(config.promote_to) if config.promote_to else None,
+        settings=TieringSettings.of(config),
     )
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from hicache_ext import __version__
 from hicache_ext.cli.main import COMMANDS, main
-from hicache_ext.config import example_config, load_config
+from hicache_ext.config import ExtraConfig, example_config, load_config
 
 
 @pytest.fixture
@@ -186,3 +186,16 @@ def test_a_reader_who_has_gone_is_not_a_traceback() -> None:
     )
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+def test_check_says_what_each_role_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = {name: {"type": "file", "path": f"/mnt/{name}", "capacity": "1GiB"} for name in ("nvme", "pool")}
+    decode = {"retrieve_locations": [], "store_locations": ["pool"]}
+    section = {"tiers": tiers, "promote_to": "nvme", "roles": {"decode": decode, "prefill": {}}}
+    file = tmp_path / "hicache.yaml"
+    file.write_text(yaml.safe_dump(ExtraConfig.around(section)))
+    assert main(["config", "check", str(file)]) == 0
+    output = capsys.readouterr().out
+    assert "  as decode: retrieve from nowhere, store to pool\n" in output
+    assert "  as prefill: retrieve from nvme, pool, store to nvme, pool, promote to nvme\n" in output
+    assert "note: a decode node cannot read @FILE" in output

@@ -20,12 +20,14 @@ from hicache_ext.config import (
     MooncakeTierConfig,
     ObjectTierConfig,
     RedisTierConfig,
+    RoleConfig,
     example_config,
     json_schema,
     load_config,
     load_document,
     tier_types,
 )
+from hicache_ext.config.tiering import BackgroundConfig, PrefetchConfig
 from hicache_ext.errors import ConfigError
 
 TWO_TIERS = {
@@ -47,7 +49,7 @@ def one_path(path: object) -> FileTierConfig:
 
 def test_everything_that_is_left_out_has_its_documented_default() -> None:
     config = load_config(ExtraConfig.around({"tiers": {"disk": {"type": "file", "path": "/a", "capacity": "1GiB"}}}))
-    assert config.role == "both"
+    assert config.role == "auto"
     assert config.retrieve_locations == config.store_locations == ("disk",)
     assert config.promote_to is None
     assert config.kv_dtype is None
@@ -258,7 +260,7 @@ def test_the_schema_accepts_what_the_loader_accepts_and_knows_every_key() -> Non
 
 def test_every_key_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    for model in (ExtraConfig, HicacheExtConfig, *tier_types().values()):
+    for model in (ExtraConfig, HicacheExtConfig, RoleConfig, PrefetchConfig, BackgroundConfig, *tier_types().values()):
         for key in model.model_fields:
             assert f"`{key}`" in page, key
 
@@ -266,4 +268,4 @@ def test_every_key_is_documented() -> None:
 def test_every_example_in_the_documentation_is_valid() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     examples = [block.split("```")[0] for block in page.split("```yaml\n")[1:]]
-    assert [load_config(yaml.safe_load(text)).role for text in examples] == ["both", "prefill", "decode"]
+    assert [load_config(yaml.safe_load(text)).role for text in examples] == ["auto", "prefill", "auto"]

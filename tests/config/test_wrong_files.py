@@ -22,7 +22,10 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
 TIER_KEYS = "type, required, path, capacity, layout, io, threads"
-SECTION_KEYS = "role, tiers, retrieve_locations, store_locations, promote_to, model, kv_dtype, kernels"
+SECTION_KEYS = (
+    "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, kv_dtype, kernels, prefetch, "
+    "background, roles"
+)
 TOP_KEYS = (
     "backend_name, module_path, class_name, interface_v1, hicache_ext, prefetch_threshold, prefetch_timeout_base, "
     "prefetch_timeout_per_ki_token, hicache_storage_pass_prefix_keys, tp_lcm_size, allocator"
@@ -229,7 +232,8 @@ WRONG_FILES = [
     section(
         "a misspelt role",
         f"tiers: {{{NVME}}}\nrole: prefil",
-        "hicache_ext.role: the text 'prefil' is not accepted; did you mean 'prefill'?; allowed: prefill, decode, both",
+        "hicache_ext.role: the text 'prefil' is not accepted; did you mean 'prefill'?; "
+        "allowed: auto, prefill, decode, both",
     ),
     section(
         "a tier name with a capital",

@@ -51,8 +51,16 @@ def test_a_tier_that_cannot_start_stops_the_server_unless_it_is_not_required(
     store.close()
 
 
-def test_a_promotion_that_will_not_happen_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_settings_of_the_tiers_reach_the_store(tmp_path: Path) -> None:
     near, far = ({"type": "file", "path": str(tmp_path / name), "capacity": "64MiB"} for name in ("near", "far"))
-    document = ExtraConfig.around({"tiers": {"near": near, "far": far}, "promote_to": "near"})
-    open_tiers(load_config(document)).close()
-    assert "promotion is not in this version" in caplog.text
+    document = ExtraConfig.around(
+        {"tiers": {"near": near, "far": far}, "promote_to": "near", "store_policies": {"far": "async"}}
+    )
+    store = open_tiers(load_config(document))
+    assert store.describe().details == {
+        "retrieve": ["near", "far"],
+        "store": ["near"],
+        "store_async": ["far"],
+        "promote_to": "near",
+    }
+    store.close()

@@ -1,0 +1,242 @@
+"""``hicache-ext stats URL``: what the tiers of a running server do, as a table that renews itself.
+
+Reads SGLang's Prometheus endpoint, so the server must run with ``--enable-metrics``; a server's ranks are summed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import math
+import re
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hicache_ext.config import parse_duration
+from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.metrics_export import CALL_SECONDS, PREFIX
+
+_TIMEOUT = 10.0
+_CLEAR = "\x1b[H\x1b[2J"
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
+
+
+class StatsError(HicacheExtError):
+    """No metrics to show, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of this package at one moment: (name, labels) -> value."""
+
+    values: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+    when: float
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of all samples of ``name`` that have these labels."""
+        return sum(self.values[key] for key in self._matching(name, labels))
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """The sums of the samples of ``name`` that have these labels, for each value of ``label``."""
+        sums: dict[str, float] = {}
+        for key in self._matching(name, labels):
+            value = dict(key[1]).get(label, "")
+            sums[value] = sums.get(value, 0.0) + self.values[key]
+        return sums
+
+    def _matching(self, name: str, labels: Mapping[str, str]) -> Iterator[tuple[str, tuple[tuple[str, str], ...]]]:
+        wanted = set(labels.items())
+        return (key for key in self.values if key[0] == name and wanted <= set(key[1]))
+
+
+def read_samples(text: str) -> Samples:
+    """This package's samples in an answer of ``/metrics`` (Prometheus text format)."""
+    values = {}
+    for line in text.splitlines():
+        match = _SAMPLE.fullmatch(line.strip()) if line.startswith(PREFIX) else None
+        if match is not None:
+            name, labels, value = match.groups()
+            found = tuple((key, _unescape(text)) for key, text in _LABEL.findall(labels or ""))
+            values[name, found] = float(value)
+    return Samples(values, time.monotonic())
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
+    parser.add_argument("--interval", default="2s", metavar="DURATION", help="between two looks (default: %(default)s)")
+    parser.add_argument("--once", action="store_true", help="print the totals since the server's start, once")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table until interrupted."""
+    url = _metrics_url(arguments.url)
+    interval = parse_duration(arguments.interval, "--interval")
+    if not 0.1 <= interval <= 3600:
+        raise ConfigError("--interval", f"{arguments.interval!r} is not accepted", "a duration from 100ms to 1h")
+    now = fetch(url)
+    if arguments.once:
+        print("\n".join(table(None, now)))
+        return 0
+    while True:
+        time.sleep(interval)
+        before, now = now, fetch(url)
+        if sys.stdout.isatty():
+            print(_CLEAR, end="")
+        print("\n".join([*table(before, now), ""]), flush=True)
+
+
+def fetch(url: str) -> Samples:
+    """The samples that the server at ``url`` answers. Raises StatsError with a sentence."""
+    try:
+        # Proxies of the environment are not for an operator's own servers.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=_TIMEOUT) as response:
+            text = str(response.read(), "utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        hint = "; was the server started with --enable-metrics?" if error.code == 404 else ""
+        raise StatsError(f"{url} answered {error.code}{hint}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise StatsError(f"{url} cannot be read: {reason}") from None
+    samples = read_samples(text)
+    if not samples.values:
+        raise StatsError(f"{url} has no metrics of hicache_ext; is it the storage backend, and --enable-metrics given?")
+    return samples
+
+
+def table(before: Samples | None, now: Samples) -> list[str]:
+    """The lines of the table: rates between two looks, or the totals of one."""
+    seconds = now.when - before.when if before is not None else 1.0
+    unit = "/s" if before is not None else ""
+    header: tuple[str, ...] = (
+        "tier",
+        f"hits{unit}",
+        f"misses{unit}",
+        "hit %",
+        f"read{unit}",
+        f"written{unit}",
+        "p50 get",
+        "p99 get",
+    )
+    header = (*header, "queued", f"dropped{unit}", f"promoted{unit}", f"prefetched{unit}", "useful %", f"wasted{unit}")
+    rows = [header]
+    reasons: list[str] = []
+    for tier in _tiers(now):
+        grown = _Growth(before, now, tier)
+        results = grown.by_reason("get")
+        hits = results.pop("hit", 0.0)
+        misses = sum(results.values())
+        fetched, useful = grown.of("prefetch", "fetched"), grown.of("prefetch", "useful")
+        rows.append(
+            (
+                tier,
+                _number(hits / seconds),
+                _number(misses / seconds),
+                _share(hits, hits + misses),
+                _bytes(grown.of("bytes", "read") / seconds),
+                _bytes(grown.of("bytes", "written") / seconds),
+                _seconds(grown.quantile("get", 0.5)),
+                _seconds(grown.quantile("get", 0.99)),
+                _bytes(now.total(f"{PREFIX}queue_bytes", tier=tier)),
+                _number(sum(grown.by_reason("dropped_pages").values()) / seconds),
+                _number(grown.of("promotion", "stored") / seconds),
+                _number(fetched / seconds),
+                _share(useful, fetched),
+                _number(grown.of("prefetch", "wasted") / seconds),
+            )
+        )
+        why = {**results, **{f"corrupt {reason}": n for reason, n in grown.by_reason("corrupt").items()}}
+        why |= {f"rejected {reason}": n for reason, n in grown.by_reason("rejected").items()}
+        why |= {f"breaker {reason}": n for reason, n in grown.by_reason("breaker").items()}
+        told = ", ".join(f"{_number(count / seconds)}{unit} {reason}" for reason, count in why.items() if count)
+        if told:
+            reasons.append(f"{tier}: {told}")
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [*lines, *(["", "not hit because:", *reasons] if reasons else [])]
+
+
+class _Growth:
+    """What one tier's counters grew by between two looks, or from 0."""
+
+    def __init__(self, before: Samples | None, now: Samples, tier: str) -> None:
+        self._looks = [look for look in (before, now) if look is not None]
+        self._tier = tier
+
+    def of(self, event: str, reason: str) -> float:
+        return self._difference(
+            [look.total(f"{PREFIX}{event}_total", tier=self._tier, reason=reason) for look in self._looks]
+        )
+
+    def by_reason(self, event: str) -> dict[str, float]:
+        return self._by("reason", f"{PREFIX}{event}_total")
+
+    def quantile(self, operation: str, share: float) -> float:
+        """Seconds below which ``share`` of the calls stayed: the bound of a bucket. NaN without calls."""
+        buckets = self._by("le", f"{CALL_SECONDS}_bucket", operation=operation)
+        ordered = sorted((float(bound), count) for bound, count in buckets.items())
+        if not ordered or not ordered[-1][1]:
+            return math.nan
+        return next(bound for bound, count in ordered if count >= share * ordered[-1][1])
+
+    def _by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        looks = [look.by(label, name, tier=self._tier, **labels) for look in self._looks]
+        return {key: self._difference([look.get(key, 0.0) for look in looks]) for key in looks[-1]}
+
+    @staticmethod
+    def _difference(values: Sequence[float]) -> float:
+        # A server that was started anew counts from 0 again.
+        return sum(max(0.0, later - earlier) for earlier, later in pairwise(values)) if len(values) > 1 else values[0]
+
+
+def _tiers(samples: Samples) -> list[str]:
+    names = {dict(labels).get("tier", "") for _, labels in samples.values}
+    return sorted(names - {"all", "backend"}) + [name for name in ("all",) if name in names]
+
+
+def _metrics_url(text: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError("URL", f"{text!r} is not an address", "such as http://127.0.0.1:30000")
+    path = parts.path.rstrip("/")
+    return urllib.parse.urlunsplit(parts._replace(path=path if path.endswith("/metrics") else f"{path}/metrics"))
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\.", lambda piece: _ESCAPES.get(piece.group(), piece.group()), text)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}" if whole else "-"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{_number(value)} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def _seconds(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "> 10 s"
+    return f"{value * 1000:g} ms" if value < 1 else f"{value:g} s"

@@ -1,0 +1,120 @@
+"""``hicache-ext warm``: bring the pages of a prompt from the pool to this node's disk ahead of any request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.config import format_size, load_config
+from hicache_ext.errors import ConfigError
+from hicache_ext.page_hashes import namespace_seed
+from hicache_ext.storage.warming import WarmError, warm_prompts
+
+_PROGRESS_INTERVAL = 0.1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--tokens", metavar="FILE", help="token ids: numbers, or JSON (a list, or a list of lists); '-': standard input"
+    )
+    what.add_argument("--prompt", metavar="FILE", help="text exactly as the server gets it; needs --model")
+    parser.add_argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
+    parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
+    parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
+    parser.add_argument("--role", choices=("prefill", "decode", "both"), default="prefill", help="default: %(default)s")
+    parser.add_argument("--extra-key", metavar="TEXT", help="of the requests (LoRA)")
+    parser.add_argument("--cache-salt", metavar="TEXT", help="of the requests")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Warm and say what was done; 1 when a page that is there could not be brought."""
+    config = load_config(arguments.config).for_role(arguments.role)
+    if arguments.tokens is not None:
+        prompts = parse_tokens(_read(arguments.tokens, "--tokens"), "--tokens")
+    else:
+        prompts = [_tokenize(_read(arguments.prompt, "--prompt"), arguments.model)]
+    bar = _Bar()
+    started = time.monotonic()
+    report = warm_prompts(
+        config,
+        prompts,
+        to=arguments.to,
+        model=arguments.served_name,
+        seed=namespace_seed(arguments.extra_key, arguments.cache_salt),
+        progress=bar.show,
+    )
+    bar.end()
+    seconds = time.monotonic() - started
+    print(
+        f"{report.fetched} pages fetched ({format_size(report.payload_bytes)} in {seconds:.1f} s), "
+        f"{report.present} were there, {report.absent} are nowhere, {report.failed} failed"
+    )
+    return 1 if report.failed else 0
+
+
+def parse_tokens(text: str, key: str) -> list[list[int]]:
+    """The prompts in a text: JSON (a list, or a list of lists) or bare numbers. Raises ConfigError naming ``key``."""
+    allowed = "token ids: numbers with blanks or commas between them, a JSON list, or a JSON list of lists"
+    stripped = text.strip()
+    if not stripped:
+        raise ConfigError(key, "the file is empty", allowed)
+    try:
+        if not stripped.startswith("["):
+            return [[int(word) for word in stripped.replace(",", " ").split()]]
+        value = json.loads(stripped)
+    except ValueError:
+        raise ConfigError(key, "not a list of token ids", allowed) from None
+    prompts: list[Any] = value if value and all(isinstance(item, list) for item in value) else [value]
+    for prompt in prompts:
+        if not prompt or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            raise ConfigError(key, "not a list of token ids", allowed)
+    return prompts
+
+
+def _read(file: str, key: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text()
+    except UnicodeDecodeError:
+        raise ConfigError(key, f"{file!r} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(key, f"{file!r} cannot be read: {error.strerror or error}") from None
+
+
+def _tokenize(text: str, model: str | None) -> list[int]:
+    if model is None:
+        raise ConfigError("--model", "--prompt needs a tokenizer", "the directory or name of the model, or --tokens")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise WarmError("--prompt needs the package transformers (pip install transformers); or use --tokens") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        return list(tokenizer.encode(text))
+    except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything; the user gets its first line
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError("--model", f"no tokenizer could be loaded from {model!r}: {reason}") from None
+
+
+class _Bar:
+    """A line of progress, on a terminal only."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._shown = 0.0
+
+    def show(self, done: int, pages: int) -> None:
+        if self._terminal and pages and (done == pages or time.monotonic() - self._shown >= _PROGRESS_INTERVAL):
+            self._shown = time.monotonic()
+            print(f"\r[{'#' * (30 * done // pages):30}] {done}/{pages} pages", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._terminal and self._shown:
+            print(file=sys.stderr)

@@ -1,0 +1,172 @@
+"""Every counter, level and latency of the tiers at SGLang's Prometheus endpoint (``--enable-metrics``).
+
+SGLang's scheduler processes are not the one that answers ``/metrics``: prometheus_client's multiprocess mode carries
+the values over in files. SGLang sets that up; here only metrics are made and moved, by a thread that wakes once a
+second, so that counting itself stays cheap. Latencies are passed on call by call.
+
+Names follow from what is counted: ``TierMetrics.add("promotion", "stored")`` is
+``hicache_ext_promotion_total{tier=..., reason="stored"}``, a level ``queue_bytes`` is the gauge
+``hicache_ext_queue_bytes``, and all latencies are ``hicache_ext_call_seconds``. docs/metrics.md lists them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hicache_ext.metrics import LATENCY_BOUNDS, TierMetrics
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "hicache_ext_"
+CALL_SECONDS = PREFIX + "call_seconds"
+
+_INTERVAL = 1.0
+_UNFIT = re.compile(r"[^a-zA-Z0-9_]")
+
+HELP = {
+    "get": "Pages read from a tier, by result; tier 'all' is what SGLang was answered.",
+    "set": "Pages written to a tier, by result; tier 'all' is what SGLang was answered.",
+    "hit_from": "Pages of the leading run, by the tier that had them.",
+    "bytes": "Bytes read, written and evicted.",
+    "corrupt": "Page objects that were refused, by reason.",
+    "evicted": "Pages evicted, by reason.",
+    "rejected": "Pages not tried, by reason.",
+    "error": "Failures of the medium.",
+    "failure": "Calls that raised and were answered as a miss.",
+    "dropped_pages": "Pages dropped from a queue in the background.",
+    "promotion": "Pages on their way to the nearer tier, by outcome.",
+    "prefetch": "Pages fetched ahead of the read, by outcome.",
+    "prefetch_bytes": "Bytes fetched ahead of the read, by outcome.",
+    "breaker": "State changes of the circuit breaker.",
+    "queue_pages": "Pages waiting in a queue.",
+    "queue_bytes": "Bytes waiting in a queue.",
+    "prefetch_buffer_bytes": "Bytes fetched ahead that nobody has read yet, and those being fetched.",
+}
+
+
+def metric_name(counted: str) -> str:
+    """The Prometheus name of an event or level, without the ``_total`` that counters get."""
+    return PREFIX + _UNFIT.sub("_", counted)
+
+
+class Exporter:
+    """Moves what ``sources()`` count into prometheus_client until it is closed. One per backend."""
+
+    def __init__(self, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._labels = dict(labels)
+        self._exported: dict[tuple[int, str, str], int] = {}
+        self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
+        self._stop = threading.Event()
+        self.export()
+        self._thread = threading.Thread(target=self._run, name="hicache-metrics", daemon=True)
+        self._thread.start()
+
+    def export(self) -> None:
+        """Bring everything up to date."""
+        for metrics in self._sources():
+            self._watch(metrics)
+            for (event, reason), count in metrics.snapshot().items():
+                key = (id(metrics), event, reason)
+                if grown := count - self._exported.get(key, 0):
+                    self._exported[key] = count
+                    self._child(_counter(event), metrics, reason=reason).inc(grown)
+            for (name, reason), value in metrics.levels().items():
+                self._child(_gauge(name), metrics, reason=reason).set(value)
+
+    def close(self) -> None:
+        """Export a last time and end the thread. Idempotent."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            self._export_quietly()
+            for metrics, observer in self._watched.values():
+                metrics.unwatch(observer)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL):
+            self._export_quietly()
+
+    def _export_quietly(self) -> None:
+        try:
+            self.export()
+        except Exception:
+            logger.exception("hicache_ext: exporting metrics")
+
+    def _watch(self, metrics: TierMetrics) -> None:
+        """Pass on every latency. The entry keeps ``metrics`` alive, so that its id stays its own."""
+        if id(metrics) not in self._watched:
+            histogram = _histogram()
+            observe = functools.lru_cache(None)(lambda operation: self._child(histogram, metrics, operation=operation))
+
+            def pass_on(operation: str, seconds: float) -> None:
+                try:
+                    observe(operation).observe(seconds)
+                except Exception as error:  # noqa: BLE001 - the file behind it may find no room on its disk
+                    logger.debug("hicache_ext: a latency was not exported: %s", error)
+
+            self._watched[id(metrics)] = (metrics, pass_on)
+            metrics.watch(pass_on)
+
+    def _child(self, family: Any, metrics: TierMetrics, **more: str) -> Any:
+        labels = {**dict.fromkeys(_LABELS, "0"), **self._labels, "tier": metrics.tier, **more}
+        return family.labels(**labels)
+
+
+class _NoExporter:
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+def export_when_wanted(
+    wanted: bool, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]
+) -> Exporter | _NoExporter:
+    """An exporter where the server has a Prometheus endpoint. Never raises: metrics are not worth a start."""
+    if not wanted:
+        return _NoExporter()
+    try:
+        return Exporter(sources, labels)
+    except Exception as error:  # noqa: BLE001 - prometheus_client missing, or its directory gone
+        logger.warning("hicache_ext: no metrics at the Prometheus endpoint: %s", error)
+        return _NoExporter()
+
+
+_LABELS = ("tp_rank", "pp_rank", "dp_rank")
+
+
+# One family per name and process, whoever exports: prometheus_client keeps values by name. They are in no registry,
+# because what answers /metrics collects from the files of all processes.
+
+
+@functools.lru_cache(None)
+def _counter(event: str) -> Any:
+    from prometheus_client import Counter
+
+    return Counter(metric_name(event), _help(event), ["tier", "reason", *_LABELS], registry=None)
+
+
+@functools.lru_cache(None)
+def _gauge(name: str) -> Any:
+    from prometheus_client import Gauge
+
+    labels = ["tier", "reason", *_LABELS]
+    return Gauge(metric_name(name), _help(name), labels, registry=None, multiprocess_mode="mostrecent")
+
+
+@functools.lru_cache(None)
+def _histogram() -> Any:
+    from prometheus_client import Histogram
+
+    documentation = "Seconds of whole calls on a tier, by operation."
+    return Histogram(
+        CALL_SECONDS, documentation, ["tier", "operation", *_LABELS], buckets=LATENCY_BOUNDS, registry=None
+    )
+
+
+def _help(counted: str) -> str:
+    return HELP.get(counted, f"What the tier counts as {counted!r}, by reason.")

@@ -1,0 +1,49 @@
+"""The page hashes of a prompt, as SGLang computes them: a SHA-256 chain over token ids, page by page.
+
+A page's hash is SHA-256 over the hash of the page before it (32 bytes; none for the first) and its token ids as
+little-endian unsigned 32-bit numbers. Requests with an ``extra_key`` (LoRA) or a ``cache_salt`` start the chain with a
+seed instead. Source: ``sglang.srt.mem_cache.utils`` (``get_storage_hash_str``, ``storage_namespace_seed``); the tests
+compare the two. Not served: EAGLE's bigram chains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from hicache_ext.errors import HicacheExtError
+
+_NAMESPACE_DOMAIN = b"sglang-cache-namespace-v1"
+_LARGEST_TOKEN = 2**32 - 1
+
+
+def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
+    """32 bytes per whole page of ``tokens``; what does not fill a page has no hash.
+
+    Raises HicacheExtError for a number that is no token id.
+    """
+    for position, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _LARGEST_TOKEN:
+            raise HicacheExtError(f"number {position + 1} of the tokens is {token!r}, not a token id from 0 to 2^32-1")
+    hashes: list[bytes] = []
+    previous = seed
+    for first in range(0, len(tokens) - page_size + 1, page_size):
+        page = tokens[first : first + page_size]
+        previous = hashlib.sha256(previous + struct.pack(f"<{page_size}I", *page)).digest()
+        hashes.append(previous)
+    return hashes
+
+
+def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
+    """What a chain starts with for requests that carry an extra key or a salt; empty for those without."""
+    if extra_key is None and cache_salt is None:
+        return b""
+    digest = hashlib.sha256(_NAMESPACE_DOMAIN)
+    for part in (extra_key, cache_salt):
+        if part is None:
+            digest.update(b"\x00")
+        else:
+            encoded = part.encode()
+            digest.update(b"\x01" + len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()

@@ -1,0 +1,327 @@
+"""Pages that move inwards before they are read."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hicache_ext.storage.demand import DemandGate
+from hicache_ext.storage.prefetch import Prefetcher, PrefetchSettings
+from hicache_ext.storage.store import GetResult
+from hicache_ext.storage.tiered import TieredStore, TieringSettings
+from hicache_ext.testing.conformance.pages import (
+    IDENTITY,
+    HostPages,
+    assert_hits,
+    page_keys,
+    payload_of,
+    read_pages,
+    store_pages,
+)
+from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.test_tiered import Recording
+
+SIZE = 1000
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def near():
+    return Recording(MemoryPageStore("near"))
+
+
+@pytest.fixture
+def far():
+    return Recording(MemoryPageStore("far"))
+
+
+@pytest.fixture
+def open_prefetcher(far, clock):
+    opened = []
+
+    def open_(**settings):
+        prefetcher = Prefetcher(PrefetchSettings(**settings), DemandGate(), far.metrics, clock)
+        opened.append(prefetcher)
+        return prefetcher
+
+    yield open_
+    far.hold.set()
+    for prefetcher in opened:
+        prefetcher.close()
+
+
+@pytest.fixture
+def tiered(near, far):
+    settings = TieringSettings(prefetch=PrefetchSettings(buffer=1 << 20))
+    store = TieredStore([near, far], [near, far], promote_to=near, settings=settings)
+    store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
+    yield store
+    near.hold.set()
+    far.hold.set()
+    store.close()
+
+
+def wait_until(condition, what="the condition", seconds=30.0):
+    waiting = threading.Event()
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        waiting.wait(0.005)
+    raise AssertionError(f"{what} did not come true")
+
+
+def announce(prefetcher, source, keys):
+    prefetcher.announce((key, source, SIZE) for key in keys)
+
+
+def take(prefetcher, keys, sizes=(SIZE,)):
+    host = HostPages([sizes] * len(keys))
+    pages = prefetcher.begin_demand(keys)
+    results = [
+        None if page is None else prefetcher.take(page, segments)
+        for page, segments in zip(pages, host.buffers, strict=True)
+    ]
+    prefetcher.end_demand(keys, pages)
+    host.assert_guards_intact()
+    return results, [host.payload(number) for number in range(len(keys))]
+
+
+def test_a_hit_of_exists_brings_the_pages_in_before_they_are_read(tiered, near, far):
+    keys = page_keys(100)
+    store_pages(far.inner, keys)
+    assert tiered.count_leading(keys) == 100
+    wait_until(lambda: tiered.prefetcher.inside(keys) == 100)
+    far.asked.clear()
+    assert_hits(tiered, keys)
+    assert far.of("get") == []
+    assert far.metrics.value("prefetch", "useful") == 100
+    assert far.metrics.value("prefetch_bytes", "useful") == 100 * SIZE
+
+
+def test_prefetched_pages_that_are_read_are_promoted_like_any_other(tiered, near, far):
+    keys = page_keys(10)
+    store_pages(far.inner, keys)
+    tiered.count_leading(keys)
+    wait_until(lambda: tiered.prefetcher.inside(keys) == 10)
+    assert not near.inner.objects
+    assert_hits(tiered, keys)
+    assert tiered.wait_until_written(30)
+    assert_hits(near.inner, keys)
+
+
+def test_only_pages_that_are_further_out_are_fetched(tiered, near, far):
+    keys = page_keys(10)
+    store_pages(near.inner, keys[:6])
+    store_pages(far.inner, keys)
+    tiered.count_leading(keys)
+    wait_until(lambda: tiered.prefetcher.inside(keys) == 4)
+    assert {key for keys_asked in far.of("get") for key in keys_asked} == set(keys[6:])
+    assert near.of("get") == []
+
+
+def test_pages_past_the_leading_run_are_not_fetched(tiered, far):
+    keys = page_keys(10)
+    store_pages(far.inner, keys[:3] + keys[4:])
+    assert tiered.count_leading(keys) == 3
+    wait_until(lambda: tiered.prefetcher.inside(keys) == 3)
+    assert {key for asked in far.of("get") for key in asked} == set(keys[:3])
+
+
+def test_pages_are_fetched_in_the_order_of_the_chain(open_prefetcher, far):
+    prefetcher = open_prefetcher(streams=1)
+    keys = page_keys(90)
+    store_pages(far.inner, keys)
+    announce(prefetcher, far, keys[:50])
+    announce(prefetcher, far, keys[50:])
+    wait_until(lambda: prefetcher.inside(keys) == 90)
+    assert [key for asked in far.of("get") for key in asked] == keys
+
+
+def test_a_demand_read_joins_a_page_that_is_under_way(tiered, far):
+    keys = page_keys(8)
+    store_pages(far.inner, keys)
+    far.hold.clear()
+    tiered.count_leading(keys)
+    assert far.entered.acquire(timeout=30)
+    answers = []
+    reader = threading.Thread(target=lambda: answers.append(read_pages(tiered, keys)))
+    reader.start()
+    wait_until(lambda: far.metrics.value("prefetch", "joined") > 0)
+    far.hold.set()
+    reader.join(30)
+    assert answers == [([GetResult.HIT] * 8, [payload_of(key, SIZE) for key in keys])]
+    # Every page travelled once.
+    assert sorted(key for asked in far.of("get") for key in asked) == sorted(keys)
+
+
+def test_a_demand_read_takes_over_what_is_only_planned(open_prefetcher, far):
+    prefetcher = open_prefetcher(streams=1)
+    keys = page_keys(64)
+    store_pages(far.inner, keys)
+    far.hold.clear()
+    announce(prefetcher, far, keys)
+    assert far.entered.acquire(timeout=30)
+    pages = prefetcher.begin_demand(keys)
+    assert [page is None for page in pages] == [False] * 32 + [True] * 32
+    # Nor is it announced again while demand reads it.
+    announce(prefetcher, far, keys)
+    prefetcher.end_demand(keys, pages)
+    far.hold.set()
+    wait_until(lambda: prefetcher.inside(keys) == 32)
+    prefetcher.close()
+    assert [key for asked in far.of("get") for key in asked] == keys[:32]
+    assert far.metrics.value("prefetch", "overtaken") == 32
+
+
+def test_what_the_source_answered_is_not_asked_again_by_who_joined(tiered, near, far):
+    keys = page_keys(4)
+    store_pages(far.inner, keys)
+    far.hold.clear()
+    tiered.count_leading(keys)
+    assert far.entered.acquire(timeout=30)
+    far.inner.objects.clear()
+    answers = []
+    reader = threading.Thread(target=lambda: answers.append(read_pages(tiered, keys)[0]))
+    reader.start()
+    wait_until(lambda: far.metrics.value("prefetch", "joined") > 0)
+    far.hold.set()
+    reader.join(30)
+    assert answers == [[GetResult.MISS] * 4]
+    assert len(far.of("get")) == 1
+
+
+def test_the_buffer_is_never_exceeded_and_what_waits_is_fetched_when_there_is_room(open_prefetcher, far):
+    prefetcher = open_prefetcher(buffer=5 * SIZE, streams=2)
+    keys = page_keys(12)
+    store_pages(far.inner, keys)
+    announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 5)
+    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 5 * SIZE
+    assert take(prefetcher, keys[:5])[0] == [GetResult.HIT] * 5
+    wait_until(lambda: prefetcher.inside(keys) == 5)
+    assert far.metrics.value("prefetch", "fetched") == 10
+
+
+def test_a_page_nobody_reads_expires_and_is_counted_as_wasted(open_prefetcher, far, clock):
+    prefetcher = open_prefetcher(lifetime=30)
+    keys = page_keys(6)
+    store_pages(far.inner, keys)
+    announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 6)
+    assert take(prefetcher, keys[:2])[0] == [GetResult.HIT] * 2
+    clock.now = 31
+    assert take(prefetcher, keys[2:])[0] == [None] * 4
+    assert far.metrics.value("prefetch", "wasted") == 4
+    assert far.metrics.value("prefetch_bytes", "wasted") == 4 * SIZE
+    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 0
+
+
+def test_a_page_that_two_requests_wait_for_is_kept_for_both(open_prefetcher, far):
+    prefetcher = open_prefetcher()
+    keys = page_keys(3)
+    store_pages(far.inner, keys)
+    announce(prefetcher, far, keys)
+    announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 3)
+    assert take(prefetcher, keys)[0] == [GetResult.HIT] * 3
+    assert prefetcher.inside(keys) == 3
+    assert take(prefetcher, keys)[0] == [GetResult.HIT] * 3
+    assert prefetcher.inside(keys) == 0
+    assert far.metrics.value("prefetch", "useful") == 3
+
+
+def test_a_damaged_staged_page_is_no_hit(open_prefetcher, far):
+    prefetcher = open_prefetcher()
+    keys = page_keys(2)
+    store_pages(far.inner, keys)
+    announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 2)
+    prefetcher.begin_demand(keys)[0].memory[17] ^= 1
+    assert take(prefetcher, keys)[0] == [GetResult.REJECTED, GetResult.HIT]
+    assert far.metrics.value("corrupt", "staged") == 1
+
+
+def test_a_staged_page_asked_for_with_another_size_is_no_hit(open_prefetcher, far):
+    prefetcher = open_prefetcher()
+    keys = page_keys(1)
+    store_pages(far.inner, keys)
+    announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 1)
+    assert take(prefetcher, keys, sizes=(SIZE - 1,))[0] == [GetResult.REJECTED]
+
+
+def test_cleared_and_removed_pages_leave_the_buffer(tiered, far):
+    keys = page_keys(6)
+    store_pages(far.inner, keys)
+    tiered.count_leading(keys)
+    wait_until(lambda: tiered.prefetcher.inside(keys) == 6)
+    tiered.remove(keys[:1])
+    assert tiered.prefetcher.inside(keys) == 5
+    tiered.clear([IDENTITY])
+    assert tiered.prefetcher.inside(keys) == 0
+    assert read_pages(tiered, keys)[0] == [GetResult.MISS] * 6
+
+
+def test_close_cancels_what_is_planned_and_leaves_no_thread(open_prefetcher, far):
+    before = set(threading.enumerate())
+    prefetcher = open_prefetcher(streams=3)
+    keys = page_keys(500)
+    store_pages(far.inner, keys)
+    far.hold.clear()
+    announce(prefetcher, far, keys)
+    assert far.entered.acquire(timeout=30)
+    closer = threading.Thread(target=prefetcher.close)
+    closer.start()
+    far.hold.set()
+    closer.join(30)
+    assert set(threading.enumerate()) <= before
+    assert len([key for asked in far.of("get") for key in asked]) <= 3 * 32
+
+
+def test_a_source_that_raises_costs_nothing_but_its_pages(open_prefetcher, far, monkeypatch):
+    prefetcher = open_prefetcher(streams=1)
+    keys = page_keys(3)
+    store_pages(far.inner, keys)
+    monkeypatch.setattr(far, "get", lambda batch: 1 / 0)
+    announce(prefetcher, far, keys)
+    wait_until(lambda: far.metrics.value("prefetch", "failed") == 3)
+    monkeypatch.undo()
+    announce(prefetcher, far, keys)
+    wait_until(lambda: prefetcher.inside(keys) == 3)
+
+
+def test_pages_of_unknown_size_are_left_alone(near, far):
+    store = TieredStore([near, far], [near, far], promote_to=near)
+    keys = page_keys(3)
+    store_pages(far.inner, keys)
+    assert store.count_leading(keys) == 3
+    assert far.of("get") == []
+    # Once some have been read or written, the size is known.
+    assert_hits(store, keys[:1])
+    assert store.count_leading(keys) == 3
+    wait_until(lambda: store.prefetcher.inside(keys[1:]) == 2)
+    store.close()
+
+
+def test_without_a_buffer_nothing_is_fetched(near, far):
+    store = TieredStore(
+        [near, far], [near, far], settings=TieringSettings(prefetch=PrefetchSettings(buffer=0)), promote_to=near
+    )
+    store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
+    before = set(threading.enumerate())
+    store_pages(far.inner, page_keys(3))
+    assert store.count_leading(page_keys(3)) == 3
+    assert set(threading.enumerate()) == before
+    store.close()

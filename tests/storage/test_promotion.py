@@ -1,0 +1,150 @@
+"""What is written back to the nearer tier, and what never is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hicache_ext.storage.demand import DemandGate
+from hicache_ext.storage.prefetch import PrefetchSettings
+from hicache_ext.storage.store import GetResult
+from hicache_ext.storage.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.write_behind import QueueSettings
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
+from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.test_tiered import Recording
+
+
+@pytest.fixture
+def near():
+    return Recording(MemoryPageStore("near"))
+
+
+@pytest.fixture
+def middle():
+    return Recording(MemoryPageStore("middle"))
+
+
+@pytest.fixture
+def far():
+    return Recording(MemoryPageStore("far"))
+
+
+def open_tiers(near, *outer, promote_to=None, **settings):
+    settings.setdefault("prefetch", PrefetchSettings(buffer=0))
+    return TieredStore(
+        [near, *outer], [near, *outer], promote_to=promote_to or near, settings=TieringSettings(**settings)
+    )
+
+
+@pytest.fixture
+def tiered(near, far):
+    store = open_tiers(near, far)
+    yield store
+    near.hold.set()
+    store.close()
+
+
+def test_pages_found_further_out_are_nearer_afterwards(tiered, near, far):
+    keys = page_keys(100)
+    store_pages(far.inner, keys)
+    assert_hits(tiered, keys)
+    assert tiered.wait_until_written(30)
+    assert_hits(near.inner, keys)
+    assert near.metrics.value("promotion", "stored") == 100
+
+
+def test_nothing_past_a_gap_is_promoted(tiered, near, far):
+    keys = page_keys(10)
+    store_pages(far.inner, keys[:4] + keys[5:])
+    results, _ = read_pages(tiered, keys)
+    assert results.count(GetResult.HIT) == 9
+    assert tiered.wait_until_written(30)
+    assert set(near.inner.objects) == set(keys[:4])
+
+
+def test_a_page_of_the_nearer_tier_is_not_written_to_it_again(tiered, near, far):
+    keys = page_keys(6)
+    store_pages(near.inner, keys[:3])
+    store_pages(far.inner, keys)
+    near.asked.clear()
+    assert_hits(tiered, keys)
+    assert tiered.wait_until_written(30)
+    assert near.of("set") == [tuple(keys[3:])]
+
+
+def test_pages_found_nearer_than_the_target_stay_where_they_are(near, middle, far):
+    store = open_tiers(near, middle, far, promote_to=middle)
+    keys = page_keys(3)
+    store_pages(near.inner, keys[:1])
+    store_pages(middle.inner, keys[1:2])
+    store_pages(far.inner, keys[2:])
+    assert_hits(store, keys)
+    assert store.wait_until_written(30)
+    assert set(near.inner.objects) == {keys[0]} and set(middle.inner.objects) == set(keys[1:])
+    assert far.of("set") == []
+    store.close()
+
+
+def test_a_page_two_requests_read_is_promoted_once(tiered, near, far):
+    keys = page_keys(8)
+    store_pages(far.inner, keys)
+    near.hold.clear()
+    # Reads of the nearer tier wait as well: the pages are known to be further out, so that it is not asked.
+    for _ in range(3):
+        assert tiered.count_leading(keys) == 8
+        assert_hits(tiered, keys)
+    near.hold.set()
+    assert tiered.wait_until_written(30)
+    assert sum(len(written) for written in near.of("set")) == 8
+    assert near.metrics.value("promotion", "waiting") == 16
+
+
+def test_promotion_is_bounded_and_what_does_not_fit_is_counted(near, far):
+    store = open_tiers(near, far, promotion_queue=QueueSettings(capacity=3000))
+    keys = page_keys(8)
+    store_pages(far.inner, keys)
+    near.hold.clear()
+    store.count_leading(keys)
+    assert_hits(store, keys)
+    assert near.metrics.value("promotion", "dropped") == 5
+    near.hold.set()
+    store.close()
+    assert len(near.inner.objects) == 3
+
+
+def test_promotion_steps_aside_for_demand(near, far):
+    gate = DemandGate()
+    order = []
+
+    def background():
+        gate.wait_for_quiet(30)
+        order.append("background")
+
+    with gate.demand():
+        thread = threading.Thread(target=background)
+        thread.start()
+        thread.join(0.05)
+        order.append("demand")
+    thread.join(30)
+    assert order == ["demand", "background"]
+
+
+def test_endless_demand_does_not_keep_the_background_from_working_for_ever():
+    gate = DemandGate()
+    with gate.demand():
+        gate.wait_for_quiet(0.01)
+
+
+def test_removed_and_cleared_pages_are_not_promoted_afterwards(tiered, near, far):
+    keys = page_keys(8)
+    store_pages(far.inner, keys)
+    near.hold.clear()
+    tiered.count_leading(keys)
+    assert_hits(tiered, keys)
+    assert near.entered.acquire(timeout=30)
+    tiered.clear(None)
+    near.hold.set()
+    assert tiered.wait_until_written(30)
+    assert not near.inner.objects
