@@ -42,6 +42,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("gc", _DIRECTORY, "remove what killed processes left in a directory", "configure_gc"),
     Command("clear", _DIRECTORY, "remove the pages of a model, or all, from a directory", "configure_clear"),
     Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
+    Command("reload", "hicache_ext.cli.reload_command", "have running servers take over their configuration file"),
     Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
 )
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from hicache_ext.config.file_tier import FileTierConfig
+from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role
 from hicache_ext.config.problems import ConfigErrors
 from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.secrets import Secret
 from hicache_ext.config.templates import expand_templates
-from hicache_ext.config.tier import TierConfig
+from hicache_ext.config.tier import RemoteTierConfig, TierConfig
 from hicache_ext.config.tiers import tier_types
 from hicache_ext.config.units import format_duration, format_size, parse_duration, parse_size
 
@@ -20,8 +21,10 @@ __all__ = [
     "ConfigErrors",
     "ExtraConfig",
     "FileTierConfig",
+    "GuardsConfig",
     "HicacheExtConfig",
     "ModelConfig",
+    "RemoteTierConfig",
     "Role",
     "Secret",
     "Source",

@@ -181,6 +181,12 @@ class HicacheExtConfig(ConfigModel):
         Allowed(_DTYPE_ALLOWED),
         checked(_dtype),
     ] = None
+    watch_config: Annotated[
+        bool,
+        Field(description="true: take over changes of the configuration file as they are written"),
+        Allowed("true or false"),
+        checked(true_or_false),
+    ] = False
 
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:

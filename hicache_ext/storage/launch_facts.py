@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class LaunchFacts:
     revision: str | None = None
     kv_cache_dtype: str | None = None
     compute: str = ""
+    config_file: str | None = None
+    """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
 
 
 def read_launch_facts() -> LaunchFacts:
@@ -51,7 +54,19 @@ def read_launch_facts() -> LaunchFacts:
         revision=getattr(arguments, "revision", None),
         kv_cache_dtype=getattr(arguments, "kv_cache_dtype", None),
         compute=json.dumps(compute, sort_keys=True) if compute else "",
+        config_file=_config_file(),
     )
+
+
+def _config_file() -> str | None:
+    try:
+        from sglang.srt.runtime_context import get_memory
+
+        given = get_memory().hicache_storage_backend_extra_config
+    except Exception as error:  # noqa: BLE001 - as above
+        logger.debug("no storage configuration among the server arguments: %s", error)
+        return None
+    return os.path.abspath(given[1:]) if isinstance(given, str) and given.startswith("@") else None
 
 
 def logical_dtype(stored: str, kv_cache_dtype: str | None, override: str | None) -> str | None:

@@ -146,3 +146,11 @@ class HostMemoryUser(Protocol):
 
         The memory stays valid until ``close()`` of the store, which undoes the registration.
         """
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """A store whose capacity may change while it is in use (a reload of the configuration)."""
+
+    def resize(self, capacity: int | None) -> None:
+        """``capacity`` as at the start, in bytes. What is too much goes with the next writes."""
