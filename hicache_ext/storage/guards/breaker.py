@@ -88,7 +88,8 @@ class Breaker:
 
     def admit(self) -> int | None:
         """A ticket for ``record`` if a call may go through, else None."""
-        if self._state is BreakerState.CLOSED:
+        state = self._state
+        if state is BreakerState.CLOSED:
             return self._generation
         with self._lock:
             state = self._state

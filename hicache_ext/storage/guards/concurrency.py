@@ -14,7 +14,8 @@ from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 class ConcurrencyLimitStore(DelegatingStore):
     """At most ``calls`` calls of ``inner`` at once; a further one waits up to ``patience`` seconds, then is REJECTED.
 
-    ``patience`` None: waits for as long as it takes. Threads: any. Administration (remove, clear, identities) is rare and goes past the limit.
+    ``patience`` None: waits for as long as it takes. Threads: any. Administration (remove, clear, identities) is rare
+    and goes past the limit.
     """
 
     def __init__(self, inner: PageStore, calls: int, patience: float | None) -> None:
