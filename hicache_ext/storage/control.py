@@ -66,7 +66,8 @@ class ControlSocket:
         try:
             self.path.unlink(missing_ok=True)  # of a process that had this number before
             self._listener.bind(os.fspath(self.path))
-            self._listener.listen(4)
+            # A full backlog refuses commands at once: a UNIX socket has no patience.
+            self._listener.listen(64)
         except OSError as error:
             self._listener.close()
             raise ControlError(f"{self.path}: {error.strerror or error}") from error
@@ -99,8 +100,8 @@ class ControlSocket:
                 try:
                     connection.settimeout(_REQUEST_SECONDS)
                     _send(connection, self._answer(_receive(connection)))
-                except (OSError, ValueError) as error:
-                    logger.debug("hicache_ext: a request broke off: %s", error)
+                except Exception as error:  # noqa: BLE001 - whatever somebody sends, the next request is answered
+                    logger.debug("hicache_ext: a request broke off: %r", error)
 
     def _answer(self, request: Request) -> Answer:
         try:
