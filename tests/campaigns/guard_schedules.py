@@ -12,12 +12,11 @@ import platform
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.storage.guards.schedules import GuardedTiersMachine, Mode
+from tests.storage.guards.schedules import GuardedTiersMachine
 
 _BATCH = 100
 """Schedules between two lines of progress."""
@@ -44,7 +43,7 @@ def main() -> int:
     for batch in range(-(-arguments.schedules // _BATCH)):
 
         @seed(arguments.seed * 1_000_003 + batch)
-        class Machine(_Counting):
+        class Machine(GuardedTiersMachine):
             counts = seen
 
         run_state_machine_as_test(Machine, settings=profile)
@@ -54,32 +53,16 @@ def main() -> int:
     return 0
 
 
-class _Counting(GuardedTiersMachine):
-    """Counts what the schedules held, so that the report says what was really met."""
-
-    counts: Counter[str]
-
-    def fault(self, tier: int, mode: Mode) -> None:
-        self.counts[f"store {mode.name.lower().replace('_', ' ')}"] += 1
-        super().fault(tier, mode)
-
-    def teardown(self) -> None:
-        super().teardown()
-        self.counts["schedules"] += 1
-        for store in self.bottoms:
-            for (event, reason), amount in store.metrics.snapshot().items():
-                if event in ("timeout", "rejected", "late", "retry", "breaker", "breaker_probe", "negative_cache"):
-                    self.counts[f"{event} {reason}".strip()] += amount
-
-
 def _report(arguments: argparse.Namespace, seen: Counter[str], seconds: float) -> str:
     rows = "\n".join(f"| {what} | {amount} |" for what, amount in sorted(seen.items()) if what != "schedules")
+    what = f"{seen['schedules']} schedules of up to {arguments.steps} calls and faults (seed {arguments.seed})"
     return f"""# Guarded tiers under random faults
 
-`make guards-campaign`: {seen["schedules"]} schedules of up to {arguments.steps} calls and faults (seed {arguments.seed}) over
-two guarded tiers, in {seconds:.0f} s, Python {platform.python_version()}. No promise was broken: every HIT held bytes that had
-been written under its key, no page that was not a HIT was touched, no host page changed after its call had returned, what
-was stored was read again once the faults had ended, and no thread and no bounce memory was left after close().
+`make guards-campaign`: {what}
+over two guarded tiers, in {seconds:.0f} s, Python {platform.python_version()}. No promise was broken: every HIT held
+bytes that had been written under its key, no page that was not a HIT was touched, no host page changed after its call
+had returned, what was stored was read again once the faults had ended, and no thread and no bounce memory was left
+after close().
 
 | what was met | times |
 |---|---|

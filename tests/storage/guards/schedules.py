@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -135,7 +135,13 @@ def _scribble(batch: PageBatch) -> None:
             segment[:] = b"\x99" * segment.nbytes
 
 
+_COUNTED = ("timeout", "rejected", "late", "retry", "breaker", "breaker_probe", "negative_cache", "exists_budget")
+
+
 class GuardedTiersMachine(RuleBasedStateMachine):
+    counts: ClassVar[Counter[str]] = Counter()
+    """What the schedules met, for the campaign's report."""
+
     def __init__(self) -> None:
         super().__init__()
         self.threads_before = set(threading.enumerate())
@@ -153,6 +159,7 @@ class GuardedTiersMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, 1), mode=st.sampled_from(Mode))
     def fault(self, tier: int, mode: Mode) -> None:
+        self.counts[f"store: {mode.name.lower().replace('_', ' ')}"] += 1
         self.faulty[tier].become(mode)
 
     @rule(tier=st.integers(0, 1))
@@ -181,6 +188,7 @@ class GuardedTiersMachine(RuleBasedStateMachine):
         results = self.store.get(PageBatch(keys, pages.buffers))
         assert len(results) == len(keys) and all(isinstance(result, GetResult) for result in results)
         for number, (key, result) in enumerate(zip(keys, results, strict=True)):
+            self.counts[f"get: {result.value}"] += 1
             if result is GetResult.HIT:
                 assert pages.payload(number) in self.written[key], "a HIT with bytes that nobody wrote"
             else:
@@ -270,6 +278,11 @@ class GuardedTiersMachine(RuleBasedStateMachine):
         for store in self.guarded:
             assert _deadline(store)._bounce.lent == 0
             assert _deadline(store).stuck_calls == 0
+        self.counts["schedules"] += 1
+        for bottom in self.bottoms:
+            for (event, reason), amount in bottom.metrics.snapshot().items():
+                if event in _COUNTED:
+                    self.counts[f"{event} {reason}".strip()] += amount
 
 
 def _layer(store: PageStore, kind: type[Any]) -> Any:
