@@ -165,23 +165,23 @@ class BreakerStore(DelegatingStore):
         timeouts, errors = results.count("timeout"), results.count("error")
         answered = len(results) - timeouts - errors - results.count("rejected")
         if timeouts and not answered:
-            return Outcome.TIMEOUT, f"a call did not end within {seconds:.1f} s"
+            return Outcome.TIMEOUT, f"a call did not end within {seconds:.2g} s"
         if timeouts:
-            return Outcome.SLOW, f"{timeouts} of {len(results)} pages did not arrive within {seconds:.1f} s"
+            return Outcome.SLOW, f"{timeouts} of {len(results)} pages did not arrive within {seconds:.2g} s"
         if errors and errors >= answered:
             return Outcome.FAILED, f"{errors} of {len(results)} pages failed"
         if not answered:
             return Outcome.UNKNOWN, ""
         if seconds > self._settings.slow_call + sum(batch.sizes) / _SLOWEST_BANDWIDTH:
-            return Outcome.SLOW, f"a call took {seconds:.1f} s"
+            return Outcome.SLOW, f"a call took {seconds:.2g} s"
         return Outcome.GOOD, ""
 
     def _judged_answer(self, found: bool, seconds: float) -> tuple[Outcome, str]:
         """Of a look-up: failures look like absence, so that only time and success speak."""
         if self._timeout is not None and seconds >= self._timeout * _TIMEOUT_SHARE:
-            return Outcome.TIMEOUT, f"a look-up did not end within {seconds:.1f} s"
+            return Outcome.TIMEOUT, f"a look-up did not end within {seconds:.2g} s"
         if seconds > self._settings.slow_call:
-            return Outcome.SLOW, f"a look-up took {seconds:.1f} s"
+            return Outcome.SLOW, f"a look-up took {seconds:.2g} s"
         return (Outcome.GOOD, "") if found else (Outcome.UNKNOWN, "")
 
     # -- probing ---------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class BreakerStore(DelegatingStore):
                 self._start_prober()
             case BreakerState.HALF_OPEN:
                 logger.warning(
-                    "hicache_ext: tier %s answers again after %.1f s; calls come back over %g s",
+                    "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s",
                     self.name,
                     self._clock() - self._opened_at,
                     self._settings.slow_start,
