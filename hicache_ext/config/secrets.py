@@ -115,13 +115,6 @@ class Secret:
         """Say under which key path this reference stands; called once, by ``load_config``."""
         self._key = key
 
-    def __eq__(self, other: object) -> bool:
-        """Whether both are the same reference; the values are not looked at."""
-        return isinstance(other, Secret) and (self._kind, self._name) == (other._kind, other._name)
-
-    def __hash__(self) -> int:
-        return hash((self._kind, self._name))
-
     def __repr__(self) -> str:
         return f"Secret({self._kind}={quoted(self._name)})"
 
