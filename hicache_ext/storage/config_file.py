@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_document
@@ -23,21 +24,36 @@ WATCH_INTERVAL = 2.0
 """Seconds between two looks at the file."""
 
 _Signature = tuple[int, int, int, int]
+View = Callable[[HicacheExtConfig], HicacheExtConfig]
+
+
+def _as_it_is(config: HicacheExtConfig) -> HicacheExtConfig:
+    return config
 
 
 class ConfigFile:
     """Brings a store to what its file says. Threads of its own; SGLang's never come here after the constructor."""
 
     def __init__(
-        self, file: str, store: ReloadableStore, *, watch: bool, watch_interval: float = WATCH_INTERVAL
+        self,
+        file: str,
+        store: ReloadableStore,
+        *,
+        watch: bool,
+        watch_interval: float = WATCH_INTERVAL,
+        view: View = _as_it_is,
     ) -> None:
-        """Raises ConfigError when ``file`` does not hold the configuration of ``store``."""
+        """``view`` makes what this server goes by of what the file says, as it was made of what the server was given.
+
+        Raises ConfigError when ``file`` does not hold the configuration of ``store``.
+        """
+        self._view = view
         self._file = file
         self._store = store
         self._interval = watch_interval
         self._seen = _signature(file)
         self._document = load_document(file)
-        if self._document.hicache_ext != store.config:
+        if view(self._document.hicache_ext) != store.config:
             raise ConfigError(file, "does not hold the configuration that this server was started with")
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -57,10 +73,11 @@ class ConfigFile:
             document = load_document(self._file)
             if problems := _unchangeable(self._document, document):
                 raise config_error(problems)
+            config = self._view(document.hicache_ext)
             if only_check:
-                self._store.check(document.hicache_ext)
+                self._store.check(config)
                 return []
-            changes = self._store.reload(document.hicache_ext)
+            changes = self._store.reload(config)
             self._document = document
             return changes
 
@@ -117,14 +134,16 @@ def _signature(file: str) -> _Signature | None:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def config_file_of(file: str | None, store: ReloadableStore, config: HicacheExtConfig) -> ConfigFile | None:
+def config_file_of(
+    file: str | None, store: ReloadableStore, config: HicacheExtConfig, view: View = _as_it_is
+) -> ConfigFile | None:
     """The file behind a backend, None where there is none to re-read. Never raises."""
     if file is None:
         if config.watch_config:
             logger.warning("hicache_ext.watch_config: the configuration was given inline, so that no file is watched")
         return None
     try:
-        return ConfigFile(file, store, watch=config.watch_config)
+        return ConfigFile(file, store, watch=config.watch_config, view=view)
     except (HicacheExtError, RuntimeError) as error:
         logger.warning("hicache_ext: the configuration cannot be reloaded: %s", error)
         return None

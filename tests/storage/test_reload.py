@@ -440,6 +440,23 @@ def test_a_server_that_runs_something_else_than_the_file_says_is_not_reloaded(
     store.close()
 
 
+def test_a_server_that_goes_by_a_view_of_its_file_reloads_through_the_same_view(
+    file: Path, tier: Callable[..., Section]
+) -> None:
+    def readers(found: HicacheExtConfig) -> HicacheExtConfig:
+        return found.model_copy(update={"store_locations": ()})
+
+    store = open_tiers(readers(load_config(file)))
+    found = config_file_of(str(file), store, store.config, readers)
+    assert found is not None
+    write(file, {"disk": tier("disk"), "more": tier("more")})
+    found.reload()
+    assert store.config.retrieve_locations == ("disk", "more")
+    assert store.config.store_locations == ()
+    found.close()
+    store.close()
+
+
 def test_a_watch_without_a_file_is_said(tier: Callable[..., Section], caplog: pytest.LogCaptureFixture) -> None:
     inline = config({"disk": tier("disk")}, watch_config=True)
     store = open_tiers(inline)
