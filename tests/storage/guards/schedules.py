@@ -151,6 +151,10 @@ class GuardedTiersMachine(RuleBasedStateMachine):
         self.store = TieredStore(self.guarded, self.guarded)
         self.written: dict[bytes, set[bytes]] = {key: set() for key in _KEYS}
         """Every payload that anybody ever set out to write."""
+        self.durable: set[bytes] = set()
+        """What this process has stored and nobody can have removed: never a MISS again."""
+        self.removing = False
+        """A remove() may still be on its way to a store that hangs."""
         self.returned: deque[tuple[HostPages, list[bytes]]] = deque(maxlen=_REMEMBERED_READS)
 
     @initialize(keys=_keys)
@@ -176,8 +180,9 @@ class GuardedTiersMachine(RuleBasedStateMachine):
         assert len(results) == len(keys) and all(isinstance(result, SetResult) for result in results)
         assert pages.snapshot() == before, "a write changed the pages"
         for key, result in zip(keys, results, strict=True):
-            if result.durable and not self._somebody_may_remove():
+            if result.durable and not self.removing:
                 assert any(key in bottom.objects for bottom in self.bottoms), "STORED, and nobody has it"
+                self.durable.add(key)
         for number in range(len(keys)):
             pages.write(number, bytes([_REUSED]) * _SIZE)
         self._returned(pages)
@@ -193,6 +198,7 @@ class GuardedTiersMachine(RuleBasedStateMachine):
                 assert pages.payload(number) in self.written[key], "a HIT with bytes that nobody wrote"
             else:
                 assert pages.payload(number) == b"\x77" * _SIZE, "no HIT, and the host page was touched"
+                assert result is not GetResult.MISS or key not in self.durable, "MISS, and it was STORED by ourselves"
         pages.assert_guards_intact()
         self._returned(pages)
 
@@ -214,6 +220,7 @@ class GuardedTiersMachine(RuleBasedStateMachine):
     @rule(keys=_keys)
     def remove(self, keys: list[bytes]) -> None:
         self.removing = True
+        self.durable -= set(keys)
         self.store.remove(keys)
 
     @rule(keys=_keys, tier=st.integers(0, 1), fill=st.integers(0, 0x80))
@@ -234,12 +241,6 @@ class GuardedTiersMachine(RuleBasedStateMachine):
         everything = [key for key in _KEYS if any(key in bottom.objects for bottom in self.bottoms)]
         eventually(lambda: self._reads_exactly(everything))
         eventually(self._all_closed)
-
-    removing = False
-    """A remove() may still be on its way to a store that hangs."""
-
-    def _somebody_may_remove(self) -> bool:
-        return self.removing
 
     def _reads_exactly(self, expected: list[bytes]) -> bool:
         results, payloads = read_pages(self.store, _KEYS, _SIZES)
@@ -270,9 +271,13 @@ class GuardedTiersMachine(RuleBasedStateMachine):
                 assert stored[envelope.FIELDS_LENGTH :] in self.written[key]
 
     def teardown(self) -> None:
-        for store in self.faulty:
-            store.let_go()
-        self.store.close()
+        try:
+            self.all_is_well_again()
+            self.nothing_is_stored_that_nobody_wrote()
+        finally:
+            for store in self.faulty:
+                store.let_go()
+            self.store.close()
         eventually(lambda: set(threading.enumerate()) <= self.threads_before)
         self.memory_that_was_given_back_is_left_alone()
         for store in self.guarded:

@@ -8,5 +8,5 @@ from tests.storage.guards.schedules import GuardedTiersMachine
 
 TestGuardedTiers = GuardedTiersMachine.TestCase
 TestGuardedTiers.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
