@@ -112,13 +112,18 @@ class ControlSocket:
 
 
 def servers() -> Iterator[Path]:
-    """Sockets of this user's running backends, by process id; those of dead processes are removed."""
+    """Sockets of this user's running backends, by process id; those that nobody listens on any more are removed."""
     for path in sorted(runtime_directory().glob("*.sock"), key=lambda path: (len(path.name), path.name)):
-        process = path.name.partition("-")[0]
-        if process.isdigit() and Path(f"/proc/{process}").exists():
-            yield path
-        else:
-            path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            try:
+                # Not by the process id: in containers that share the directory it means another process.
+                connection.connect(os.fspath(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                path.unlink(missing_ok=True)
+                continue
+            except OSError as error:
+                logger.debug("hicache_ext: %s: %s", path, error)
+        yield path
 
 
 def ask(path: Path, request: Request, seconds: float = 60.0) -> Answer:

@@ -394,7 +394,10 @@ def test_the_command_says_when_there_is_no_server(file: Path) -> None:
 
 
 def test_sockets_of_killed_servers_are_cleared_away(file: Path, runtime: Path) -> None:
-    (runtime / "999999999-0.sock").touch()
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
+        killed.bind(str(runtime / "1-0.sock"))
     assert command(str(file)).returncode == 1
     assert not list(runtime.iterdir())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
@@ -124,6 +125,23 @@ class TestGuardedPageFiles(PageStoreTests):
     @pytest.fixture
     def raw(self, tmp_path):
         return RawFiles(tmp_path)
+
+    @pytest.fixture
+    def reopen(self, tmp_path):
+        return lambda: self.open(tmp_path)
+
+
+class TestGuardedSlabs(PageStoreTests):
+    """The index is read on the threads of the deadline guard."""
+
+    def open(self, directory):
+        return guarded(SlabStore("disk", [directory], capacity=256 * MIB), PLAN)
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        store = self.open(tmp_path)
+        yield store
+        store.close()
 
     @pytest.fixture
     def reopen(self, tmp_path):
