@@ -19,7 +19,7 @@ from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.store import PageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.memory_store import MemoryPageStore
-from tests.storage.raw_access import RawFiles, RawObjects
+from tests.storage.raw_access import RawFiles, RawObjects, RawSlots
 
 MIB = 1 << 20
 LONG = 60.0
@@ -135,14 +135,22 @@ class TestGuardedSlabs(PageStoreTests):
     """The index is read on the threads of the deadline guard."""
 
     def open(self, directory):
-        return guarded(SlabStore("disk", [directory], capacity=256 * MIB), PLAN)
+        return SlabStore("disk", [directory], capacity=256 * MIB)
 
     @pytest.fixture
-    def store(self, tmp_path):
-        store = self.open(tmp_path)
+    def inner(self, tmp_path):
+        return self.open(tmp_path)
+
+    @pytest.fixture
+    def store(self, inner):
+        store = guarded(inner, PLAN)
         yield store
         store.close()
 
     @pytest.fixture
+    def raw(self, inner):
+        return RawSlots(inner)
+
+    @pytest.fixture
     def reopen(self, tmp_path):
-        return lambda: self.open(tmp_path)
+        return lambda: guarded(self.open(tmp_path), PLAN)
