@@ -119,7 +119,10 @@ class PageStore(Protocol):
         """Write each page that is not there yet."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are present. A present key may still turn out CORRUPT when read."""
+        """Which keys are present. A present key may still turn out CORRUPT when read.
+
+        False also where it could not be found out; ``metrics`` has then counted an error, timeout or rejected.
+        """
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of present keys."""

@@ -8,6 +8,7 @@ Hypothesis makes the schedules from the seed; the first one that breaks a promis
 from __future__ import annotations
 
 import argparse
+import logging
 import platform
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path)
     arguments = parser.parse_args()
 
+    logging.getLogger("hicache_ext").setLevel(logging.CRITICAL)  # tiers come and go here all the time
     seen: Counter[str] = Counter()
     profile = settings(
         max_examples=_BATCH,

@@ -2,7 +2,8 @@
 
 SGLang asks for the same chain again and again while a prompt waits or a conversation goes on, and each time the first
 page that is missing costs a remote tier a round trip. What another process writes becomes visible when the entry's life
-is over; what this process writes, at once.
+is over; what this process writes, at once. A look-up during which the tier counted trouble teaches nothing: its answers
+may mean that nobody could be asked.
 """
 
 from __future__ import annotations
@@ -72,9 +73,11 @@ class NegativeCacheStore(DelegatingStore):
             self._count(len(keys))
             return present
         with self._looking() as written:
+            trouble = self._trouble()
             for position, answer in zip(wanted, self.inner.contains([keys[i] for i in wanted]), strict=True):
                 present[position] = answer
-            self._remember([keys[i] for i in wanted if not present[i]], written)
+            if self._trouble() == trouble:
+                self._remember([keys[i] for i in wanted if not present[i]], written)
         self._count(len(keys) - len(wanted))
         return present
 
@@ -85,9 +88,14 @@ class NegativeCacheStore(DelegatingStore):
         if not asked and keys:
             return 0
         with self._looking() as written:
+            trouble = self._trouble()
             leading = self.inner.count_leading(asked)
-            self._remember(asked[leading : leading + 1], written)
+            if self._trouble() == trouble:
+                self._remember(asked[leading : leading + 1], written)
         return leading
+
+    def _trouble(self) -> int:
+        return sum(self.metrics.total(event) for event in ("error", "timeout", "rejected"))
 
     def _known_absent(self, keys: Sequence[bytes]) -> list[bool]:
         now = self._clock()

@@ -86,6 +86,8 @@ class FaultyStore(PageStoreWrapper):
             time.sleep(0.006)
         elif mode is Mode.RAISES:
             raise ConnectionResetError("gone")
+        elif mode is Mode.FAILS:
+            self.metrics.add("error", "gone")
         return mode
 
     def get(self, batch: PageBatch) -> list[GetResult]:

@@ -182,6 +182,26 @@ def test_trouble_is_not_absence(clock: Clock) -> None:
     assert_hits(store, [KEY])
 
 
+@pytest.mark.parametrize("event", ["error", "timeout", "rejected"])
+def test_a_look_up_that_failed_teaches_nothing(clock: Clock, event: str) -> None:
+    """Found by the campaign: a page that had been stored was a MISS after a look-up while the tier was out."""
+
+    class Out(PageStoreWrapper):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            self.metrics.add(event, "out")
+            return [False] * len(keys)
+
+        def count_leading(self, keys: Sequence[bytes]) -> int:
+            return 0 if not any(self.contains(keys)) else len(keys)
+
+    inner = Out(MemoryPageStore())
+    store = NegativeCacheStore(inner, 60.0, clock=clock)
+    store_pages(inner, [KEY])
+    assert store.contains([KEY]) == [False]
+    assert store.count_leading([KEY]) == 0
+    assert_hits(store, [KEY])
+
+
 def test_the_negative_cache_is_bounded(counting: CountingStore, clock: Clock) -> None:
     store = NegativeCacheStore(counting, 60.0, most_entries=10, clock=clock)
     store.contains(page_keys(1000))
