@@ -11,6 +11,7 @@ import pytest
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
+from hicache_ext.testing.sglang_cpu import prepare_process
 
 pytestmark = pytest.mark.sglang
 
@@ -31,6 +32,7 @@ class Listening:
 
 @pytest.fixture
 def listening(open_backend: Callable[..., Any]) -> Any:
+    prepare_process()
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     backend._store = Listening(backend._store)
     return backend
