@@ -4,7 +4,7 @@ PYTEST := .venv/bin/python -m pytest
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills clean
+.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-gpu   copy engines on a real NVIDIA GPU, races and compute-sanitizer included; says so without one"
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
+	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
 	@echo "make clean      remove .venv and everything the demo made"
 
 setup:
@@ -51,6 +52,9 @@ lint: setup-test
 kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report docs/reports/kills.md
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
+
+guards-campaign: setup-test
+	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 3000 --seed 1 --report docs/reports/guards.md
 
 clean:
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

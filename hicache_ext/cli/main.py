@@ -45,6 +45,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "hicache_ext.cli.doctor_command", "look at a configuration and all it stands on; say what to do"),
     Command("stats", "hicache_ext.cli.stats_command", "what the tiers of a running server do: hits, misses, latencies"),
     Command("warm", "hicache_ext.cli.warm_command", "bring the pages of a prompt from the pool to this node's disk"),
+    Command("reload", "hicache_ext.cli.reload_command", "have running servers take over their configuration file"),
     Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
 )
 

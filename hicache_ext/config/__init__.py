@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from hicache_ext.config.file_tier import FileTierConfig
+from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role, RoleConfig, ServerRole
@@ -16,7 +17,7 @@ from hicache_ext.config.redis_tier import RedisTierConfig
 from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.secrets import Secret
 from hicache_ext.config.templates import expand_templates
-from hicache_ext.config.tier import TierConfig
+from hicache_ext.config.tier import RemoteTierConfig, TierConfig
 from hicache_ext.config.tiers import tier_types
 from hicache_ext.config.units import format_duration, format_size, parse_duration, parse_size
 
@@ -24,12 +25,14 @@ __all__ = [
     "ConfigErrors",
     "ExtraConfig",
     "FileTierConfig",
+    "GuardsConfig",
     "HicacheExtConfig",
     "KernelsConfig",
     "ModelConfig",
     "MooncakeTierConfig",
     "ObjectTierConfig",
     "RedisTierConfig",
+    "RemoteTierConfig",
     "Role",
     "RoleConfig",
     "Secret",

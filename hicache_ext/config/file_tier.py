@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
@@ -129,6 +129,8 @@ class FileTierConfig(TierConfig):
         checked(parse_threads),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_THREADS}, {"const": "auto"}]}),
     ] = None
+
+    live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
 
     def directories(self) -> tuple[str, ...]:
         return self.path

@@ -232,6 +232,12 @@ class HicacheExtConfig(ConfigModel):
         Allowed(_DTYPE_ALLOWED),
         checked(_dtype),
     ] = None
+    watch_config: Annotated[
+        bool,
+        Field(description="true: take over changes of the configuration file as they are written"),
+        Allowed("true or false"),
+        checked(true_or_false),
+    ] = False
     kernels: Annotated[KernelsConfig, Allowed("a mapping with " + listed(KernelsConfig.model_fields))] = KernelsConfig()
     prefetch: Annotated[PrefetchConfig, Allowed("a mapping with " + listed(PrefetchConfig.model_fields))] = (
         PrefetchConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -94,6 +94,8 @@ def _ca_file(value: object) -> str | None:
 
 class ObjectTierConfig(RemoteTierConfig):
     """Object stores."""
+
+    keeps_timeout: ClassVar[bool] = True
 
     type: Annotated[Literal["object"], Allowed("object")] = "object"
     url: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, WithJsonSchema, field_validator
@@ -175,6 +175,8 @@ _TLS_KEYS = ("tls_ca", "tls_certificate", "tls_key", "tls_verify")
 
 class RedisTierConfig(RemoteTierConfig):
     """Redis or Valkey, one server or a cluster."""
+
+    keeps_timeout: ClassVar[bool] = True
 
     type: Annotated[Literal["redis"], Allowed("redis")] = "redis"
     url: Annotated[

@@ -34,7 +34,8 @@ hicache_ext:
       layout: auto                 # auto | pages | slab
       io: auto                     # auto | direct | buffered
       threads: auto                # 1 to 64, or auto
-      required: true               # false: the server starts even if this tier cannot
+      required: true               # false: the server starts even if this tier cannot, and opens it later
+      timeout: auto                # of one call: a duration | off | auto (5s on network file systems, else off)
   retrieve_locations: [nvme]       # the order in which tiers are read
   store_locations: [nvme]          # the tiers a write goes to
   model:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+import math
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, WithJsonSchema
 
-from hicache_ext.config.problems import refuse
+from hicache_ext.config.guards import GuardsConfig, duration
+from hicache_ext.config.problems import listed
 from hicache_ext.config.schema import Allowed, ConfigModel, checked, true_or_false
-from hicache_ext.config.units import parse_duration
-from hicache_ext.errors import ConfigError
+
+_TIMEOUT_ALLOWED = "a duration from 1ms to 1h, such as 2s"
+_OPTIONAL_TIMEOUT_ALLOWED = f"{_TIMEOUT_ALLOWED}, or off, or auto"
 
 
 class TierConfig(ConfigModel):
@@ -22,6 +25,24 @@ class TierConfig(ConfigModel):
         Allowed("true or false"),
         checked(true_or_false),
     ] = True
+    timeout: Annotated[
+        float | None,
+        Field(
+            description="the longest one call may take; auto: 5s on network file systems, off on local ones",
+            json_schema_extra={"default": "auto"},
+        ),
+        Allowed(_OPTIONAL_TIMEOUT_ALLOWED),
+        checked(duration(0.001, 3600, _OPTIONAL_TIMEOUT_ALLOWED, off=math.inf)),
+        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
+    ] = None
+    guards: Annotated[GuardsConfig, Allowed("a mapping with " + listed(GuardsConfig.model_fields))] = GuardsConfig()
+
+    keeps_timeout: ClassVar[bool] = False
+    """Whether the store of this type ends each call within ``timeout`` by itself, on every path, and then leaves the
+    batch's memory alone. Other stores are given memory of the deadline guard instead of SGLang's host pages."""
+
+    live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "guards"})
+    """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
 
     def directories(self) -> tuple[str, ...]:
         """The local directories this tier owns; no two tiers may share one."""
@@ -36,22 +57,6 @@ class TierConfig(ConfigModel):
         return self.type
 
 
-_TIMEOUT_ALLOWED = "a duration from 1ms to 1h, such as 2s"
-
-
-def parse_timeout(value: object) -> float:
-    """Seconds."""
-    if value is None or isinstance(value, bool):
-        raise refuse(value, _TIMEOUT_ALLOWED)
-    try:
-        seconds = parse_duration(value)
-    except ConfigError as error:
-        raise ConfigError("", error.problem, _TIMEOUT_ALLOWED) from None
-    if not 0.001 <= seconds <= 3600:
-        raise refuse(value, _TIMEOUT_ALLOWED)
-    return seconds
-
-
 class RemoteTierConfig(TierConfig):
     """A tier that is reached over the network."""
 
@@ -59,6 +64,6 @@ class RemoteTierConfig(TierConfig):
         float,
         Field(description="the longest one call may take; pages not done by then are misses"),
         Allowed(_TIMEOUT_ALLOWED),
-        checked(parse_timeout),
+        checked(duration(0.001, 3600, _TIMEOUT_ALLOWED)),
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
     ] = 5.0

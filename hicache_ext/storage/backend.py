@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -41,10 +42,12 @@ from hicache_ext.kernels import sglang_hooks
 from hicache_ext.metrics import TierMetrics, TransferSamples
 from hicache_ext.metrics_export import export_when_wanted
 from hicache_ext.plugin import check_sglang_version, missing_hooks
+from hicache_ext.storage.config_file import config_file_of
 from hicache_ext.storage.fingerprint import fingerprint_of
+from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
-from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.store import GetResult, PageBatch
 
 logger = logging.getLogger(__name__)
@@ -124,7 +127,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         check_sglang_version()
         self._storage_config = storage_config
         self._facts = read_launch_facts()
-        self._config: HicacheExtConfig = load_config(storage_config.extra_config or {}).for_role(self._facts.role)
+        view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
+        self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
         self._model = self._model_identity()
         self._pools: dict[str, _BoundPool] = {}
         self._flat: _BoundPool | None = None
@@ -137,7 +141,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._backed_up = TransferSamples()
         self._closed = False
         sglang_hooks.configure(self._config.kernels)
-        self._store = open_tiers(self._config, int(storage_config.tp_rank or 0))
+        # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
+        self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
+        self._store = open_tiers(self._config)
+        self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
         _LIVE.add(self)
         self._warn_about_missing_hooks()
@@ -198,7 +205,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         digests = tuple(identity.digest() for identity in identities)
         for identity, digest in zip(identities, digests, strict=True):
             self._own_digests.add(digest)
-            self._store.register_identity(digest, identity.document())
+            with self._patience():
+                self._store.register_identity(digest, identity.document())
         return _BoundPool(name, pages, identities, digests)
 
     def _head_parts(self, name: str, pool: Any) -> int:
@@ -313,7 +321,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             hashes = [page_hash_bytes(key) for key in keys[first : first + _LOOK_UP_PORTION]]
             leading = len(hashes)
             for digest in pool.digests:
-                leading = self._store.count_leading([digest + page_hash for page_hash in hashes[:leading]])
+                with self._patience():
+                    leading = self._store.count_leading([digest + page_hash for page_hash in hashes[:leading]])
             if leading < len(hashes):
                 return first + leading
         return len(keys)
@@ -322,7 +331,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         hashes = [page_hash_bytes(key) for key in keys]
         present = [True] * len(hashes)
         for digest in pool.digests:
-            known = self._store.contains([digest + page_hash for page_hash in hashes])
+            with self._patience():
+                known = self._store.contains([digest + page_hash for page_hash in hashes])
             present = [a and b for a, b in zip(present, known, strict=True)]
         return present
 
@@ -544,7 +554,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     @_answering(lambda *_, **__: False)
     def clear(self) -> bool:
         """Remove the pages of this rank's own identities, nobody else's. Does not wait for the disk."""
-        self._store.clear(sorted(self._own_digests))
+        with self._patience():
+            self._store.clear(sorted(self._own_digests))
         return True
 
     @_answering(lambda *_, **__: None)
@@ -564,6 +575,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     def close(self) -> None:
         self._closed = True
         _LIVE.discard(self)
+        if self._config_file is not None:
+            self._config_file.close()
         self._store.close()
         self._exporter.close()
 
@@ -578,6 +591,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 "hicache_ext: the hook on %s is not in force (is SGLANG_PLUGINS set?); do not update weights online",
                 target,
             )
+
+    def _patience(self) -> AbstractContextManager[None]:
+        """Around a call of the store: on the scheduler's thread, guards answer it from what is known."""
+        return answering_at_once() if threading.get_ident() == self._scheduler else nullcontext()
 
     @property
     def _unavailable(self) -> bool:

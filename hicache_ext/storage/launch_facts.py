@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class LaunchFacts:
     compute: str = ""
     role: ServerRole = "both"
     metrics: bool = False
+    config_file: str | None = None
+    """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
 
 
 def read_launch_facts() -> LaunchFacts:
@@ -63,7 +66,19 @@ def read_launch_facts() -> LaunchFacts:
         compute=json.dumps(compute, sort_keys=True) if compute else "",
         role=_ROLES.get(str(getattr(arguments, "disaggregation_mode", "")), "both"),
         metrics=bool(getattr(arguments, "enable_metrics", False)),
+        config_file=_config_file(),
     )
+
+
+def _config_file() -> str | None:
+    try:
+        from sglang.srt.runtime_context import get_memory
+
+        given = get_memory().hicache_storage_backend_extra_config
+    except Exception as error:  # noqa: BLE001 - as above
+        logger.debug("no storage configuration among the server arguments: %s", error)
+        return None
+    return os.path.abspath(given[1:]) if isinstance(given, str) and given.startswith("@") else None
 
 
 def logical_dtype(stored: str, kv_cache_dtype: str | None, override: str | None) -> str | None:

@@ -1,43 +1,35 @@
-"""From the configuration to one store: opens every tier and puts them together."""
+"""From the configuration to one store: opens every tier, puts its guards around it, and the tiers together."""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 
-from hicache_ext.config import HicacheExtConfig, TierConfig
-from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.storage.registry import open_tier
-from hicache_ext.storage.store import PageStore
-from hicache_ext.storage.tiered import TieredStore, TieringSettings
-
-logger = logging.getLogger(__name__)
+from hicache_ext.config import HicacheExtConfig, ServerRole, TierConfig
+from hicache_ext.errors import ConfigError
+from hicache_ext.storage.reload import ReloadableStore
 
 
-def open_tiers(config: HicacheExtConfig, tp_rank: int = 0) -> TieredStore:
-    """The store that SGLang's calls go to, on the tensor-parallel rank ``tp_rank``.
+def open_tiers(config: HicacheExtConfig) -> ReloadableStore:
+    """The store that SGLang's calls go to: every tier opened, its guards around it, the tiers put together.
 
     Raises StoreSetupError for a required tier that cannot start, after closing what was opened before; a tier with
-    ``required: false`` is left out with a warning.
+    ``required: false`` is opened later by itself.
     """
-    opened: dict[str, PageStore] = {}
-    try:
-        for name, tier in config.tiers.items():
-            try:
-                opened[name] = open_tier(name, _for_rank(name, tier, tp_rank))
-            except StoreSetupError as error:
-                if tier.required:
-                    raise
-                logger.warning("hicache_ext: %s; going on without it (required: false)", error)
-    except BaseException:
-        for store in opened.values():
-            store.close()
-        raise
-    return TieredStore(
-        retrieve=[opened[name] for name in config.retrieve_locations if name in opened],
-        store=[opened[name] for name in config.store_locations if name in opened],
-        promote_to=opened.get(config.promote_to) if config.promote_to else None,
-        settings=TieringSettings.of(config),
-    )
+    return ReloadableStore(config)
+
+
+def server_view(role: ServerRole, tp_rank: int) -> Callable[[HicacheExtConfig], HicacheExtConfig]:
+    """What a server of ``role`` goes by, on this rank, of what a file that several share says.
+
+    The view raises ConfigError where the file has nothing for this rank.
+    """
+
+    def view(config: HicacheExtConfig) -> HicacheExtConfig:
+        mine = config.for_role(role)
+        tiers = {name: _for_rank(name, tier, tp_rank) for name, tier in mine.tiers.items()}
+        return mine.model_copy(update={"tiers": tiers})
+
+    return view
 
 
 def _for_rank(name: str, tier: TierConfig, tp_rank: int) -> TierConfig:

@@ -119,7 +119,10 @@ class PageStore(Protocol):
         """Write each page that is not there yet."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are present. A present key may still turn out CORRUPT when read."""
+        """Which keys are present. A present key may still turn out CORRUPT when read.
+
+        False also where it could not be found out; ``metrics`` has then counted an error, timeout or rejected.
+        """
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of present keys."""
@@ -146,3 +149,11 @@ class HostMemoryUser(Protocol):
 
         The memory stays valid until ``close()`` of the store, which undoes the registration.
         """
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """A store whose capacity may change while it is in use (a reload of the configuration)."""
+
+    def resize(self, capacity: int | None) -> None:
+        """``capacity`` as at the start, in bytes. What is too much goes with the next writes."""

@@ -16,55 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
 
-class PageStoreWrapper:
+class PageStoreWrapper(DelegatingStore):
     """Delegates to ``inner``; subclasses override what they change."""
 
     def __init__(self, inner: PageStore) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.active = True
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def metrics(self) -> TierMetrics:
-        return self.inner.metrics
-
-    def describe(self) -> StoreInfo:
-        return self.inner.describe()
-
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        self.inner.register_identity(digest, document)
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        if isinstance(self.inner, HostMemoryUser):
-            self.inner.register_host_memory(regions)
-
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        return self.inner.get(batch)
-
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        return self.inner.set(batch)
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return self.inner.contains(keys)
-
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        return self.inner.count_leading(keys)
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        return self.inner.remove(keys)
-
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        return self.inner.clear(digests)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class BeforeEachCall(PageStoreWrapper):

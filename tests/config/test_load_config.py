@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from hicache_ext.config import (
     ExtraConfig,
     FileTierConfig,
+    GuardsConfig,
     HicacheExtConfig,
     MooncakeTierConfig,
     ObjectTierConfig,
@@ -53,10 +54,23 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
     assert config.retrieve_locations == config.store_locations == ("disk",)
     assert config.promote_to is None
     assert config.kv_dtype is None
+    assert config.watch_config is False
     assert config.model.model_dump() == {"id": None, "revision": None, "fingerprint": "auto", "weights_epoch": "0"}
     assert config.tiers["disk"].model_dump() == {
         "type": "file",
         "required": True,
+        "timeout": None,
+        "guards": {
+            "retries": None,
+            "breaker": None,
+            "slow_call": 0.5,
+            "probe_interval": 1.0,
+            "slow_start": 5.0,
+            "negative_cache": None,
+            "concurrency": None,
+            "exists_budget": None,
+            "bounce_memory": 256 * 2**20,
+        },
         "path": ("/a",),
         "capacity": 2**30,
         "layout": "auto",
@@ -260,7 +274,15 @@ def test_the_schema_accepts_what_the_loader_accepts_and_knows_every_key() -> Non
 
 def test_every_key_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    for model in (ExtraConfig, HicacheExtConfig, RoleConfig, PrefetchConfig, BackgroundConfig, *tier_types().values()):
+    for model in (
+        ExtraConfig,
+        HicacheExtConfig,
+        GuardsConfig,
+        RoleConfig,
+        PrefetchConfig,
+        BackgroundConfig,
+        *tier_types().values(),
+    ):
         for key in model.model_fields:
             assert f"`{key}`" in page, key
 

@@ -6,7 +6,7 @@ import pytest
 
 from hicache_ext.config import MooncakeTierConfig, load_config
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.opening import server_view
 
 ADDRESS = "host:port, such as 10.0.0.1:50051"
 DEVICES = (
@@ -48,7 +48,7 @@ def test_each_rank_has_its_devices(devices):
     both = tier(protocol="rdma", devices=devices)
     assert [both.for_rank(rank).device_names() for rank in (0, 1)] == ["mlx5_0", "mlx5_1"]
     with pytest.raises(ConfigError) as caught:
-        open_tiers(load_config(document(devices=devices)), tp_rank=2)
+        server_view("both", tp_rank=2)(load_config(document(devices=devices)))
     assert str(caught.value) == f"hicache_ext.tiers.pool.devices: there are none for tp rank 2; allowed: {DEVICES}"
 
 

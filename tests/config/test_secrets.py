@@ -173,3 +173,11 @@ def test_the_value_of_a_key_that_is_named_like_a_secret_is_not_shown(key: str) -
 def test_other_keys_are_not_taken_for_secrets(key: str) -> None:
     assert not looks_secret(key)
     assert shown("x", key) == "the text 'x'"
+
+
+def test_a_configuration_read_twice_is_equal_to_itself() -> None:
+    """A reload compares configurations: two references to one secret are the same setting."""
+    one, other = Secret.parse({"env": "POOL_PASSWORD"}), Secret.parse({"env": "POOL_PASSWORD"}, "elsewhere")
+    assert one == other and hash(one) == hash(other)
+    assert one != Secret.parse({"env": "OTHER"}) and one != Secret.parse({"file": "/POOL_PASSWORD"})
+    assert one != "POOL_PASSWORD"

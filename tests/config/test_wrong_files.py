@@ -21,10 +21,10 @@ NVME = "nvme: {type: file, path: /mnt/a, capacity: 1GiB}"
 POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
-TIER_KEYS = "type, required, path, capacity, layout, io, threads"
+TIER_KEYS = "type, required, timeout, guards, path, capacity, layout, io, threads"
 SECTION_KEYS = (
-    "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, kv_dtype, kernels, prefetch, "
-    "background, roles"
+    "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, kv_dtype, watch_config, "
+    "kernels, prefetch, background, roles"
 )
 TOP_KEYS = (
     "backend_name, module_path, class_name, interface_v1, hicache_ext, prefetch_threshold, prefetch_timeout_base, "

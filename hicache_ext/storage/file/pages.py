@@ -78,9 +78,8 @@ class PageFileStore:
         """
         self._name = name
         self._metrics = TierMetrics(name)
-        self._capacity = capacity
-        self._capacity_per_path = None if capacity is None else capacity // len(paths)
         self._directories = [PageDirectory(path, name) for path in paths]
+        self.resize(capacity)
         self._usages = [self._open_usage(directory) for directory in self._directories]
         self._evictors = [Evictor(directory, self._metrics) for directory in self._directories]
         self._clearings = [
@@ -127,6 +126,11 @@ class PageFileStore:
         from hicache_ext.storage.file.diagnosis import diagnose
 
         return diagnose(self)
+
+    def resize(self, capacity: int | None) -> None:
+        """Change the capacity of a store in use: pages beyond it are evicted by the next write."""
+        self._capacity = capacity
+        self._capacity_per_path = None if capacity is None else capacity // len(self._directories)
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         for directory in self._directories:

@@ -1,0 +1,200 @@
+"""The tiers in use, exchangeable while SGLang's calls go on.
+
+An arrangement is one TieredStore over handles on tiers. A new one takes over at one moment: calls under way end on the
+old one, later calls begin on the new one. A tier that is in both is one store with two holders, and closes when the
+last of them lets go of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.diagnosis import Diagnosable, Finding
+from hicache_ext.storage.file.parallel import CallGate
+from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+
+logger = logging.getLogger(__name__)
+
+
+class SharedStore:
+    """A store with several holders."""
+
+    def __init__(self, store: PageStore) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        self._holders = 0
+
+    def handle(self) -> PageStore:
+        """The store for one more holder, who lets go of it with ``close()``."""
+        with self._lock:
+            self._holders += 1
+        return _Handle(self.store, self._release)
+
+    def _release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            last = self._holders == 0
+        if last:
+            self.store.close()
+
+
+class _Handle(DelegatingStore):
+    def __init__(self, store: PageStore, release: Callable[[], None]) -> None:
+        super().__init__(store)
+        self._release: Callable[[], None] | None = release
+
+    def close(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+class Arranged(PageStore, Protocol):
+    """What an arrangement is made of: a PageStore that names its tiers."""
+
+    @property
+    def tiers(self) -> list[PageStore]: ...
+
+
+class _Arrangement:
+    def __init__(self, store: Arranged) -> None:
+        self.store = store
+        self.calls = CallGate(store.name)
+
+    def close(self) -> None:
+        self.calls.shut()
+        self.store.close()
+
+
+class ExchangeableStore:
+    """A PageStore over the arrangement that is current. Threads: any; ``exchange`` one at a time."""
+
+    def __init__(self, store: Arranged) -> None:
+        self._arrangement = _Arrangement(store)
+        self._lock = threading.Lock()
+        self._identities: dict[bytes, dict[str, Any]] = {}
+        self._regions: list[memoryview] = []
+        self._closed = False
+
+    @property
+    def current(self) -> Arranged:
+        """The arrangement in force; for a look, since it may be exchanged the next moment."""
+        return self._arrangement.store
+
+    @contextmanager
+    def using(self) -> Iterator[Arranged]:
+        """The arrangement in force, which stays open until the block ends."""
+        while True:
+            arrangement = self._arrangement
+            try:
+                arrangement.calls.__enter__()
+                break
+            except StoreClosedError:
+                if arrangement is self._arrangement:
+                    raise
+        try:
+            yield arrangement.store
+        finally:
+            arrangement.calls.__exit__()
+
+    def exchange(self, store: Arranged, new_tiers: Sequence[PageStore]) -> None:
+        """Put ``store`` in force, after ``new_tiers`` know what was registered; close the old one when it is idle.
+
+        Raises what a tier's ``register_host_memory`` raises, or StoreClosedError; the old one then stays in force and
+        ``store`` is not closed.
+        """
+        old = self._arrangement
+        identities: set[bytes] = set()
+        regions = 0
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise StoreClosedError(self.name)
+                documents = {key: document for key, document in self._identities.items() if key not in identities}
+                memory = self._regions[regions:]
+                if not documents and not memory:
+                    self._arrangement = _Arrangement(store)
+                    break
+            # Outside the lock, since these talk to stores and SGLang's scheduler may be about to register more.
+            for tier in new_tiers:
+                if memory and isinstance(tier, HostMemoryUser):
+                    tier.register_host_memory(memory)
+                for digest, document in documents.items():
+                    tier.register_identity(digest, document)
+            identities |= documents.keys()
+            regions += len(memory)
+        try:
+            old.close()
+        except Exception:
+            logger.exception("hicache_ext: closing tiers that are no longer used")
+
+    # -- the contract ----------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.current.name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self.current.metrics
+
+    @property
+    def tiers(self) -> list[PageStore]:
+        return self.current.tiers
+
+    def describe(self) -> StoreInfo:
+        return self.current.describe()
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        with self._lock:
+            self._identities[digest] = document
+        with self.using() as store:
+            store.register_identity(digest, document)
+
+    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+        with self._lock:
+            self._regions.extend(regions)
+        with self.using() as store:
+            if isinstance(store, HostMemoryUser):
+                store.register_host_memory(regions)
+
+    def diagnose(self) -> Sequence[Finding]:
+        with self.using() as store:
+            return store.diagnose() if isinstance(store, Diagnosable) else ()
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        with self.using() as store:
+            return store.get(batch)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        with self.using() as store:
+            return store.set(batch)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self.using() as store:
+            return store.contains(keys)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        with self.using() as store:
+            return store.count_leading(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        with self.using() as store:
+            return store.remove(keys)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        with self.using() as store:
+            return store.clear(digests)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            arrangement = self._arrangement
+        arrangement.close()

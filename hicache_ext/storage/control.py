@@ -1,0 +1,157 @@
+"""How a command on this machine reaches running servers: one UNIX socket per backend in a directory of the user's own.
+
+A request is one line of JSON, the answer another. Never a signal: SGLang owns those. Nothing secret goes over it, and
+only the same user can connect (the directory has mode 0700).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
+
+DIRECTORY_VARIABLE = "HICACHE_EXT_RUNTIME_DIR"
+
+_LONGEST_LINE = 1 << 20
+_REQUEST_SECONDS = 10.0
+_numbers = itertools.count()
+
+
+class ControlError(Exception):
+    """The directory cannot be used, or a server does not answer; one sentence."""
+
+
+def runtime_directory() -> Path:
+    """Where this user's sockets are; made if need be. Raises ControlError if it is not this user's alone."""
+    chosen = os.environ.get(DIRECTORY_VARIABLE)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if chosen:
+        directory = Path(chosen)
+    elif runtime and os.access(runtime, os.W_OK):
+        directory = Path(runtime) / "hicache_ext"
+    else:
+        directory = Path(tempfile.gettempdir()) / f"hicache_ext-{os.getuid()}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise ControlError(f"{directory}: {error.strerror or error}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ControlError(f"{directory} is not a directory of this user alone (mode 0700)")
+    return directory
+
+
+class ControlSocket:
+    """Answers requests of commands with ``handle(request)``, on a thread of its own, one at a time."""
+
+    def __init__(self, handle: Callable[[Request], Answer]) -> None:
+        """Raises ControlError."""
+        self._handle = handle
+        self._closing = False
+        self.path = runtime_directory() / f"{os.getpid()}-{next(_numbers)}.sock"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.path.unlink(missing_ok=True)  # of a process that had this number before
+            self._listener.bind(os.fspath(self.path))
+            # A full backlog refuses commands at once: a UNIX socket has no patience.
+            self._listener.listen(64)
+        except OSError as error:
+            self._listener.close()
+            raise ControlError(f"{self.path}: {error.strerror or error}") from error
+        self._thread = threading.Thread(target=self._serve, name="hicache-control", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        # shutdown() wakes accept(); close() alone would not.
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_REQUEST_SECONDS)
+
+    def _serve(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closing:
+                    return
+                continue
+            with connection:
+                try:
+                    connection.settimeout(_REQUEST_SECONDS)
+                    _send(connection, self._answer(_receive(connection)))
+                except Exception as error:  # noqa: BLE001 - whatever somebody sends, the next request is answered
+                    logger.debug("hicache_ext: a request broke off: %r", error)
+
+    def _answer(self, request: Request) -> Answer:
+        try:
+            return self._handle(request)
+        except Exception as error:
+            logger.exception("hicache_ext: a request failed")
+            return {"ok": False, "said": [f"{type(error).__name__} (see the server's log)"]}
+
+
+def servers() -> Iterator[Path]:
+    """Sockets of this user's running backends, by process id; those that nobody listens on any more are removed."""
+    for path in sorted(runtime_directory().glob("*.sock"), key=lambda path: (len(path.name), path.name)):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            try:
+                # Not by the process id: in containers that share the directory it means another process.
+                connection.connect(os.fspath(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                path.unlink(missing_ok=True)
+                continue
+            except OSError as error:
+                logger.debug("hicache_ext: %s: %s", path, error)
+        yield path
+
+
+def ask(path: Path, request: Request, seconds: float = 60.0) -> Answer:
+    """The answer of the backend behind ``path``. Raises ControlError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        try:
+            connection.connect(os.fspath(path))
+            _send(connection, request)
+            return _receive(connection)
+        except (OSError, ValueError) as error:
+            raise ControlError(f"process {path.name.partition('-')[0]} does not answer: {error}") from error
+
+
+def _send(connection: socket.socket, document: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(document).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    received = b""
+    while not received.endswith(b"\n"):
+        piece = connection.recv(65536)
+        if not piece:
+            raise ValueError("the connection ended")
+        received += piece
+        if len(received) > _LONGEST_LINE:
+            raise ValueError("the line is too long")
+    document = json.loads(received)
+    if not isinstance(document, dict):
+        raise ValueError("not a mapping")
+    return document

@@ -1,0 +1,71 @@
+"""The base of every wrapper around a PageStore: it forwards everything, subclasses override what they change.
+
+A wrapper has both optional abilities of a store (``HostMemoryUser``, ``Diagnosable``) whether or not the wrapped store
+has them, because a wrapper's class cannot depend on it: where the store lacks one there is nothing to register and
+nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.diagnosis import Diagnosable, Finding
+from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+
+
+class DelegatingStore:
+    """A PageStore that is ``inner`` in every respect."""
+
+    def __init__(self, inner: PageStore) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self.inner.metrics
+
+    def describe(self) -> StoreInfo:
+        return self.inner.describe()
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self.inner.register_identity(digest, document)
+
+    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+        if isinstance(self.inner, HostMemoryUser):
+            self.inner.register_host_memory(regions)
+
+    def diagnose(self) -> Sequence[Finding]:
+        return self.inner.diagnose() if isinstance(self.inner, Diagnosable) else ()
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        return self.inner.get(batch)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        return self.inner.set(batch)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self.inner.contains(keys)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        return self.inner.count_leading(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        return self.inner.remove(keys)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        return self.inner.clear(digests)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def needs_host_memory(store: PageStore) -> bool:
+    """Whether the store at the bottom of these wrappers must know the memory that pages move through."""
+    while isinstance(store, DelegatingStore):
+        store = store.inner
+    return isinstance(store, HostMemoryUser)

@@ -1,0 +1,153 @@
+"""The circuit breaker's rules, without threads or stores: when a tier is given up, and how it comes back.
+
+CLOSED: all calls go through. A call that ran into the deadline opens the breaker at once, because the next one would
+cost as much again; so do failed or slow calls when they are half of the recent ones.
+OPEN: no call goes through; somebody probes the tier in the background (breaker_store.py), more and more seldom.
+HALF_OPEN, the slow start: after a good probe a share of the calls goes through that grows over ``slow_start`` seconds,
+so that a store that has just come up is not run over. One bad call opens the breaker again.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LONGEST_PROBE_INTERVAL = 30.0
+
+_RECENT_CALLS = 10
+_RECENT_SECONDS = 60.0
+_LEAST_BAD_CALLS = 3
+_BAD_SHARE = 0.5
+_FIRST_SHARE = 0.1
+"""Of the calls, at the beginning of the slow start."""
+
+
+class BreakerState(enum.Enum):
+    CLOSED = "closed"
+    HALF_OPEN = "half_open"
+    OPEN = "open"
+
+
+class Outcome(enum.Enum):
+    """What a call says about its tier."""
+
+    GOOD = "good"
+    SLOW = "slow"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    UNKNOWN = "unknown"
+    """Nothing: the call may not have reached the medium."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """Seconds; see config/guards.py."""
+
+    slow_call: float = 0.5
+    probe_interval: float = 1.0
+    slow_start: float = 5.0
+
+
+class Breaker:
+    """``on_change(state, reason)`` is called after every change of state, under no lock. Threads: any."""
+
+    def __init__(
+        self,
+        settings: BreakerSettings,
+        on_change: Callable[[BreakerState, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._on_change = on_change
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state = BreakerState.CLOSED
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
+        """(when, whether bad)."""
+        self._recovering_since = 0.0
+        self._credit = 0.0
+        """Calls that the slow start has still to let through."""
+        self._opened = 0
+        """How often, since it was last closed."""
+        self._generation = 0
+        """Raised at each change of state: what began before says nothing about the tier after it."""
+
+    @property
+    def state(self) -> BreakerState:
+        return self._state
+
+    @property
+    def probe_interval(self) -> float:
+        """Seconds until the first probe of this opening: longer each time the tier came back and failed again."""
+        with self._lock:
+            return min(LONGEST_PROBE_INTERVAL, self._settings.probe_interval * 2.0 ** min(16, max(0, self._opened - 1)))
+
+    def admit(self) -> int | None:
+        """A ticket for ``record`` if a call may go through, else None."""
+        state = self._state
+        if state is BreakerState.CLOSED:
+            return self._generation
+        with self._lock:
+            state = self._state
+            if state is BreakerState.OPEN:
+                return None
+            if state is BreakerState.CLOSED:
+                return self._generation
+            share = self._share()
+            if share < 1:
+                self._credit += share
+                if self._credit < 1:
+                    return None
+                self._credit -= 1
+                return self._generation
+            self._change(BreakerState.CLOSED)
+            self._opened = 0
+            ticket = self._generation
+        self._on_change(BreakerState.CLOSED, "")
+        return ticket
+
+    def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
+        """How the call ended that ``ticket`` was given for; ``reason`` is for the log."""
+        if outcome is Outcome.UNKNOWN:
+            return
+        now = self._clock()
+        with self._lock:
+            if ticket != self._generation or self._state is BreakerState.OPEN:
+                return
+            bad = outcome is not Outcome.GOOD
+            self._recent.append((now, bad))
+            if not bad:
+                return
+            if self._state is BreakerState.CLOSED and outcome is not Outcome.TIMEOUT:
+                recent = [was_bad for when, was_bad in self._recent if now - when <= _RECENT_SECONDS]
+                if sum(recent) < _LEAST_BAD_CALLS or sum(recent) < _BAD_SHARE * len(recent):
+                    return
+            self._change(BreakerState.OPEN)
+            self._opened += 1
+        self._on_change(BreakerState.OPEN, reason)
+
+    def recover(self) -> None:
+        """A probe went well."""
+        with self._lock:
+            if self._state is not BreakerState.OPEN:
+                return
+            self._change(BreakerState.HALF_OPEN)
+            self._recovering_since = self._clock()
+            self._credit = 1.0  # the first call goes through, so that a tier that is asked seldom comes back, too
+        self._on_change(BreakerState.HALF_OPEN, "")
+
+    def _change(self, state: BreakerState) -> None:
+        self._state = state
+        self._generation += 1
+        self._recent.clear()
+
+    def _share(self) -> float:
+        """Of the calls, now, in HALF_OPEN."""
+        if self._settings.slow_start <= 0:
+            return 1.0
+        part = (self._clock() - self._recovering_since) / self._settings.slow_start
+        return _FIRST_SHARE + (1 - _FIRST_SHARE) * part if part < 1 else 1.0

@@ -1,0 +1,253 @@
+"""The circuit breaker around a store: judges its calls, refuses them while it is open, probes it in the background.
+
+A probe reads the page whose read went wrong, or one that is not there, into memory of its own, on a thread of its own:
+never SGLang's thread, never SGLang's host pages. The thread lives as long as the breaker is open.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.guards.breaker import (
+    LONGEST_PROBE_INTERVAL,
+    Breaker,
+    BreakerSettings,
+    BreakerState,
+    Outcome,
+)
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PROBE_KEY = b"hicache_ext/prob" + bytes(32)
+"""A page that nobody stores."""
+_SLOWEST_BANDWIDTH = 100e6
+"""Bytes a second. What moves at less is hardly worth fetching: it would take longer than computing it again."""
+_TIMEOUT_SHARE = 0.9
+"""A look-up that took this part of the timeout ran into it; it cannot say so itself."""
+_CLOSE_WAIT = 10.0
+
+
+class BreakerStore(DelegatingStore):
+    """Answers REJECTED and False at once while the tier is given up. Threads: any."""
+
+    def __init__(
+        self,
+        inner: PageStore,
+        settings: BreakerSettings,
+        timeout: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``timeout``: of one call of ``inner``, None where it has none."""
+        super().__init__(inner)
+        self._settings = settings
+        self._timeout = timeout
+        self._clock = clock
+        self._breaker = Breaker(settings, self._changed, clock)
+        self._lock = threading.Lock()
+        self._prober: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._suspect: tuple[bytes, int] | None = None
+        """Key and payload bytes of a page whose read went wrong."""
+        self._opened_at = 0.0
+
+    @property
+    def state(self) -> BreakerState:
+        return self._breaker.state
+
+    def describe(self) -> StoreInfo:
+        info = self.inner.describe()
+        return StoreInfo(info.name, info.type, info.shared, {**info.details, "breaker": self.state.value})
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        def judge(results: list[GetResult], seconds: float) -> tuple[Outcome, str]:
+            outcome, reason = self._judged_transfer([result.value for result in results], batch, seconds)
+            if outcome is not Outcome.GOOD and batch.keys:
+                self._suspect = (batch.keys[0], batch.sizes[0])
+            return outcome, reason
+
+        return self._guarded(
+            lambda: self.inner.get(batch),
+            [GetResult.REJECTED] * len(batch),
+            [GetResult.ERROR] * len(batch),
+            judge,
+            len(batch),
+        )
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        return self._guarded(
+            lambda: self.inner.set(batch),
+            [SetResult.REJECTED] * len(batch),
+            [SetResult.ERROR] * len(batch),
+            lambda results, seconds: self._judged_transfer([result.value for result in results], batch, seconds),
+            len(batch),
+        )
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        absent = [False] * len(keys)
+        return self._guarded(
+            lambda: self.inner.contains(keys),
+            absent,
+            absent,
+            lambda present, seconds: self._judged_answer(any(present), seconds),
+            len(keys),
+        )
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        return self._guarded(
+            lambda: self.inner.count_leading(keys),
+            0,
+            0,
+            lambda leading, seconds: self._judged_answer(leading > 0, seconds),
+            len(keys),
+        )
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        return self._guarded(
+            lambda: self.inner.remove(keys),
+            0,
+            0,
+            lambda removed, seconds: self._judged_answer(removed > 0, seconds),
+            len(keys),
+        )
+
+    # clear() and register_identity() are rare, and lost when they are refused: they go through in every state.
+
+    def close(self) -> None:
+        self._closing.set()
+        self.inner.close()
+        with self._lock:
+            prober = self._prober
+        if prober is not None:
+            prober.join(_CLOSE_WAIT)
+
+    def _guarded(
+        self,
+        work: Callable[[], T],
+        refused: T,
+        failed: T,
+        judge: Callable[[T, float], tuple[Outcome, str]],
+        pages: int,
+    ) -> T:
+        if self._closing.is_set():
+            raise StoreClosedError(self.name)
+        ticket = self._breaker.admit()
+        if ticket is None:
+            self.metrics.add("rejected", "breaker", pages)
+            return refused
+        begun = self._clock()
+        try:
+            answer = work()
+        except StoreClosedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
+            logger.warning("hicache_ext: tier %s: a call raised %r", self.name, error)
+            self.metrics.add("error", "raised")
+            self._breaker.record(ticket, Outcome.FAILED, f"a call raised {type(error).__name__}")
+            return failed
+        self._breaker.record(ticket, *judge(answer, self._clock() - begun))
+        return answer
+
+    # -- judgement -------------------------------------------------------------------------------------------------
+
+    def _judged_transfer(self, results: Sequence[str], batch: PageBatch, seconds: float) -> tuple[Outcome, str]:
+        timeouts, errors = results.count("timeout"), results.count("error")
+        answered = len(results) - timeouts - errors - results.count("rejected")
+        if timeouts and not answered:
+            return Outcome.TIMEOUT, f"a call did not end within {seconds:.2g} s"
+        if timeouts:
+            return Outcome.SLOW, f"{timeouts} of {len(results)} pages did not arrive within {seconds:.2g} s"
+        if errors and errors >= answered:
+            return Outcome.FAILED, f"{errors} of {len(results)} pages failed"
+        if not answered:
+            return Outcome.UNKNOWN, ""
+        if seconds > self._settings.slow_call + sum(batch.sizes) / _SLOWEST_BANDWIDTH:
+            return Outcome.SLOW, f"a call took {seconds:.2g} s"
+        return Outcome.GOOD, ""
+
+    def _judged_answer(self, found: bool, seconds: float) -> tuple[Outcome, str]:
+        """Of a look-up: failures look like absence, so that only time and success speak."""
+        if self._timeout is not None and seconds >= self._timeout * _TIMEOUT_SHARE:
+            return Outcome.TIMEOUT, f"a look-up did not end within {seconds:.2g} s"
+        if seconds > self._settings.slow_call:
+            return Outcome.SLOW, f"a look-up took {seconds:.2g} s"
+        return (Outcome.GOOD, "") if found else (Outcome.UNKNOWN, "")
+
+    # -- probing ---------------------------------------------------------------------------------------------------
+
+    def _changed(self, state: BreakerState, reason: str) -> None:
+        self.metrics.add("breaker", state.value)
+        match state:
+            case BreakerState.OPEN:
+                self._opened_at = self._clock()
+                logger.warning(
+                    "hicache_ext: tier %s is left out: %s; its pages are misses until it answers", self.name, reason
+                )
+                self._start_prober()
+            case BreakerState.HALF_OPEN:
+                logger.warning(
+                    "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s",
+                    self.name,
+                    self._clock() - self._opened_at,
+                    self._settings.slow_start,
+                )
+            case BreakerState.CLOSED:
+                logger.warning("hicache_ext: tier %s is in full use again", self.name)
+
+    def _start_prober(self) -> None:
+        with self._lock:
+            if self._prober is None and not self._closing.is_set():
+                prober = threading.Thread(target=self._probe, name=f"hicache-{self.name}-probe", daemon=True)
+                try:
+                    prober.start()
+                except RuntimeError as error:
+                    logger.error("hicache_ext: tier %s: no thread to probe it: %s; it stays out", self.name, error)
+                else:
+                    self._prober = prober
+
+    def _probe(self) -> None:
+        while True:
+            interval = self._breaker.probe_interval
+            while not self._closing.wait(interval):
+                healthy = self._is_healthy()
+                self.metrics.add("breaker_probe", "good" if healthy else "bad")
+                if healthy:
+                    self._breaker.recover()
+                    break
+                interval = min(LONGEST_PROBE_INTERVAL, max(interval, self._settings.probe_interval) * 2)
+            with self._lock:
+                if self._closing.is_set() or self.state is not BreakerState.OPEN:
+                    self._prober = None
+                    return
+
+    def _is_healthy(self) -> bool:
+        """Whether a read gets an answer, and in time."""
+        key, size = self._suspect or (_PROBE_KEY, 1)
+        begun = self._clock()
+        try:
+            (result,) = self.inner.get(PageBatch([key], [[memoryview(bytearray(size))]]))
+        except Exception as error:  # noqa: BLE001 - whatever it raises, it is not well
+            logger.debug("hicache_ext: tier %s: the probe raised %r", self.name, error)
+            return False
+        quick = self._clock() - begun <= self._settings.slow_call + size / _SLOWEST_BANDWIDTH
+        return quick and result in (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+
+
+def breaker_of(store: Any) -> BreakerStore | None:
+    """The breaker in a guarded store, for those who watch it."""
+    while isinstance(store, DelegatingStore):
+        if isinstance(store, BreakerStore):
+            return store
+        store = store.inner
+    return None

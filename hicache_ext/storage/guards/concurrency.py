@@ -1,0 +1,51 @@
+"""The concurrency limit: so many calls of a tier at once, whoever asks (demand reads, writes, promotion, prefetch)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.guards.scheduler import must_answer_at_once
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+
+
+class ConcurrencyLimitStore(DelegatingStore):
+    """At most ``calls`` calls of ``inner`` at once; a further one waits up to ``patience`` seconds, then is REJECTED.
+
+    ``patience`` None: waits for as long as it takes. Threads: any. Administration (remove, clear, identities) is rare
+    and goes past the limit.
+    """
+
+    def __init__(self, inner: PageStore, calls: int, patience: float | None) -> None:
+        super().__init__(inner)
+        self._free = threading.Semaphore(calls)
+        self._patience = patience
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        with self._admitted(len(batch)) as admitted:
+            return self.inner.get(batch) if admitted else [GetResult.REJECTED] * len(batch)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        with self._admitted(len(batch)) as admitted:
+            return self.inner.set(batch) if admitted else [SetResult.REJECTED] * len(batch)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._admitted(len(keys)) as admitted:
+            return self.inner.contains(keys) if admitted else [False] * len(keys)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        with self._admitted(len(keys)) as admitted:
+            return self.inner.count_leading(keys) if admitted else 0
+
+    @contextmanager
+    def _admitted(self, pages: int) -> Iterator[bool]:
+        admitted = self._free.acquire(timeout=0 if must_answer_at_once() else self._patience)
+        if not admitted:
+            self.metrics.add("rejected", "concurrency", pages)
+        try:
+            yield admitted
+        finally:
+            if admitted:
+                self._free.release()

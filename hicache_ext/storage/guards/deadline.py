@@ -1,0 +1,313 @@
+"""The deadline guard: no call takes longer than its timeout, and what comes late touches no host page.
+
+For stores that cannot end a call themselves (a hung NFS mount, a client library that waits). The call runs on another
+thread, with memory of the guard (bounce.py) in place of SGLang's host pages: a read is copied into the host pages only
+when it has ended in time, a write goes out from a copy. A call that does not end in time is left behind with its piece
+of that memory, which comes back when the call ends. When calls left behind are too many, or hold too much of it,
+further calls are REJECTED at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.delegating import DelegatingStore, needs_host_memory
+from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.file.parallel import CallGate
+from hicache_ext.storage.guards.bounce import BounceMemory, Lease
+from hicache_ext.storage.guards.call_threads import CallThreads
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_STUCK_CALLS = 8
+"""Calls left behind at which further ones are refused: each holds a thread."""
+_PORTIONS = 4
+"""A batch takes at most this part of the bounce memory at once, so that several calls can have some."""
+
+
+class _Refused(Exception):
+    """The call was not begun."""
+
+
+class _TooLate(Exception):
+    """The call did not end in time, and was left behind if it had begun."""
+
+
+class DeadlineStore(DelegatingStore):
+    """Ends each call of ``inner`` within ``timeout`` seconds. Threads: any."""
+
+    def __init__(self, inner: PageStore, timeout: float, bounce_memory: int) -> None:
+        """``bounce_memory``: bytes. A page larger than that is REJECTED."""
+        super().__init__(inner)
+        self._timeout = timeout
+        self._bounce = BounceMemory(bounce_memory)
+        self._threads = CallThreads(f"hicache-{inner.name}-deadline")
+        self._calls = CallGate(inner.name)
+        self._lock = threading.Lock()
+        self._stuck = 0
+        self._memory_registered = False
+        self._said_too_large = False
+
+    @property
+    def stuck_calls(self) -> int:
+        """Calls that were left behind and have not ended."""
+        with self._lock:
+            return self._stuck
+
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        results = [GetResult.TIMEOUT] * len(batch)
+        with self._calls:
+            deadline = time.monotonic() + self._timeout
+            try:
+                for portion in self._portions(batch, results, GetResult.REJECTED):
+                    self._get_portion(batch.select(portion), portion, results, deadline)
+            except _TooLate:
+                self._count("timeout", "get", results.count(GetResult.TIMEOUT))
+            except _Refused:
+                results = [GetResult.REJECTED if result is GetResult.TIMEOUT else result for result in results]
+                self._count("rejected", "stuck", results.count(GetResult.REJECTED))
+        return results
+
+    def _get_portion(
+        self, wanted: PageBatch, positions: Sequence[int], results: list[GetResult], deadline: float
+    ) -> None:
+        lease = self._lease(wanted, deadline)
+        bounced = PageBatch(wanted.keys, _cut(lease.memory, wanted.sizes))
+        answers = self._moved(lambda: self.inner.get(bounced), deadline, lease, [GetResult.ERROR] * len(wanted))
+        for position, answer, segments, (source,) in zip(
+            positions, answers, wanted.buffers, bounced.buffers, strict=True
+        ):
+            if answer is GetResult.HIT:
+                _scatter(source, segments)
+            results[position] = answer
+        self._bounce.give_back(lease)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        results = [SetResult.TIMEOUT] * len(batch)
+        with self._calls:
+            deadline = time.monotonic() + self._timeout
+            try:
+                for portion in self._portions(batch, results, SetResult.REJECTED):
+                    self._set_portion(batch.select(portion), portion, results, deadline)
+            except _TooLate:
+                self._count("timeout", "set", results.count(SetResult.TIMEOUT))
+            except _Refused:
+                results = [SetResult.REJECTED if result is SetResult.TIMEOUT else result for result in results]
+                self._count("rejected", "stuck", results.count(SetResult.REJECTED))
+        return results
+
+    def _set_portion(
+        self, given: PageBatch, positions: Sequence[int], results: list[SetResult], deadline: float
+    ) -> None:
+        lease = self._lease(given, deadline)
+        bounced = PageBatch(given.keys, _cut(lease.memory, given.sizes))
+        for segments, (target,) in zip(given.buffers, bounced.buffers, strict=True):
+            _gather(segments, target)
+        answers = self._moved(lambda: self.inner.set(bounced), deadline, lease, [SetResult.ERROR] * len(given))
+        self._bounce.give_back(lease)
+        for position, answer in zip(positions, answers, strict=True):
+            results[position] = answer
+
+    def _portions(self, batch: PageBatch, results: list[T], too_large: T) -> Iterator[list[int]]:
+        """Positions, cut so that each portion fits its part of the bounce memory."""
+        limit = self._bounce.size // _PORTIONS
+        portion: list[int] = []
+        filled = 0
+        for position, size in enumerate(batch.sizes):
+            if size > self._bounce.size:
+                results[position] = too_large
+                self._say_too_large(size)
+                continue
+            if portion and filled + size > limit:
+                yield portion
+                portion, filled = [], 0
+            portion.append(position)
+            filled += size
+        if portion:
+            yield portion
+
+    def _lease(self, batch: PageBatch, deadline: float) -> Lease:
+        lease = self._bounce.take(sum(batch.sizes), deadline)
+        if lease is None:
+            raise _TooLate if time.monotonic() >= deadline else _Refused
+        return lease
+
+    # -- everything else -------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        asked = list(keys)
+        return self._answer("contains", lambda: self.inner.contains(asked), [False] * len(asked))
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        asked = list(keys)
+        return self._answer("count_leading", lambda: self.inner.count_leading(asked), 0)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        asked = list(keys)
+        return self._answer("remove", lambda: self.inner.remove(asked), 0)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        asked = None if digests is None else list(digests)
+        return self._answer("clear", lambda: self.inner.clear(asked), 0)
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        try:
+            self._answer("register_identity", lambda: self.inner.register_identity(digest, document), None)
+        except StoreClosedError:
+            pass
+
+    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+        """The store never sees SGLang's memory: it is told of the bounce memory, once."""
+        with self._lock:
+            registered, self._memory_registered = self._memory_registered, True
+        if not registered and needs_host_memory(self.inner):
+            super().register_host_memory([self._bounce.memory])
+
+    def diagnose(self) -> Sequence[Finding]:
+        late = Finding(self.name, Level.ERROR, f"no answer within {self._timeout:g} s", "look at what it stands on")
+        return self._answer("diagnose", super().diagnose, [late])
+
+    def close(self) -> None:
+        """Waits for calls under way, the store's own close() included, for at most ``timeout`` seconds."""
+        if not self._calls.shut():
+            return
+        deadline = time.monotonic() + self._timeout
+        try:
+            self._ended(self.inner.close, deadline, most_stuck=None)
+        except (_TooLate, _Refused):
+            logger.warning("hicache_ext: tier %s: did not close within %g s", self.name, self._timeout)
+        left = self._threads.close(max(0.0, deadline - time.monotonic()))
+        if left:
+            logger.warning(
+                "hicache_ext: tier %s: %d calls hang in the store; their threads end with them", self.name, left
+            )
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _answer(self, call: str, work: Callable[[], T], otherwise: T) -> T:
+        with self._calls:
+            try:
+                return self._ended(work, time.monotonic() + self._timeout)
+            except _TooLate:
+                self._count("timeout", call)
+            except _Refused:
+                self._count("rejected", "stuck")
+            except StoreClosedError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
+                self._say_raised(error)
+            return otherwise
+
+    def _moved(self, work: Callable[[], list[T]], deadline: float, lease: Lease, otherwise: list[T]) -> list[T]:
+        """The results of a transfer through ``lease``, ``otherwise`` if it raised; the caller gives the lease back.
+
+        Raises _TooLate and _Refused, which settle the lease, and StoreClosedError.
+        """
+        try:
+            return self._ended(work, deadline, lease)
+        except (_TooLate, _Refused):
+            raise
+        except StoreClosedError:
+            self._bounce.give_back(lease)
+            raise
+        except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
+            self._say_raised(error)
+            return otherwise
+
+    def _ended(
+        self,
+        work: Callable[[], T],
+        deadline: float,
+        lease: Lease | None = None,
+        *,
+        most_stuck: int | None = MOST_STUCK_CALLS,
+    ) -> T:
+        """What ``work`` returns or raises, if it ends by ``deadline``. Raises _TooLate or _Refused otherwise."""
+
+        def end_late() -> None:
+            if lease is not None:
+                self._bounce.give_back(lease, stuck=True)
+            with self._lock:
+                self._stuck -= 1
+            self._count("late", "")
+
+        try:
+            with self._lock:
+                if most_stuck is not None and self._stuck >= most_stuck:
+                    raise _Refused
+            try:
+                call = self._threads.start(work, end_late)
+            except RuntimeError:
+                raise _Refused from None
+        except _Refused:
+            if lease is not None:
+                self._bounce.give_back(lease)
+            raise
+        if call.ended_within(deadline - time.monotonic()):
+            return call.result()
+        # The call may end between the line above and these: both sides only add and subtract.
+        with self._lock:
+            self._stuck += 1
+        if lease is not None:
+            self._bounce.mark_stuck(lease)
+        raise _TooLate
+
+    def _say_raised(self, error: Exception) -> None:
+        self._count("error", "raised")
+        logger.warning("hicache_ext: tier %s: a call raised %r", self.name, error)
+
+    def _say_too_large(self, size: int) -> None:
+        self._count("rejected", "bounce_memory")
+        if not self._said_too_large:
+            self._said_too_large = True
+            logger.warning(
+                "hicache_ext: tier %s: a page of %d bytes is larger than guards.bounce_memory (%d); it is refused",
+                self.name,
+                size,
+                self._bounce.size,
+            )
+
+    def _count(self, event: str, reason: str, amount: int = 1) -> None:
+        if amount:
+            self.metrics.add(event, reason, amount)
+
+
+def _cut(memory: memoryview, sizes: Sequence[int]) -> list[list[memoryview]]:
+    """One segment of ``memory`` per page."""
+    pages = []
+    offset = 0
+    for size in sizes:
+        pages.append([memory[offset : offset + size]])
+        offset += size
+    return pages
+
+
+def _scatter(source: memoryview, segments: Sequence[memoryview]) -> None:
+    offset = 0
+    for segment in segments:
+        _copy(source[offset : offset + segment.nbytes], segment)
+        offset += segment.nbytes
+
+
+def _gather(segments: Sequence[memoryview], target: memoryview) -> None:
+    offset = 0
+    for segment in segments:
+        _copy(segment, target[offset : offset + segment.nbytes])
+        offset += segment.nbytes
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # numpy lets go of the GIL meanwhile; assigning memoryviews would hold up SGLang's scheduler.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,0 +1,171 @@
+"""The budget of SGLang's scheduler: what it asks is answered from what is known within milliseconds.
+
+Decode nodes look pages up on the scheduler's thread, where a store that hangs would stop every request. There a look-up
+runs on another thread; what is not known within the budget is answered as absent, and what the look-up finds later is
+kept for a short while for the next time. Calls of other threads go straight through.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.guards.call_threads import CallThreads
+from hicache_ext.storage.guards.scheduler import must_answer_at_once
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore
+
+logger = logging.getLogger(__name__)
+
+_LIFE = 5.0
+"""Seconds for which a page that was found is believed to be there. It is only ever a hint: a read may still miss."""
+_MOST_ENTRIES = 65536
+_MOST_CALLS = 4
+"""Calls left behind at which further look-ups are answered from what is known alone."""
+_CLOSE_WAIT = 10.0
+
+
+class ExistsBudgetStore(DelegatingStore):
+    """Answers the scheduler's look-ups within ``budget`` seconds. Threads: any."""
+
+    def __init__(self, inner: PageStore, budget: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(inner)
+        self._budget = budget
+        self._clock = clock
+        self._threads = CallThreads(f"hicache-{inner.name}-exists")
+        self._lock = threading.Lock()
+        self._present: dict[bytes, float] = {}
+        """Key -> end of life."""
+        self._under_way = 0
+        self._closed = False
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if not must_answer_at_once():
+            return self.inner.contains(keys)
+        self._check_open()
+        known = self._known(keys)
+        asked = [key for key, present in zip(keys, known, strict=True) if not present]
+        if asked and self._ends_in_time(lambda: self._look_up(asked)):
+            known = self._known(keys)
+        return known
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        if not must_answer_at_once():
+            return self.inner.count_leading(keys)
+        self._check_open()
+        leading = _leading(self._known(keys))
+        asked = list(keys[leading:])
+        if asked and self._ends_in_time(lambda: self._remember(asked[: self.inner.count_leading(asked)])):
+            leading = _leading(self._known(keys))
+        return leading
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        results = self.inner.get(batch)
+        gone = [key for key, result in zip(batch.keys, results, strict=True) if result is not GetResult.HIT]
+        if self._present:
+            self._forget(gone)
+        return results
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        try:
+            return self.inner.remove(keys)
+        finally:
+            self._forget(keys)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        if not must_answer_at_once():
+            return self._clear(digests)
+        self._check_open()
+        cleared: list[int] = []
+        # Not given up when it takes longer: it goes on in the background.
+        self._ends_in_time(lambda: cleared.append(self._clear(digests)))
+        return cleared[0] if cleared else 0
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        if must_answer_at_once():
+            self._ends_in_time(lambda: self.inner.register_identity(digest, document))
+        else:
+            self.inner.register_identity(digest, document)
+
+    def close(self) -> None:
+        self._closed = True
+        try:
+            self.inner.close()
+        finally:
+            if self._threads.close(_CLOSE_WAIT):
+                logger.warning("hicache_ext: tier %s: a look-up hangs in the store; its thread ends with it", self.name)
+
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
+        try:
+            return self.inner.clear(digests)
+        finally:
+            with self._lock:
+                self._present.clear()
+
+    def _look_up(self, keys: Sequence[bytes]) -> None:
+        present = self.inner.contains(keys)
+        self._remember([key for key, known in zip(keys, present, strict=True) if known])
+
+    def _ends_in_time(self, work: Callable[[], None]) -> bool:
+        """Run ``work`` elsewhere; whether it has ended within the budget."""
+
+        def counted() -> None:
+            try:
+                work()
+            except StoreClosedError:
+                pass  # the store was closed while the look-up was on its way
+            except Exception as error:  # noqa: BLE001 - nobody may be waiting for it any more
+                logger.warning("hicache_ext: tier %s: a look-up raised %r", self.name, error)
+            finally:
+                with self._lock:
+                    self._under_way -= 1
+
+        with self._lock:
+            if self._under_way >= _MOST_CALLS:
+                self.metrics.add("exists_budget", "busy")
+                return False
+            self._under_way += 1
+        try:
+            call = self._threads.start(counted)
+        except RuntimeError:
+            with self._lock:
+                self._under_way -= 1
+            return False
+        if call.ended_within(self._budget):
+            return True
+        self.metrics.add("exists_budget", "exceeded")
+        return False
+
+    def _known(self, keys: Sequence[bytes]) -> list[bool]:
+        now = self._clock()
+        with self._lock:
+            return [self._present.get(key, 0.0) > now for key in keys]
+
+    def _remember(self, keys: Iterable[bytes]) -> None:
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                self._present.pop(key, None)
+                self._present[key] = now + _LIFE
+            while self._present:
+                oldest = next(iter(self._present))
+                if len(self._present) <= _MOST_ENTRIES and self._present[oldest] > now:
+                    break
+                del self._present[oldest]
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._present.pop(key, None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(self.name)
+
+
+def _leading(present: Sequence[bool]) -> int:
+    return present.index(False) if False in present else len(present)

@@ -1,0 +1,194 @@
+"""Late opening: a tier that could not start is opened in the background as soon as it can be, without a restart.
+
+For tiers with ``required: false``. Until then everything is REJECTED or absent. What was registered meanwhile
+(identities, host memory) is registered with the store before its first page.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.diagnosis import Diagnosable, Finding, Level
+from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 60.0
+_CLOSE_WAIT = 10.0
+
+
+class LateStore:
+    """A PageStore that opens itself. Threads: any; the store is opened on a thread of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        type_name: str,
+        opener: Callable[[], PageStore],
+        *,
+        first_wait: float,
+        first_pause: float = FIRST_PAUSE,
+    ) -> None:
+        """Waits up to ``first_wait`` seconds for the first attempt. Raises ConfigError if that says so."""
+        self._name = name
+        self._type = type_name
+        self._opener = opener
+        self._first_pause = first_pause
+        self._own_metrics = TierMetrics(name)
+        self._lock = threading.Lock()
+        self._store: PageStore | None = None
+        self._identities: dict[bytes, dict[str, Any]] = {}
+        self._regions: list[memoryview] = []
+        self._last_problem = "it is still being opened"
+        self._config_error: ConfigError | None = None
+        self._closing = threading.Event()
+        self._attempted = threading.Event()
+        self._said_not_open = False
+        self._thread = threading.Thread(target=self._open, name=f"hicache-{name}-open", daemon=True)
+        self._thread.start()
+        self._attempted.wait(first_wait)
+        if self._config_error is not None:
+            raise self._config_error
+        if self._store is None:
+            self._said_not_open = True
+            logger.warning(
+                "hicache_ext: tier %s: %s; going on without it (required: false) and trying again in the background",
+                name,
+                self._last_problem,
+            )
+
+    @property
+    def opened(self) -> PageStore | None:
+        """The store, once it is open."""
+        return self._store
+
+    def _open(self) -> None:
+        pause = self._first_pause
+        while not self._closing.is_set():
+            try:
+                self._take(self._opener())
+                return
+            except ConfigError as error:
+                self._config_error = error
+                self._last_problem = str(error)
+                logger.error("hicache_ext: tier %s: %s", self._name, error)
+                return
+            except StoreSetupError as error:
+                self._last_problem = error.reason
+            except Exception as error:  # noqa: BLE001 - a thread of ours that dies would never try again
+                self._last_problem = repr(error)
+                logger.warning("hicache_ext: tier %s: opening it raised %r", self._name, error)
+            finally:
+                self._attempted.set()
+            self._closing.wait(pause)
+            pause = min(LONGEST_PAUSE, pause * 2)
+
+    def _take(self, store: PageStore) -> None:
+        """Register with ``store`` what was registered here, and put it in service."""
+        try:
+            registered: set[bytes] = set()
+            while True:
+                with self._lock:
+                    identities = {key: doc for key, doc in self._identities.items() if key not in registered}
+                    regions, self._regions = self._regions, []
+                    if not identities and not regions:
+                        if self._closing.is_set():
+                            break
+                        self._store = store
+                        if self._said_not_open:
+                            logger.warning("hicache_ext: tier %s is open now and in use", self._name)
+                        return
+                # Outside the lock: these talk to the store.
+                if regions and isinstance(store, HostMemoryUser):
+                    store.register_host_memory(regions)
+                for digest, document in identities.items():
+                    store.register_identity(digest, document)
+                    registered.add(digest)
+        except BaseException:
+            store.close()
+            raise
+        store.close()
+
+    # -- the contract ----------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self._store.metrics if self._store is not None else self._own_metrics
+
+    def describe(self) -> StoreInfo:
+        if self._store is not None:
+            return self._store.describe()
+        return StoreInfo(self._name, self._type, False, {"state": "not open", "problem": self._last_problem})
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        with self._lock:
+            self._identities[digest] = document
+            store = self._store
+        if store is not None:
+            store.register_identity(digest, document)
+
+    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+        with self._lock:
+            store = self._store
+            if store is None:
+                self._regions.extend(regions)
+        if isinstance(store, HostMemoryUser):
+            store.register_host_memory(regions)
+
+    def diagnose(self) -> Sequence[Finding]:
+        store = self._store
+        if store is None:
+            return [Finding(self._name, Level.ERROR, f"not open: {self._last_problem}", "it opens itself when it can")]
+        return store.diagnose() if isinstance(store, Diagnosable) else ()
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        store = self._opened(len(batch))
+        return [GetResult.REJECTED] * len(batch) if store is None else store.get(batch)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        store = self._opened(len(batch))
+        return [SetResult.REJECTED] * len(batch) if store is None else store.set(batch)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        store = self._opened(len(keys))
+        return [False] * len(keys) if store is None else store.contains(keys)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        store = self._opened(len(keys))
+        return 0 if store is None else store.count_leading(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        store = self._opened(len(keys))
+        return 0 if store is None else store.remove(keys)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        store = self._opened(1)
+        return 0 if store is None else store.clear(digests)
+
+    def close(self) -> None:
+        """Does not wait for an attempt that hangs: what it opens is closed when it ends."""
+        with self._lock:
+            self._closing.set()
+            store = self._store
+        if store is not None:
+            store.close()
+        self._thread.join(_CLOSE_WAIT)
+        if self._thread.is_alive():
+            logger.warning("hicache_ext: tier %s: its opening hangs; its thread ends with it", self._name)
+
+    def _opened(self, pages: int) -> PageStore | None:
+        if self._closing.is_set():
+            raise StoreClosedError(self._name)
+        if self._store is None:
+            self._own_metrics.add("rejected", "not_open", pages)
+        return self._store

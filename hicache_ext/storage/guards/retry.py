@@ -1,0 +1,63 @@
+"""The retry guard: pages whose transfer failed are tried again, a few times, as long as there is time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+
+R = TypeVar("R", GetResult, SetResult)
+
+_FIRST_PAUSE = 0.01
+"""Seconds before the first retry; doubled for each further one, give or take half."""
+_LATEST_BEGIN = 0.25
+"""Part of the timeout after which no retry begins: it may take as long as the first attempt did."""
+
+
+class RetryStore(DelegatingStore):
+    """Tries ERROR pages again, and only those: MISS, CORRUPT, REJECTED and TIMEOUT are answers. Threads: any."""
+
+    def __init__(
+        self,
+        inner: PageStore,
+        retries: int,
+        timeout: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """``timeout``: seconds that a whole call may take."""
+        super().__init__(inner)
+        self._retries = retries
+        self._timeout = timeout
+        self._clock = clock
+        self._sleep = sleep
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        return self._moved(batch, self.inner.get, GetResult.ERROR, "get")
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        return self._moved(batch, self.inner.set, SetResult.ERROR, "set")
+
+    def _moved(self, batch: PageBatch, move: Callable[[PageBatch], list[R]], error: R, call: str) -> list[R]:
+        latest = self._clock() + self._timeout * _LATEST_BEGIN
+        results = move(batch)
+        for attempt in range(self._retries):
+            failed = _positions(results, error)
+            pause = _FIRST_PAUSE * 2**attempt * random.uniform(0.5, 1.5)
+            if not failed or self._clock() + pause > latest:
+                break
+            self._sleep(pause)
+            self.metrics.add("retry", call, len(failed))
+            results = list(results)
+            for position, result in zip(failed, move(batch.select(failed)), strict=True):
+                results[position] = result
+        return results
+
+
+def _positions(results: Sequence[R], wanted: R) -> list[int]:
+    return [position for position, result in enumerate(results) if result is wanted]

@@ -1,0 +1,148 @@
+"""A tier that hangs under a real SGLang server: requests go on, and the tier comes back without a restart."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hicache_ext.testing.server import SglangServer
+from tests.e2e.conftest import file_tier_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE_SIZE = 16
+LENGTH = 640
+REUSABLE = LENGTH - PAGE_SIZE
+REPOSITORY = Path(__file__).parents[2]
+
+# Imported by every process of the server at its start: its file tier hangs as long as the flag is there.
+_HOOK = """
+import hicache_ext.storage.registry as registry
+registry._OPENERS["file"] = ("hanging_file_tier", "open_tier")
+"""
+_STORE = """
+import os, time
+from hicache_ext.storage.file import open_file_tier
+from hicache_ext.testing.faults import BeforeEachCall
+
+class Hanging(BeforeEachCall):
+    def before_call(self):
+        while os.path.exists(os.environ["HANGING_FLAG"]):
+            time.sleep(0.01)
+
+def open_tier(name, tier):
+    return Hanging(open_file_tier(name, tier))
+"""
+
+
+def prompt(number: int) -> list[int]:
+    return [random.Random(number).randrange(250) for _ in range(LENGTH)]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+
+
+def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
+    tiny_model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(_HOOK)
+    (hooks / "hanging_file_tier.py").write_text(_STORE)
+    flag = tmp_path / "hang"
+    config = file_tier_config(tmp_path / "l3")
+    config["hicache_ext"]["tiers"]["disk"] |= {"timeout": "500ms", "guards": {"slow_start": "1s"}}
+    file = tmp_path / "hicache.yaml"
+    file.write_text(yaml.safe_dump(config))
+
+    with (
+        tempfile.TemporaryDirectory(prefix="hce-") as runtime,
+        SglangServer(
+            tiny_model,
+            log_file=tmp_path / "server.log",
+            page_size=PAGE_SIZE,
+            storage_backend="dynamic",
+            extra_config=f"@{file}",
+            environment={
+                "PYTHONPATH": os.pathsep.join([str(hooks), str(REPOSITORY)]),
+                "HANGING_FLAG": str(flag),
+                "HICACHE_EXT_RUNTIME_DIR": runtime,
+            },
+        ) as server,
+    ):
+        cold = server.generate(prompt(0))
+        assert cold.cached_tokens == 0
+        server.flush_cache()
+        warm = server.generate(prompt(0))
+        assert warm.cached.storage == REUSABLE and warm.output_ids == cold.output_ids
+        healthy = [server.generate(prompt(number)).time_to_first_token for number in range(1, 9)]
+        server.flush_cache()
+
+        flag.touch()
+        first = server.generate(prompt(0))  # pays the deadline
+        assert first.cached.storage == 0 and first.output_ids == cold.output_ids
+        assert "tier disk is left out: " in server.log_file.read_text()
+        hung = [server.generate(prompt(number)).time_to_first_token for number in range(11, 19)]
+        again = server.generate(prompt(0))
+        assert again.output_ids == cold.output_ids
+
+        flag.unlink()
+        wait_for(lambda: "tier disk answers again after" in server.log_file.read_text())
+
+        def served_from_storage() -> bool:
+            server.flush_cache()
+            restored = server.generate(prompt(0))
+            assert restored.output_ids == cold.output_ids
+            return restored.cached.storage == REUSABLE
+
+        wait_for(served_from_storage)
+
+        figures = {
+            "healthy": statistics.median(healthy),
+            "first": first.time_to_first_token,
+            "hung": statistics.median(hung),
+        }
+        record_property("time_to_first_token", figures)
+        print("time to first token, s:", {name: round(seconds, 3) for name, seconds in figures.items()})
+
+        # The same server takes over another tier, and refuses to move the one it has.
+        config["hicache_ext"]["tiers"]["more"] = {**config["hicache_ext"]["tiers"]["disk"], "path": str(tmp_path / "m")}
+        file.write_text(yaml.safe_dump(config))
+        taken = reload(file, runtime)
+        assert taken.returncode == 0 and "tier more is used" in taken.stdout, taken.stderr
+        config["hicache_ext"]["tiers"]["disk"]["path"] = str(tmp_path / "moved")
+        file.write_text(yaml.safe_dump(config))
+        refused = reload(file, runtime)
+        assert refused.returncode == 1 and "tiers.disk.path: cannot change" in refused.stderr
+        server.generate(prompt(99))
+        server.flush_cache()
+        assert server.generate(prompt(99)).cached.storage == REUSABLE
+        assert list((tmp_path / "m").rglob("*.page")), "the new tier was never written"
+    assert "is answered as a miss" not in server.log_file.read_text()
+
+
+def reload(file: Path, runtime: str) -> subprocess.CompletedProcess[str]:
+    main = "import sys; from hicache_ext.cli.main import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", main, "reload", str(file)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HICACHE_EXT_RUNTIME_DIR": runtime},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )

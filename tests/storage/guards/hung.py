@@ -1,0 +1,90 @@
+"""Stores and clocks for tests of guards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore
+from hicache_ext.testing.conformance.pages import IDENTITY, page_key
+from hicache_ext.testing.faults import BeforeEachCall
+
+KEY = page_key("one")
+OTHER = page_key("other", IDENTITY)
+
+
+class Clock:
+    """A clock that only tests advance; sleeping on it advances it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class HungStore(BeforeEachCall):
+    """Every call waits while ``hang()`` is in force, and ``waiting`` counts those that do."""
+
+    def __init__(self, inner: PageStore) -> None:
+        super().__init__(inner)
+        self._free = threading.Event()
+        self._free.set()
+        self._lock = threading.Lock()
+        self.waiting = 0
+        self.calls = 0
+
+    def hang(self) -> None:
+        self._free.clear()
+
+    def let_go(self) -> None:
+        self._free.set()
+
+    def before_call(self) -> None:
+        with self._lock:
+            self.calls += 1
+            self.waiting += 1
+        assert self._free.wait(30), "nobody let the store go"
+        with self._lock:
+            self.waiting -= 1
+
+
+class ScribblingStore(HungStore):
+    """Writes all over the memory it was given, before and after it hangs, as a late DMA would."""
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        self.scribble(batch, 0x11)
+        results = super().get(batch)
+        self.scribble(batch, 0x22)
+        return results
+
+    @staticmethod
+    def scribble(batch: PageBatch, fill: int) -> None:
+        for segments in batch.buffers:
+            for segment in segments:
+                segment[:] = bytes([fill]) * segment.nbytes
+
+
+class CountingStore(BeforeEachCall):
+    """Counts calls by doing nothing else."""
+
+    def __init__(self, inner: PageStore) -> None:
+        super().__init__(inner)
+        self.calls = 0
+
+    def before_call(self) -> None:
+        self.calls += 1
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait until ``condition()`` is true; the limit only ends a test that would hang."""
+    done = threading.Event()
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        done.wait(0.005)
+    raise AssertionError("it did not happen")

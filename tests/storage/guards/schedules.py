@@ -1,0 +1,310 @@
+"""Any order of calls and faults over guarded tiers: results honest, host pages left alone, nothing left behind.
+
+Two tiers in one TieredStore, each a faulty store in memory behind all guards, with deadlines of milliseconds. The truth
+is what the stores at the bottom hold.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hicache_ext import envelope
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.guards.breaker import BreakerSettings, BreakerState
+from hicache_ext.storage.guards.breaker_store import breaker_of
+from hicache_ext.storage.guards.composition import GuardPlan, guarded
+from hicache_ext.storage.guards.deadline import DeadlineStore
+from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.tiered import TieredStore
+from hicache_ext.testing.conformance.pages import HostPages, page_key, read_pages
+from hicache_ext.testing.faults import PageStoreWrapper
+from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.guards.hung import eventually
+
+_KEYS = [page_key(number) for number in range(5)]
+_SIZES = (40, 1, 300)
+_SIZE = sum(_SIZES)
+_REUSED = 0xEE
+"""What host pages are filled with once a write of them has returned: it must never be stored."""
+_REMEMBERED_READS = 30
+_NEGATIVE_LIFE = 0.01
+_PLAN = GuardPlan(
+    timeout=0.008,
+    bounce_memory=16 * 4096,
+    retries=1,
+    breaker=BreakerSettings(slow_call=0.004, probe_interval=0.002, slow_start=0.004),
+    negative_cache=_NEGATIVE_LIFE,
+    concurrency=3,
+    exists_budget=0.002,
+)
+
+_keys = st.lists(st.sampled_from(_KEYS), min_size=1, max_size=6)
+
+
+class Mode(enum.Enum):
+    WELL = enum.auto()
+    HANGS = enum.auto()
+    SLOW = enum.auto()
+    FAILS = enum.auto()
+    RAISES = enum.auto()
+    FAILS_IN_PART = enum.auto()
+    DONE_AND_FAILS = enum.auto()
+    """Does the work and says that it failed, as when the answer is lost."""
+
+
+class FaultyStore(PageStoreWrapper):
+    """Behaves as ``mode`` says at the moment of the call, and scribbles over the memory of every read."""
+
+    def __init__(self, inner: PageStore) -> None:
+        super().__init__(inner)
+        self.mode = Mode.WELL
+        self._free = threading.Event()
+        self._free.set()
+
+    def become(self, mode: Mode) -> None:
+        self.mode = mode
+        if mode is Mode.HANGS:
+            self._free.clear()
+
+    def let_go(self) -> None:
+        self._free.set()
+
+    def _begin(self) -> Mode:
+        mode = self.mode
+        if mode is Mode.HANGS:
+            assert self._free.wait(60), "nobody let the store go"
+        elif mode is Mode.SLOW:
+            time.sleep(0.006)
+        elif mode is Mode.RAISES:
+            raise ConnectionResetError("gone")
+        elif mode is Mode.FAILS:
+            self.metrics.add("error", "gone")
+        return mode
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        _scribble(batch)
+        mode = self._begin()
+        if mode is Mode.FAILS:
+            return [GetResult.ERROR] * len(batch)
+        results = super().get(batch)
+        if mode is Mode.FAILS_IN_PART:
+            results[::2] = [GetResult.ERROR] * len(results[::2])
+        elif mode is Mode.DONE_AND_FAILS:
+            results = [GetResult.ERROR] * len(results)
+        for segments, result in zip(batch.buffers, results, strict=True):
+            if result is not GetResult.HIT:
+                _scribble(PageBatch([b""], [segments]))
+        return results
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        mode = self._begin()
+        if mode is Mode.FAILS:
+            return [SetResult.ERROR] * len(batch)
+        if mode is Mode.FAILS_IN_PART:
+            half = range(1, len(batch), 2)
+            results = [SetResult.ERROR] * len(batch)
+            for position, result in zip(half, super().set(batch.select(half)), strict=True):
+                results[position] = result
+            return results
+        results = super().set(batch)
+        return [SetResult.ERROR] * len(batch) if mode is Mode.DONE_AND_FAILS else results
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        mode = self._begin()
+        return [False] * len(keys) if mode is Mode.FAILS else super().contains(keys)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        mode = self._begin()
+        return 0 if mode is Mode.FAILS else super().count_leading(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        mode = self._begin()
+        return 0 if mode is Mode.FAILS else super().remove(keys)
+
+
+def _scribble(batch: PageBatch) -> None:
+    for segments in batch.buffers:
+        for segment in segments:
+            segment[:] = b"\x99" * segment.nbytes
+
+
+_COUNTED = ("timeout", "rejected", "late", "retry", "breaker", "breaker_probe", "negative_cache", "exists_budget")
+
+
+class GuardedTiersMachine(RuleBasedStateMachine):
+    counts: ClassVar[Counter[str]] = Counter()
+    """What the schedules met, for the campaign's report."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads_before = set(threading.enumerate())
+        self.bottoms = [MemoryPageStore("near"), MemoryPageStore("far")]
+        self.faulty = [FaultyStore(bottom) for bottom in self.bottoms]
+        self.guarded = [guarded(store, _PLAN) for store in self.faulty]
+        self.store = TieredStore(self.guarded, self.guarded)
+        self.written: dict[bytes, set[bytes]] = {key: set() for key in _KEYS}
+        """Every payload that anybody ever set out to write."""
+        self.durable: set[bytes] = set()
+        """What this process has stored and nobody can have removed: never a MISS again."""
+        self.removing = False
+        """A remove() may still be on its way to a store that hangs."""
+        self.returned: deque[tuple[HostPages, list[bytes]]] = deque(maxlen=_REMEMBERED_READS)
+
+    @initialize(keys=_keys)
+    def begins_with_pages(self, keys: list[bytes]) -> None:
+        self.set_pages(keys, 1)
+
+    @rule(tier=st.integers(0, 1), mode=st.sampled_from(Mode))
+    def fault(self, tier: int, mode: Mode) -> None:
+        self.counts[f"store: {mode.name.lower().replace('_', ' ')}"] += 1
+        self.faulty[tier].become(mode)
+
+    @rule(tier=st.integers(0, 1))
+    def let_go(self, tier: int) -> None:
+        self.faulty[tier].let_go()
+
+    @rule(keys=_keys, fill=st.integers(0, 0x80))
+    def set_pages(self, keys: list[bytes], fill: int) -> None:
+        pages = HostPages([_SIZES] * len(keys), fill=fill)
+        for key in keys:
+            self.written[key].add(bytes([fill]) * _SIZE)
+        before = pages.snapshot()
+        results = self.store.set(PageBatch(keys, pages.buffers))
+        assert len(results) == len(keys) and all(isinstance(result, SetResult) for result in results)
+        assert pages.snapshot() == before, "a write changed the pages"
+        for key, result in zip(keys, results, strict=True):
+            if result.durable and not self.removing:
+                assert any(key in bottom.objects for bottom in self.bottoms), "STORED, and nobody has it"
+                self.durable.add(key)
+        for number in range(len(keys)):
+            pages.write(number, bytes([_REUSED]) * _SIZE)
+        self._returned(pages)
+
+    @rule(keys=_keys)
+    def get_pages(self, keys: list[bytes]) -> None:
+        pages = HostPages([_SIZES] * len(keys), fill=0x77)
+        results = self.store.get(PageBatch(keys, pages.buffers))
+        assert len(results) == len(keys) and all(isinstance(result, GetResult) for result in results)
+        for number, (key, result) in enumerate(zip(keys, results, strict=True)):
+            self.counts[f"get: {result.value}"] += 1
+            if result is GetResult.HIT:
+                assert pages.payload(number) in self.written[key], "a HIT with bytes that nobody wrote"
+            else:
+                assert pages.payload(number) == b"\x77" * _SIZE, "no HIT, and the host page was touched"
+                assert result is not GetResult.MISS or key not in self.durable, "MISS, and it was STORED by ourselves"
+        pages.assert_guards_intact()
+        self._returned(pages)
+
+    @rule(keys=_keys, at_once=st.booleans())
+    def look_up(self, keys: list[bytes], at_once: bool) -> None:
+        def ask() -> tuple[list[bool], int]:
+            return self.store.contains(keys), self.store.count_leading(keys)
+
+        if at_once:
+            with answering_at_once():
+                present, leading = ask()
+        else:
+            present, leading = ask()
+        assert len(present) == len(keys) and 0 <= leading <= len(keys)
+        for key, known in zip(keys, present, strict=True):
+            assert not known or self.written[key], "present, and nobody ever wrote it"
+        assert all(self.written[key] for key in keys[:leading])
+
+    @rule(keys=_keys)
+    def remove(self, keys: list[bytes]) -> None:
+        self.removing = True
+        self.durable -= set(keys)
+        self.store.remove(keys)
+
+    @rule(keys=_keys, tier=st.integers(0, 1), fill=st.integers(0, 0x80))
+    def another_process_writes(self, keys: list[bytes], tier: int, fill: int) -> None:
+        pages = HostPages([_SIZES] * len(keys), fill=fill)
+        for key in keys:
+            self.written[key].add(bytes([fill]) * _SIZE)
+        self.bottoms[tier].set(PageBatch(keys, pages.buffers))
+
+    @rule()
+    def all_is_well_again(self) -> None:
+        """Faults end: what is stored is read, exactly, without anybody's help."""
+        for store in self.faulty:
+            store.become(Mode.WELL)
+            store.let_go()
+        eventually(lambda: not any(_deadline(store).stuck_calls for store in self.guarded))
+        self.removing = False
+        everything = [key for key in _KEYS if any(key in bottom.objects for bottom in self.bottoms)]
+        eventually(lambda: self._reads_exactly(everything))
+        eventually(self._all_closed)
+
+    def _reads_exactly(self, expected: list[bytes]) -> bool:
+        results, payloads = read_pages(self.store, _KEYS, _SIZES)
+        for key, result, payload in zip(_KEYS, results, payloads, strict=True):
+            assert result is not GetResult.HIT or payload in self.written[key]
+            if (result is GetResult.HIT) != (key in expected):
+                time.sleep(0.002)
+                return False
+        return True
+
+    def _all_closed(self) -> bool:
+        for store in self.guarded:
+            read_pages(store, _KEYS, _SIZES)
+        return all(_breaker_state(store) is BreakerState.CLOSED for store in self.guarded)
+
+    def _returned(self, pages: HostPages) -> None:
+        self.returned.append((pages, pages.snapshot()))
+
+    @invariant()
+    def memory_that_was_given_back_is_left_alone(self) -> None:
+        for pages, snapshot in self.returned:
+            assert pages.snapshot() == snapshot, "host pages changed after the call had returned"
+
+    @invariant()
+    def nothing_is_stored_that_nobody_wrote(self) -> None:
+        for bottom in self.bottoms:
+            for key, stored in list(bottom.objects.items()):
+                assert stored[envelope.FIELDS_LENGTH :] in self.written[key]
+
+    def teardown(self) -> None:
+        try:
+            self.all_is_well_again()
+            self.nothing_is_stored_that_nobody_wrote()
+        finally:
+            for store in self.faulty:
+                store.let_go()
+            self.store.close()
+        eventually(lambda: set(threading.enumerate()) <= self.threads_before)
+        self.memory_that_was_given_back_is_left_alone()
+        for store in self.guarded:
+            assert _deadline(store)._bounce.lent == 0
+            assert _deadline(store).stuck_calls == 0
+        self.counts["schedules"] += 1
+        for bottom in self.bottoms:
+            for (event, reason), amount in bottom.metrics.snapshot().items():
+                if event in _COUNTED:
+                    self.counts[f"{event} {reason}".strip()] += amount
+
+
+def _layer(store: PageStore, kind: type[Any]) -> Any:
+    while not isinstance(store, kind):
+        assert isinstance(store, DelegatingStore)
+        store = store.inner
+    return store
+
+
+def _deadline(store: PageStore) -> DeadlineStore:
+    found: DeadlineStore = _layer(store, DeadlineStore)
+    return found
+
+
+def _breaker_state(store: PageStore) -> BreakerState:
+    breaker = breaker_of(store)
+    assert breaker is not None
+    return breaker.state

@@ -1,0 +1,307 @@
+"""The circuit breaker: its rules on a fake clock, then the store with its probes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.guards.breaker import LONGEST_PROBE_INTERVAL, Breaker, BreakerSettings, BreakerState, Outcome
+from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.deadline import DeadlineStore
+from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
+from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
+from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.guards.hung import KEY, OTHER, Clock, HungStore, ScribblingStore, eventually
+
+CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def changes() -> list[tuple[BreakerState, str]]:
+    return []
+
+
+@pytest.fixture
+def breaker(clock: Clock, changes: list[tuple[BreakerState, str]]) -> Breaker:
+    return Breaker(BreakerSettings(slow_start=10.0), lambda *change: changes.append(change), clock)
+
+
+def call(breaker: Breaker, outcome: Outcome) -> bool:
+    """One call that ends so; whether it was let through."""
+    ticket = breaker.admit()
+    if ticket is not None:
+        breaker.record(ticket, outcome, outcome.value)
+    return ticket is not None
+
+
+def test_one_timeout_opens(breaker: Breaker, changes: list[tuple[BreakerState, str]]) -> None:
+    for _ in range(20):
+        assert call(breaker, Outcome.GOOD)
+    assert call(breaker, Outcome.TIMEOUT)
+    assert not call(breaker, Outcome.GOOD)
+    assert changes == [(OPEN, "timeout")]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SLOW, Outcome.FAILED])
+def test_bad_calls_open_when_they_are_half_of_the_recent_ones(breaker: Breaker, outcome: Outcome) -> None:
+    for _ in range(10):
+        call(breaker, Outcome.GOOD)
+    for _ in range(4):
+        call(breaker, outcome)
+        call(breaker, Outcome.UNKNOWN)
+    assert breaker.state is CLOSED
+    call(breaker, outcome)
+    assert breaker.state is OPEN
+
+
+def test_two_bad_calls_are_too_few_to_judge_by(breaker: Breaker) -> None:
+    call(breaker, Outcome.FAILED)
+    call(breaker, Outcome.FAILED)
+    assert breaker.state is CLOSED
+    call(breaker, Outcome.FAILED)
+    assert breaker.state is OPEN
+
+
+def test_bad_calls_of_long_ago_do_not_count(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(9):
+        call(breaker, Outcome.FAILED) if breaker.state is CLOSED else None
+        clock.sleep(45)
+    assert breaker.state is CLOSED
+
+
+def test_a_recovered_tier_gets_a_growing_share_and_is_then_in_full_use(breaker: Breaker, clock: Clock) -> None:
+    call(breaker, Outcome.TIMEOUT)
+    breaker.recover()
+    shares = []
+    for _ in range(10):
+        shares.append(sum(call(breaker, Outcome.GOOD) for _ in range(100)))
+        clock.sleep(1.0)
+    assert shares[0] in range(9, 13)
+    assert shares == sorted(shares) and shares[-1] in range(85, 95)
+    assert breaker.state is HALF_OPEN
+    assert all(call(breaker, Outcome.GOOD) for _ in range(100))
+    assert breaker.state is CLOSED
+
+
+def test_the_first_call_after_a_good_probe_goes_through(breaker: Breaker) -> None:
+    call(breaker, Outcome.TIMEOUT)
+    breaker.recover()
+    assert call(breaker, Outcome.GOOD)
+
+
+def test_one_bad_call_amid_the_slow_start_opens_again_and_probes_come_later(breaker: Breaker, clock: Clock) -> None:
+    intervals = []
+    for _ in range(8):
+        while not call(breaker, Outcome.SLOW if breaker.state is HALF_OPEN else Outcome.TIMEOUT):
+            pass
+        assert breaker.state is OPEN
+        intervals.append(breaker.probe_interval)
+        breaker.recover()
+    assert intervals == [1, 2, 4, 8, 16, LONGEST_PROBE_INTERVAL, LONGEST_PROBE_INTERVAL, LONGEST_PROBE_INTERVAL]
+    clock.sleep(10)
+    call(breaker, Outcome.GOOD)
+    call(breaker, Outcome.TIMEOUT)
+    assert breaker.probe_interval == 1
+
+
+def test_a_call_that_began_before_the_breaker_opened_says_nothing_about_the_tier_after_it(breaker: Breaker) -> None:
+    ticket = breaker.admit()
+    assert ticket is not None
+    call(breaker, Outcome.TIMEOUT)
+    breaker.recover()
+    breaker.record(ticket, Outcome.TIMEOUT)
+    assert breaker.state is HALF_OPEN
+
+
+def test_without_a_slow_start_a_recovered_tier_is_in_full_use(clock: Clock) -> None:
+    breaker = Breaker(BreakerSettings(slow_start=0), lambda *_: None, clock)
+    call(breaker, Outcome.TIMEOUT)
+    breaker.recover()
+    assert call(breaker, Outcome.GOOD)
+    assert breaker.state is CLOSED
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+QUICK = BreakerSettings(probe_interval=0.02, slow_start=0.05)
+
+
+@pytest.fixture
+def hung() -> Iterator[HungStore]:
+    store = HungStore(MemoryPageStore())
+    yield store
+    store.let_go()
+
+
+def test_a_dead_store_costs_one_deadline_and_comes_back_by_itself(
+    hung: HungStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = set(threading.enumerate())
+    store = BreakerStore(DeadlineStore(hung, 0.1, 1 << 20), QUICK, 0.1)
+    store_pages(store, [KEY])
+    hung.hang()
+    assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
+    for _ in range(1000):
+        assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
+        assert store_pages(store, [KEY]) == [SetResult.REJECTED]
+        assert store.contains([KEY]) == [False]
+        assert store.count_leading([KEY]) == 0
+        assert store.remove([KEY]) == 0
+    assert store.describe().details["breaker"] == "open"
+    assert store.metrics.value("rejected", "breaker") == 5000
+    hung.let_go()
+    eventually(lambda: read_pages(store, [KEY])[0] == [GetResult.HIT] and store.state is CLOSED)
+    assert_hits(store, [KEY])
+    assert "tier memory is left out: a call did not end within 0.1 s" in caplog.text
+    assert "tier memory answers again after" in caplog.text
+    assert "tier memory is in full use again" in caplog.text
+    assert store.metrics.value("breaker", "open") >= 1
+    store.close()
+    eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_probes_touch_neither_host_pages_nor_the_callers_thread() -> None:
+    inner = ScribblingStore(MemoryPageStore())
+    seen: set[str] = set()
+    reads = inner.get
+
+    def get(batch: PageBatch) -> list[GetResult]:
+        seen.add(threading.current_thread().name)
+        return reads(batch)
+
+    inner.get = get  # type: ignore[method-assign]
+    failing = FailingStore(inner)
+    store = BreakerStore(failing, QUICK, None)
+    pages = HostPages([[100]], fill=0x77)
+    before = pages.snapshot()
+    for _ in range(3):
+        assert store.get(PageBatch([KEY], pages.buffers)) == [GetResult.ERROR]
+    assert store.state is OPEN
+    failing.active = False
+    eventually(lambda: store.state is HALF_OPEN)
+    assert seen == {"hicache-memory-probe"}
+    assert pages.snapshot() == before
+    store.close()
+
+
+@pytest.mark.parametrize("result", [GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED])
+def test_a_probe_without_an_answer_leaves_the_breaker_open(result: GetResult) -> None:
+    inner = FailingStore(MemoryPageStore(), get_result=GetResult.TIMEOUT)
+    store = BreakerStore(inner, QUICK, None)
+    read_pages(store, [KEY])
+    inner.get_result = result
+    eventually(lambda: store.metrics.value("breaker_probe", "bad") >= 2)
+    assert store.state is OPEN
+    store.close()
+
+
+def test_answers_are_no_failures() -> None:
+    """A cold cache, a page beyond capacity and a damaged page say that the tier works."""
+    inner = MemoryPageStore()
+    store = BreakerStore(inner, QUICK, None)
+    keys = page_keys(30)
+    for key in keys:
+        assert read_pages(store, [key])[0] == [GetResult.MISS]
+        inner.objects[key] = b"damaged"
+        assert read_pages(store, [key])[0] == [GetResult.CORRUPT]
+    refusing = BreakerStore(FailingStore(inner, set_result=SetResult.REJECTED), QUICK, None)
+    for key in keys:
+        store_pages(refusing, [key])
+    assert store.state is refusing.state is CLOSED
+    store.close()
+
+
+def test_a_store_that_raises_is_a_store_that_fails() -> None:
+    inner = RaisingStore(MemoryPageStore(), lambda: ConnectionResetError("gone"))
+    store = BreakerStore(inner, QUICK, None)
+    assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    assert store_pages(store, [KEY]) == [SetResult.ERROR]
+    assert store.contains([KEY]) == [False]
+    assert store.state is OPEN
+    store.close()
+
+
+def _with_clock(inner: PageStore, clock: Clock, timeout: float | None = 5.0) -> BreakerStore:
+    settings = BreakerSettings(slow_call=0.5, probe_interval=3600)
+    return BreakerStore(inner, settings, timeout, clock=clock)
+
+
+class TakingTime(PageStoreWrapper):
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__(MemoryPageStore())
+        self._clock = clock
+        self.seconds = seconds
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        self._clock.sleep(self.seconds)
+        return super().get(batch)
+
+    def count_leading(self, keys: list[bytes]) -> int:  # type: ignore[override]
+        self._clock.sleep(self.seconds)
+        return super().count_leading(keys)
+
+
+def test_a_pool_of_two_seconds_a_call_is_given_up_after_three_calls(clock: Clock) -> None:
+    store = _with_clock(TakingTime(clock, 2.0), clock)
+    store.count_leading([KEY])
+    read_pages(store, [KEY])
+    assert store.state is CLOSED
+    read_pages(store, [KEY])
+    assert store.state is OPEN
+    store.close()
+
+
+def test_a_look_up_that_takes_the_timeout_opens_at_once(clock: Clock) -> None:
+    store = _with_clock(TakingTime(clock, 5.0), clock)
+    store.count_leading([KEY])
+    assert store.state is OPEN
+    store.close()
+
+
+def test_a_large_read_may_take_the_time_of_its_bytes(clock: Clock) -> None:
+    inner = TakingTime(clock, 0.0)
+    store = _with_clock(inner, clock)
+    store_pages(store, [KEY], [30_000_000])
+    inner.seconds = 0.7  # 0.5 s and 0.3 s for the bytes are allowed
+    for _ in range(10):
+        assert read_pages(store, [KEY], [30_000_000])[0] == [GetResult.HIT]
+    assert store.state is CLOSED
+    store.close()
+
+
+def test_pages_that_arrived_before_the_deadline_speak_for_the_tier() -> None:
+    class Half(PageStoreWrapper):
+        def get(self, batch: PageBatch) -> list[GetResult]:
+            return [*super().get(batch)[:1], GetResult.TIMEOUT]
+
+    store = BreakerStore(Half(MemoryPageStore()), QUICK, None)
+    store_pages(store, [KEY, OTHER])
+    assert read_pages(store, [KEY, OTHER])[0] == [GetResult.HIT, GetResult.TIMEOUT]
+    assert store.state is CLOSED
+    store.close()
+
+
+def test_close_ends_the_probes_and_an_open_breaker_then_raises(hung: HungStore) -> None:
+    before = set(threading.enumerate())
+    store = BreakerStore(FailingStore(MemoryPageStore(), get_result=GetResult.TIMEOUT), QUICK, None)
+    read_pages(store, [KEY])
+    store.close()
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(StoreClosedError):
+        store.contains([KEY])
+
+
+def test_the_breaker_of_a_guarded_store_is_found() -> None:
+    store = BreakerStore(MemoryPageStore(), QUICK, None)
+    assert breaker_of(NegativeCacheStore(store, 1.0)) is store
+    assert breaker_of(MemoryPageStore()) is None

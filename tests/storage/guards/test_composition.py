@@ -1,0 +1,151 @@
+"""Which guards a tier gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+
+from hicache_ext.config import ExtraConfig, RemoteTierConfig, TierConfig, load_config
+from hicache_ext.config.schema import Allowed
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.guards import composition
+from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.composition import GuardPlan, guarded, plan_guards
+from hicache_ext.storage.guards.network_mounts import file_system_type, is_on_network
+from hicache_ext.storage.store import HostMemoryUser, PageStore
+from hicache_ext.testing.memory_store import MemoryPageStore
+
+MOUNTS = """\
+22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw
+30 22 0:40 / /mnt/pool rw,relatime shared:2 - nfs4 server:/pool rw,vers=4.2
+31 30 259:2 / /mnt/pool/local rw shared:3 - xfs /dev/nvme1n1 rw
+32 22 0:41 / /mnt/with\\040space rw - fuse.juicefs JuiceFS:x rw
+33 22 0:42 / /mnt/twice rw - nfs4 server:/a rw
+34 33 259:3 / /mnt/twice rw - ext4 /dev/nvme2n1 rw
+"""
+
+
+class PoolConfig(RemoteTierConfig):
+    type: Annotated[Literal["pool"], Allowed("pool")] = "pool"
+
+
+class TimelyPoolConfig(PoolConfig):
+    keeps_timeout: ClassVar[bool] = True
+
+
+def file_tier(**settings: Any) -> TierConfig:
+    tier = {"type": "file", "path": "/mnt/cache", "capacity": "1GiB", **settings}
+    return load_config(ExtraConfig.around({"tiers": {"disk": tier}})).tiers["disk"]
+
+
+def names(store: PageStore) -> list[str]:
+    found = []
+    while isinstance(store, DelegatingStore):
+        found.append(type(store).__name__.removesuffix("Store"))
+        store = store.inner
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "is_on_network", lambda path: path.startswith("/nfs"))
+
+
+def test_a_local_disk_has_no_guards_so_that_reads_go_straight_into_host_pages() -> None:
+    assert plan_guards(file_tier()).timeout is None
+    store = MemoryPageStore()
+    assert guarded(store, plan_guards(file_tier())) is store
+
+
+def test_a_network_file_system_and_a_pool_get_all_of_them() -> None:
+    everything = ["ExistsBudget", "NegativeCache", "Breaker", "ConcurrencyLimit", "Deadline", "Retry"]
+    for tier in (file_tier(path="/nfs/cache"), file_tier(path=["/mnt/a", "/nfs/b"]), PoolConfig()):
+        store = guarded(MemoryPageStore(), plan_guards(tier))
+        assert names(store) == everything
+        store.close()
+
+
+def test_a_store_that_keeps_its_timeout_reads_straight_into_host_pages() -> None:
+    plan = plan_guards(TimelyPoolConfig(timeout="2s"))
+    assert plan.timeout == 2.0 and plan.store_keeps_timeout
+    assert "Deadline" not in names(guarded(MemoryPageStore(), plan))
+
+
+def test_a_timeout_on_a_local_disk_brings_what_makes_it_useful() -> None:
+    store = guarded(MemoryPageStore(), plan_guards(file_tier(timeout="2s")))
+    assert names(store) == ["ExistsBudget", "Breaker", "ConcurrencyLimit", "Deadline"]
+    store.close()
+
+
+def test_the_timeout_of_a_network_file_system_can_be_switched_off() -> None:
+    plan = plan_guards(file_tier(path="/nfs/cache", timeout="off"))
+    assert plan.timeout is None
+    assert "Deadline" not in names(guarded(MemoryPageStore(), plan))
+
+
+def test_every_key_reaches_its_guard() -> None:
+    guards = {
+        "retries": 3,
+        "breaker": True,
+        "slow_call": "2s",
+        "probe_interval": "3s",
+        "slow_start": "4s",
+        "negative_cache": "5s",
+        "concurrency": 6,
+        "exists_budget": "7ms",
+        "bounce_memory": "8MiB",
+    }
+    assert plan_guards(file_tier(timeout="9s", guards=guards)) == GuardPlan(
+        timeout=9.0,
+        bounce_memory=8 << 20,
+        retries=3,
+        breaker=BreakerSettings(2.0, 3.0, 4.0),
+        negative_cache=5.0,
+        concurrency=6,
+        exists_budget=0.007,
+    )
+
+
+def test_every_guard_can_be_left_out() -> None:
+    off = {"retries": 0, "breaker": False, "negative_cache": "off", "exists_budget": False}
+    store = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig(guards=off)))
+    assert names(store) == ["ConcurrencyLimit"]
+
+
+def test_guards_forward_optional_abilities() -> None:
+    class Registering(MemoryPageStore):
+        regions = 0
+
+        def register_host_memory(self, regions: list[memoryview]) -> None:
+            self.regions += len(regions)
+
+    inner = Registering()
+    store = guarded(inner, plan_guards(TimelyPoolConfig()))
+    assert isinstance(store, HostMemoryUser)
+    store.register_host_memory([memoryview(bytearray(8))])
+    assert inner.regions == 1
+    plain = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig()))
+    assert isinstance(plain, HostMemoryUser)
+    plain.register_host_memory([memoryview(bytearray(8))])  # nothing to do
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "network"),
+    [
+        ("/home/x", "ext4", False),
+        ("/mnt/pool/cache/not/there/yet", "nfs4", True),
+        ("/mnt/poolside", "ext4", False),
+        ("/mnt/pool/local/cache", "xfs", False),
+        ("/mnt/with space/cache", "fuse.juicefs", True),
+        ("/mnt/twice", "ext4", False),
+    ],
+)
+def test_the_file_system_is_told_by_the_longest_mount(path: str, kind: str, network: bool) -> None:
+    assert file_system_type(path, MOUNTS) == kind
+    assert is_on_network(path, MOUNTS) is network
+
+
+def test_the_file_system_of_this_machine_is_known(tmp_path: Path) -> None:
+    assert file_system_type(str(tmp_path / "not there yet"))

@@ -1,0 +1,156 @@
+"""The PageStore suite over guarded stores: a guard around a healthy store changes nothing that a caller can see."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.breaker_store import BreakerStore
+from hicache_ext.storage.guards.composition import GuardPlan, guarded
+from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
+from hicache_ext.storage.guards.deadline import DeadlineStore
+from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
+from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
+from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.store import PageStore
+from hicache_ext.testing.conformance.page_store import PageStoreTests
+from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.raw_access import RawFiles, RawObjects, RawSlots
+
+MIB = 1 << 20
+LONG = 60.0
+"""Seconds that no call here comes near: what is tested is that nothing else changes."""
+
+PLAN = GuardPlan(
+    timeout=LONG,
+    bounce_memory=64 * MIB,
+    retries=2,
+    breaker=BreakerSettings(slow_call=LONG),
+    concurrency=16,
+    exists_budget=LONG,
+)
+
+
+class _OverMemory(PageStoreTests):
+    def guard(self, store: PageStore) -> PageStore:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def inner(self):
+        return MemoryPageStore()
+
+    @pytest.fixture
+    def store(self, inner):
+        store = self.guard(inner)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def raw(self, inner):
+        return RawObjects(inner)
+
+    @pytest.fixture
+    def reopen(self, inner):
+        return lambda: self.guard(MemoryPageStore(objects=inner.objects))
+
+
+class TestDeadline(_OverMemory):
+    def guard(self, store):
+        return DeadlineStore(store, LONG, 64 * MIB)
+
+
+class TestDeadlineWithLittleMemory(_OverMemory):
+    def guard(self, store):
+        return DeadlineStore(store, LONG, 4 * MIB)
+
+
+class TestRetry(_OverMemory):
+    def guard(self, store):
+        return RetryStore(store, 2, LONG)
+
+
+class TestBreaker(_OverMemory):
+    def guard(self, store):
+        return BreakerStore(store, BreakerSettings(slow_call=LONG), LONG)
+
+
+class TestNegativeCache(_OverMemory):
+    """Without what other writers do, which it sees when an entry's life is over (test_small_guards.py)."""
+
+    def guard(self, store):
+        return NegativeCacheStore(store, LONG)
+
+
+class TestConcurrency(_OverMemory):
+    def guard(self, store):
+        return ConcurrencyLimitStore(store, 3, None)
+
+
+class TestExistsBudget(_OverMemory):
+    def guard(self, store):
+        return ExistsBudgetStore(store, LONG)
+
+
+class TestExistsBudgetOnTheSchedulersThread(TestExistsBudget):
+    @pytest.fixture(autouse=True)
+    def _scheduler(self):
+        with answering_at_once():
+            yield
+
+
+class TestLateOpen(_OverMemory):
+    def guard(self, store):
+        return LateStore(store.name, "memory", lambda: store, first_wait=LONG)
+
+
+class TestAllGuards(_OverMemory):
+    def guard(self, store):
+        return guarded(store, PLAN)
+
+
+class TestGuardedPageFiles(PageStoreTests):
+    def open(self, directory):
+        return guarded(PageFileStore("disk", [directory], capacity=None), PLAN)
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        store = self.open(tmp_path)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def raw(self, tmp_path):
+        return RawFiles(tmp_path)
+
+    @pytest.fixture
+    def reopen(self, tmp_path):
+        return lambda: self.open(tmp_path)
+
+
+class TestGuardedSlabs(PageStoreTests):
+    """The index is read on the threads of the deadline guard."""
+
+    def open(self, directory):
+        return SlabStore("disk", [directory], capacity=256 * MIB)
+
+    @pytest.fixture
+    def inner(self, tmp_path):
+        return self.open(tmp_path)
+
+    @pytest.fixture
+    def store(self, inner):
+        store = guarded(inner, PLAN)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def raw(self, inner):
+        return RawSlots(inner)
+
+    @pytest.fixture
+    def reopen(self, tmp_path):
+        return lambda: guarded(self.open(tmp_path), PLAN)

@@ -1,0 +1,275 @@
+"""The deadline guard: time, memory, and what is left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.guards.bounce import BounceMemory
+from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS, DeadlineStore
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.conformance.pages import (
+    HostPages,
+    assert_hits,
+    filled,
+    page_keys,
+    payload_of,
+    read_pages,
+    store_pages,
+)
+from hicache_ext.testing.faults import PageStoreWrapper, RaisingStore
+from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.guards.hung import KEY, HungStore, ScribblingStore, eventually
+
+TIMEOUT = 0.1
+MIB = 1 << 20
+HANG_BOUND = 10.0
+"""Far above any deadline here: it only tells a deadline from none."""
+
+
+@pytest.fixture
+def hung() -> Iterator[HungStore]:
+    store = HungStore(MemoryPageStore())
+    yield store
+    store.let_go()
+
+
+def guard(store: PageStoreWrapper, bounce: int = MIB, timeout: float = TIMEOUT) -> DeadlineStore:
+    return DeadlineStore(store, timeout, bounce)
+
+
+def test_each_call_of_a_hung_store_ends_and_says_so(hung: HungStore) -> None:
+    store = guard(hung)
+    store_pages(store, [KEY])
+    hung.hang()
+    begun = time.monotonic()
+    assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
+    assert store_pages(store, [KEY]) == [SetResult.TIMEOUT]
+    assert store.contains([KEY]) == [False]
+    assert store.count_leading([KEY]) == 0
+    assert store.remove([KEY]) == 0
+    assert store.clear(None) == 0
+    assert time.monotonic() - begun < HANG_BOUND
+    assert store.metrics.value("timeout", "get") == 1
+    assert store.metrics.value("timeout", "count_leading") == 1
+    hung.let_go()
+    eventually(lambda: store.stuck_calls == 0)
+    assert store.metrics.value("late") == 6
+    store.close()
+
+
+def test_a_late_read_touches_no_host_page() -> None:
+    inner = ScribblingStore(MemoryPageStore())
+    store = guard(inner)
+    store_pages(store, [KEY])
+    inner.hang()
+    pages = HostPages([[1000]], fill=0x77)
+    before = pages.snapshot()
+    assert store.get(PageBatch([KEY], pages.buffers)) == [GetResult.TIMEOUT]
+    assert pages.snapshot() == before
+    inner.let_go()
+    eventually(lambda: store.stuck_calls == 0)
+    assert pages.snapshot() == before
+    store.close()
+
+
+def test_a_late_write_stores_what_the_pages_held_when_it_was_called(hung: HungStore) -> None:
+    store = guard(hung)
+    hung.hang()
+    pages = filled([KEY], [[600, 400]])
+    assert store.set(PageBatch([KEY], pages.buffers)) == [SetResult.TIMEOUT]
+    pages.write(0, b"\xee" * 1000)  # SGLang has given the host pages to another request
+    hung.let_go()
+    eventually(lambda: store.stuck_calls == 0)
+    assert_hits(store, [KEY])
+    store.close()
+
+
+def test_pages_that_are_no_hit_leave_the_host_pages_as_they_were() -> None:
+    store = guard(PageStoreWrapper(MemoryPageStore()))
+    pages = HostPages([[500]], fill=0x77)
+    before = pages.snapshot()
+    assert store.get(PageBatch([KEY], pages.buffers)) == [GetResult.MISS]
+    assert pages.snapshot() == before
+    store.close()
+
+
+def test_too_many_calls_left_behind_are_refused_at_once(hung: HungStore) -> None:
+    store = guard(hung, timeout=0.02)
+    hung.hang()
+    for _ in range(MOST_STUCK_CALLS):
+        assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
+    calls = hung.calls
+    assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
+    assert store_pages(store, [KEY]) == [SetResult.REJECTED]
+    assert store.contains([KEY]) == [False]
+    assert hung.calls == calls == MOST_STUCK_CALLS
+    hung.let_go()
+    eventually(lambda: store.stuck_calls == 0)
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    store.close()
+
+
+def test_calls_left_behind_keep_their_memory_until_they_end(hung: HungStore) -> None:
+    store = guard(hung, bounce=MIB, timeout=0.05)
+    keys = page_keys(3)
+    hung.hang()
+    for key in keys[:2]:
+        assert read_pages(store, [key], [400_000])[0] == [GetResult.TIMEOUT]
+    # Nobody who is in time will give back enough: no waiting.
+    assert read_pages(store, keys[2:], [400_000])[0] == [GetResult.REJECTED]
+    assert hung.waiting == 2
+    hung.let_go()
+    eventually(lambda: store.stuck_calls == 0)
+    assert store_pages(store, keys, [400_000]) == [SetResult.STORED] * 3
+    assert_hits(store, keys, [400_000])
+    assert store._bounce.lent == 0
+    store.close()
+
+
+def test_a_batch_larger_than_the_bounce_memory_goes_through_in_portions() -> None:
+    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB, timeout=30)
+    keys = page_keys(100)
+    assert store_pages(store, keys, [50_000, 3]) == [SetResult.STORED] * 100
+    assert_hits(store, keys, [3, 50_000])
+    store.close()
+
+
+def test_a_page_larger_than_the_bounce_memory_is_refused_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB, timeout=30)
+    small, large = page_keys(2)
+    sizes = [[1000], [MIB + 1]]
+    for _ in range(2):
+        results = store.set(PageBatch([small, large], filled([small, large], sizes).buffers))
+        assert results[0].durable and results[1] is SetResult.REJECTED
+    assert caplog.text.count("larger than guards.bounce_memory") == 1
+    store.close()
+
+
+def test_a_store_that_raises_has_failed() -> None:
+    store = guard(RaisingStore(MemoryPageStore(), lambda: ConnectionResetError("gone")))
+    assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    assert store_pages(store, [KEY]) == [SetResult.ERROR]
+    assert store.contains([KEY]) == [False]
+    assert store._bounce.lent == 0
+    store.close()
+
+
+def test_close_does_not_wait_for_a_store_that_hangs(hung: HungStore, caplog: pytest.LogCaptureFixture) -> None:
+    before = set(threading.enumerate())
+    store = guard(hung)
+    hung.hang()
+    assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
+    begun = time.monotonic()
+    store.close()
+    assert time.monotonic() - begun < HANG_BOUND
+    assert "1 calls hang in the store" in caplog.text
+    with pytest.raises(StoreClosedError):
+        store.contains([KEY])
+    hung.let_go()
+    eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_close_closes_a_store_of_which_many_calls_hang(hung: HungStore) -> None:
+    store = guard(hung, timeout=0.02)
+    hung.hang()
+    for _ in range(MOST_STUCK_CALLS + 1):
+        store.contains([KEY])
+    store.close()
+    with pytest.raises(StoreClosedError):
+        hung.inner.contains([KEY])
+
+
+def test_a_store_that_registers_memory_is_told_of_the_bounce_memory_alone() -> None:
+    class Registering(MemoryPageStore):
+        regions: list[memoryview]
+
+        def register_host_memory(self, regions: Sequence[memoryview]) -> None:
+            self.regions = [*getattr(self, "regions", []), *regions]
+
+    inner = Registering()
+    store = guard(PageStoreWrapper(inner))
+    host = memoryview(bytearray(4096))
+    store.register_host_memory([host])
+    store.register_host_memory([host])
+    (region,) = inner.regions
+    assert region.nbytes == MIB and region is not host
+    store.close()
+
+
+def test_a_diagnosis_that_hangs_is_a_finding(hung: HungStore) -> None:
+    class Diagnosed(PageStoreWrapper):
+        def diagnose(self) -> list[Finding]:
+            hung.before_call()
+            return [Finding("server", Level.OK, "answers")]
+
+    store = guard(Diagnosed(hung.inner))
+    assert [finding.level for finding in store.diagnose()] == [Level.OK]
+    hung.hang()
+    (finding,) = store.diagnose()
+    assert finding.level is Level.ERROR and "no answer within 0.1 s" in finding.seen
+    store.close()
+
+
+def test_eight_threads_share_little_bounce_memory() -> None:
+    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB, timeout=60)
+    keys = page_keys(40)
+    problems: list[BaseException] = []
+
+    def use(seed: int) -> None:
+        try:
+            for _ in range(5):
+                assert all(result.durable for result in store_pages(store, keys[seed:], [20_000]))
+                assert_hits(store, keys[seed:], [20_000])
+        except BaseException as error:  # noqa: BLE001 - reported by the test's own thread
+            problems.append(error)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert store._bounce.lent == 0
+    store.close()
+
+
+def test_bounce_memory_is_merged_when_it_comes_back() -> None:
+    memory = BounceMemory(5 * 4096)
+    now = time.monotonic()
+    leases = [memory.take(4000, now) for _ in range(5)]
+    assert all(leases) and memory.take(1, now) is None
+    for number in (3, 1, 0, 2, 4):
+        lease = leases[number]
+        assert lease is not None
+        memory.give_back(lease)
+    whole = memory.take(5 * 4096, now)
+    assert whole is not None and whole.memory.nbytes == 5 * 4096
+
+
+def test_pieces_of_bounce_memory_never_overlap() -> None:
+    memory = BounceMemory(64 * 4096)
+    now = time.monotonic()
+    held = [(number, memory.take(4096 * (number % 5 + 1), now)) for number in range(15)]
+    for number, lease in held:
+        assert lease is not None
+        lease.memory[:] = bytes([number]) * lease.memory.nbytes
+    for number, lease in held:
+        assert lease is not None and bytes(lease.memory) == bytes([number]) * lease.memory.nbytes
+
+
+def test_the_payload_of_every_page_of_a_batch_reaches_its_own_segments() -> None:
+    store = guard(PageStoreWrapper(MemoryPageStore()), timeout=30)
+    keys = page_keys(6)
+    sizes = [[1], [5000, 1], [3, 3, 3], [4096], [1, 4095], [7]]
+    store.set(PageBatch(keys, filled(keys, sizes).buffers))
+    pages = HostPages(sizes)
+    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.HIT] * 6
+    pages.assert_guards_intact()
+    assert [pages.payload(n) for n in range(6)] == [payload_of(k, sum(s)) for k, s in zip(keys, sizes, strict=True)]
+    store.close()

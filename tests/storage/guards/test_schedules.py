@@ -1,0 +1,12 @@
+"""A short form of the campaign (``make guards-campaign``): any order of calls and faults over guarded tiers."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+from tests.storage.guards.schedules import GuardedTiersMachine
+
+TestGuardedTiers = GuardedTiersMachine.TestCase
+TestGuardedTiers.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)

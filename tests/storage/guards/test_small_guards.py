@@ -1,0 +1,346 @@
+"""Retry, negative cache, concurrency limit, exists budget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
+from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
+from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
+from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, payload_of, read_pages, store_pages
+from hicache_ext.testing.faults import PageStoreWrapper
+from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore, eventually
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def hung() -> Iterator[HungStore]:
+    store = HungStore(MemoryPageStore())
+    yield store
+    store.let_go()
+
+
+# -- retry -------------------------------------------------------------------------------------------------------------
+
+
+class Flaky(PageStoreWrapper):
+    """The first ``failures`` transfers of each page fail; ``batches`` are the keys of each call."""
+
+    def __init__(self, failures: int, result: GetResult = GetResult.ERROR) -> None:
+        super().__init__(MemoryPageStore())
+        self._left: dict[bytes, int] = {}
+        self._failures = failures
+        self._result = result
+        self.batches: list[Sequence[bytes]] = []
+
+    def _fails(self, key: bytes) -> bool:
+        left = self._left.setdefault(key, self._failures if key == KEY else 0)
+        self._left[key] = left - 1
+        return left > 0
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        self.batches.append(batch.keys)
+        results = super().get(batch)
+        return [self._result if self._fails(k) else r for k, r in zip(batch.keys, results, strict=True)]
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        self.batches.append(batch.keys)
+        results = super().set(batch)
+        return [SetResult.ERROR if self._fails(k) else r for k, r in zip(batch.keys, results, strict=True)]
+
+
+def test_only_the_pages_that_failed_are_tried_again(clock: Clock) -> None:
+    inner = Flaky(failures=1)
+    store = RetryStore(inner, 2, 10.0, clock=clock, sleep=clock.sleep)
+    store_pages(inner.inner, [KEY, OTHER])
+    results, payloads = read_pages(store, [OTHER, KEY])
+    assert results == [GetResult.HIT, GetResult.HIT]
+    assert payloads == [payload_of(OTHER, 1000), payload_of(KEY, 1000)]
+    assert inner.batches == [[OTHER, KEY], [KEY]]
+    assert store.metrics.value("retry", "get") == 1
+
+
+def test_a_write_that_failed_after_all_had_been_stored_is_durable(clock: Clock) -> None:
+    store = RetryStore(Flaky(failures=1), 1, 10.0, clock=clock, sleep=clock.sleep)
+    assert store_pages(store, [KEY]) == [SetResult.EXISTS]
+
+
+def test_retries_are_bounded(clock: Clock) -> None:
+    inner = Flaky(failures=100)
+    store = RetryStore(inner, 3, 10.0, clock=clock, sleep=clock.sleep)
+    assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    assert len(inner.batches) == 4
+
+
+def test_no_retry_begins_when_a_quarter_of_the_time_is_gone(clock: Clock) -> None:
+    class Slow(Flaky):
+        def get(self, batch: PageBatch) -> list[GetResult]:
+            clock.sleep(2.6)
+            return super().get(batch)
+
+    inner = Slow(failures=1)
+    store = RetryStore(inner, 3, 10.0, clock=clock, sleep=clock.sleep)
+    assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    assert len(inner.batches) == 1
+
+
+@pytest.mark.parametrize("result", [r for r in GetResult if r is not GetResult.ERROR])
+def test_answers_are_not_asked_for_twice(clock: Clock, result: GetResult) -> None:
+    inner = Flaky(failures=100, result=result)
+    store = RetryStore(inner, 3, 10.0, clock=clock, sleep=clock.sleep)
+    assert read_pages(store, [KEY])[0] == [result]
+    assert len(inner.batches) == 1
+
+
+# -- negative cache ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counting() -> CountingStore:
+    return CountingStore(MemoryPageStore())
+
+
+def test_an_absent_page_is_asked_for_once_in_its_life(counting: CountingStore, clock: Clock) -> None:
+    store = NegativeCacheStore(counting, 1.0, clock=clock)
+    for _ in range(5):
+        assert read_pages(store, [KEY])[0] == [GetResult.MISS]
+        assert store.contains([KEY]) == [False]
+        assert store.count_leading([KEY, OTHER]) == 0
+    assert counting.calls == 1
+    store_pages(counting.inner, [KEY])  # another process
+    assert store.contains([KEY]) == [False]
+    clock.sleep(1.01)
+    assert store.contains([KEY]) == [True]
+    assert_hits(store, [KEY])
+
+
+def test_own_writes_are_seen_at_once(counting: CountingStore, clock: Clock) -> None:
+    store = NegativeCacheStore(counting, 1.0, clock=clock)
+    assert store.contains([KEY, OTHER]) == [False, False]
+    store_pages(store, [KEY])
+    assert store.contains([KEY, OTHER]) == [True, False]
+    assert_hits(store, [KEY])
+
+
+def test_only_the_first_gap_of_a_chain_is_remembered(counting: CountingStore, clock: Clock) -> None:
+    store = NegativeCacheStore(counting, 1.0, clock=clock)
+    keys = page_keys(5)
+    store_pages(counting.inner, [keys[0], keys[1], keys[3]])
+    assert store.count_leading(keys) == 2
+    assert store.count_leading(keys) == 2
+    assert store.contains(keys) == [True, True, False, True, False]
+    assert store.metrics.value("negative_cache", "hit") == 4
+
+
+def test_a_mixed_batch_asks_only_for_what_may_be_there(counting: CountingStore, clock: Clock) -> None:
+    store = NegativeCacheStore(counting, 1.0, clock=clock)
+    store_pages(store, [OTHER])
+    assert read_pages(store, [KEY])[0] == [GetResult.MISS]
+    results, payloads = read_pages(store, [KEY, OTHER])
+    assert results == [GetResult.MISS, GetResult.HIT]
+    assert payloads[1] == payload_of(OTHER, 1000)
+    assert store.inner.metrics.value("get", "miss") == 1
+
+
+def test_a_look_up_that_a_write_overtakes_remembers_nothing(hung: HungStore) -> None:
+    """The look-up has seen the page absent and has not returned when the write of the page ends."""
+
+    class LateAnswer(PageStoreWrapper):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            answer = super().contains(keys)
+            hung.before_call()
+            return answer
+
+    store = NegativeCacheStore(LateAnswer(hung.inner), 60.0)
+    hung.hang()
+    looking = threading.Thread(target=store.contains, args=([KEY],))
+    looking.start()
+    eventually(lambda: hung.waiting == 1)
+    store_pages(store, [KEY])
+    hung.let_go()
+    looking.join()
+    assert store.contains([KEY]) == [True]
+
+
+def test_trouble_is_not_absence(clock: Clock) -> None:
+    inner = Flaky(failures=1)
+    store = NegativeCacheStore(inner, 60.0, clock=clock)
+    store_pages(inner.inner, [KEY])
+    assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
+    assert_hits(store, [KEY])
+
+
+@pytest.mark.parametrize("event", ["error", "timeout", "rejected"])
+def test_a_look_up_that_failed_teaches_nothing(clock: Clock, event: str) -> None:
+    """Found by the campaign: a page that had been stored was a MISS after a look-up while the tier was out."""
+
+    class Out(PageStoreWrapper):
+        def contains(self, keys: Sequence[bytes]) -> list[bool]:
+            self.metrics.add(event, "out")
+            return [False] * len(keys)
+
+        def count_leading(self, keys: Sequence[bytes]) -> int:
+            return 0 if not any(self.contains(keys)) else len(keys)
+
+    inner = Out(MemoryPageStore())
+    store = NegativeCacheStore(inner, 60.0, clock=clock)
+    store_pages(inner, [KEY])
+    assert store.contains([KEY]) == [False]
+    assert store.count_leading([KEY]) == 0
+    assert_hits(store, [KEY])
+
+
+def test_the_negative_cache_is_bounded(counting: CountingStore, clock: Clock) -> None:
+    store = NegativeCacheStore(counting, 60.0, most_entries=10, clock=clock)
+    store.contains(page_keys(1000))
+    assert len(store._absent) == 10
+
+
+# -- concurrency -------------------------------------------------------------------------------------------------------
+
+
+def test_more_calls_than_the_limit_wait_or_are_refused(hung: HungStore) -> None:
+    store = ConcurrencyLimitStore(hung, 2, patience=0.05)
+    store_pages(store, [KEY])
+    hung.hang()
+    results: list[int] = []
+    callers = [threading.Thread(target=lambda: results.append(store.count_leading([KEY]))) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    eventually(lambda: hung.waiting == 2)
+    assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
+    assert store_pages(store, [KEY]) == [SetResult.REJECTED]
+    assert store.contains([KEY]) == [False]
+    assert hung.waiting == 2
+    assert store.metrics.value("rejected", "concurrency") == 3
+    hung.let_go()
+    for caller in callers:
+        caller.join()
+    assert results == [1, 1]
+    assert_hits(store, [KEY])
+
+
+def test_a_caller_that_waits_gets_its_turn(hung: HungStore) -> None:
+    store = ConcurrencyLimitStore(hung, 1, patience=None)
+    store_pages(store, [KEY])
+    hung.hang()
+    results: list[int] = []
+    callers = [threading.Thread(target=lambda: results.append(store.count_leading([KEY]))) for _ in range(5)]
+    for caller in callers:
+        caller.start()
+    eventually(lambda: hung.waiting == 1)
+    hung.let_go()
+    for caller in callers:
+        caller.join()
+    assert results == [1] * 5
+
+
+# -- exists budget -----------------------------------------------------------------------------------------------------
+
+
+def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungStore) -> None:
+    store = ExistsBudgetStore(hung, 0.02)
+    keys = page_keys(5)
+    store_pages(hung.inner, keys[:3])
+    hung.hang()
+    with answering_at_once():
+        assert store.count_leading(keys) == 0
+        assert store.contains(keys) == [False] * 5
+    hung.let_go()
+    eventually(lambda: hung.waiting == 0)
+    eventually(lambda: store._present)
+    hung.hang()
+    with answering_at_once():
+        assert store.count_leading(keys) == 3
+        assert store.contains(keys) == [True, True, True, False, False]
+    hung.let_go()
+    store.close()
+
+
+def test_a_store_in_time_answers_the_scheduler_exactly(clock: Clock) -> None:
+    store = ExistsBudgetStore(MemoryPageStore(), 10.0, clock=clock)
+    keys = page_keys(4)
+    store_pages(store, [keys[0], keys[1], keys[3]])
+    with answering_at_once():
+        assert store.count_leading(keys) == 2
+        assert store.contains(keys) == [True, True, False, True]
+        assert store.count_leading(keys[3:]) == 1
+    store.close()
+
+
+def test_other_threads_go_straight_through(hung: HungStore) -> None:
+    store = ExistsBudgetStore(hung, 0.001)
+    store_pages(store, [KEY])
+    hung.hang()
+    results: list[int] = []
+    caller = threading.Thread(target=lambda: results.append(store.count_leading([KEY])))
+    caller.start()
+    eventually(lambda: hung.waiting == 1)
+    hung.let_go()
+    caller.join()
+    assert results == [1]
+    store.close()
+
+
+def test_look_ups_of_a_hung_store_do_not_pile_up(hung: HungStore) -> None:
+    store = ExistsBudgetStore(hung, 0.001)
+    hung.hang()
+    with answering_at_once():
+        for key in page_keys(50):
+            assert store.count_leading([key]) == 0
+    assert hung.waiting <= 4
+    assert store.metrics.value("exists_budget", "busy") >= 46
+    hung.let_go()
+    store.close()
+
+
+def test_what_was_found_is_forgotten_when_it_goes() -> None:
+    clock = Clock()
+    inner = MemoryPageStore()
+    store = ExistsBudgetStore(inner, 10.0, clock=clock)
+    first, second, third = page_keys(3)
+    store_pages(store, [first, second, third])
+    with answering_at_once():
+        assert store.count_leading([first, second, third]) == 3
+        store.remove([third])
+        assert store.count_leading([first, second, third]) == 2
+        inner.remove([second])  # evicted, or another process
+        assert read_pages(store, [second])[0] == [GetResult.MISS]
+        assert store.count_leading([first, second]) == 1
+        inner.remove([first])
+        clock.sleep(60)
+        assert store.count_leading([first]) == 0
+
+
+def test_the_scheduler_does_not_wait_for_clear(hung: HungStore) -> None:
+    store = ExistsBudgetStore(hung, 0.01)
+    store_pages(store, [KEY])
+    hung.hang()
+    with answering_at_once():
+        assert store.clear([IDENTITY]) == 0
+    hung.let_go()
+    eventually(lambda: not hung.inner.objects)
+    store.close()
+
+
+def test_close_ends_its_threads(hung: HungStore) -> None:
+    before = set(threading.enumerate())
+    store = ExistsBudgetStore(hung, 0.01)
+    with answering_at_once():
+        store.count_leading([KEY])
+    store.close()
+    assert set(threading.enumerate()) <= before
+    with answering_at_once(), pytest.raises(StoreClosedError):
+        store.count_leading([KEY])
