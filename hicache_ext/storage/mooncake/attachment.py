@@ -104,6 +104,7 @@ class Attachment:
         """
         outcome: list[list[int] | Exception] = []
         left = False
+        started = time.monotonic()
 
         def run() -> None:
             try:
@@ -115,6 +116,7 @@ class Attachment:
                 if left:
                     self._abandoned -= 1
                     at_last()
+                    self._learn(answer, time.monotonic() - started)
                 self._condition.notify_all()
 
         # A daemon: a call that never ends must not keep the interpreter from ending.
@@ -128,6 +130,14 @@ class Attachment:
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
+
+    def _learn(self, answer: list[int] | Exception, seconds: float) -> None:
+        """From a call that was left behind: without this the next one would wait as long. The condition is held."""
+        codes = answer if isinstance(answer, list) else []
+        for code in codes:
+            self.report(code)
+        if any(code < 0 for code in codes):
+            self.rest(seconds)
 
     # -- host memory -----------------------------------------------------------------------------------------------
 

@@ -407,6 +407,11 @@ def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(
     assert pages.snapshot() == untouched
     engine.client.batch_get_into_multi_buffers = read
     assert read_pages(store, keys, [3000])[0] == [GetResult.HIT] * 3
+    # One that ends in vain makes the store rest.
+    engine.client.batch_get_into_multi_buffers = lambda names, *_: [threading.Event().wait(0.4) or -800 for _ in names]
+    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.TIMEOUT] * 3
+    threading.Event().wait(1.2)
+    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.REJECTED] * 3
     store.close()
 
 
