@@ -11,6 +11,7 @@ import pytest
 
 from hicache_ext.storage.tiered import TieredStore
 from hicache_ext.testing.host_pools import MHA_LAYOUTS, MLA_LAYOUTS, mha_pools, mla_pools
+from hicache_ext.testing.sglang_cpu import prepare_process
 
 pytestmark = pytest.mark.sglang
 
@@ -29,6 +30,7 @@ def test_a_pool_is_registered_once_and_every_page_lies_in_it(
         told.extend((ctypes.addressof(ctypes.c_char.from_buffer(region)), region.nbytes) for region in regions)
 
     monkeypatch.setattr(TieredStore, "register_host_memory", record)
+    prepare_process()
     host = make(layout=layout).host
     # Registers the pool twice, as SGLang does: as the anchor and as one of its pools.
     backend = open_backend(host, is_mla_model=make is mla_pools)

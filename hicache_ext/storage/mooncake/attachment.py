@@ -39,6 +39,8 @@ class Attachment:
         self._away = False
         self._resting_until = 0.0
         self._under_way = 0
+        self._abandoned = 0
+        """Calls that went on after their caller had left; they touch memory of the store alone."""
         self._closed = False
         self._stop = threading.Event()
         self._return_thread: threading.Thread | None = None
@@ -66,7 +68,7 @@ class Attachment:
         with self._condition:
             if self._closed:
                 raise StoreClosedError(self.name)
-            away = self._away or (not resting_too and time.monotonic() < self._resting_until)
+            away = self._away or self._abandoned > 0 or (not resting_too and time.monotonic() < self._resting_until)
             client = None if away else self._client
             self._under_way += 1
         try:
@@ -78,7 +80,7 @@ class Attachment:
 
     @property
     def attached(self) -> bool:
-        return not self._away and not self._closed and time.monotonic() >= self._resting_until
+        return not self._away and not self._closed and self._abandoned == 0 and time.monotonic() >= self._resting_until
 
     def report(self, code: int) -> None:
         """A call was answered with ``code``: without its master the pool is away until it answers again."""
@@ -93,6 +95,49 @@ class Attachment:
         pause = min(2 * seconds, _LONGEST_REST)
         logger.warning("hicache_ext: tier %s: a holder does not answer; resting %.1f s", self.name, pause)
         self._resting_until = time.monotonic() + pause
+
+    def call_bounded(self, call: Callable[[], list[int]], at_last: Callable[[], None]) -> list[int] | None:
+        """The answer of ``call``, which uses the client and memory of the store alone; None when it takes too long.
+
+        It cannot be stopped: then it goes on without its caller, and nothing else is let through until it has ended.
+        ``at_last`` is called when nothing uses the call's memory any more, unless ``call`` ended in time.
+        """
+        outcome: list[list[int] | Exception] = []
+        left = False
+        started = time.monotonic()
+
+        def run() -> None:
+            try:
+                answer: list[int] | Exception = call()
+            except Exception as error:  # noqa: BLE001 - raised by the caller's thread
+                answer = error
+            with self._condition:
+                outcome.append(answer)
+                if left:
+                    self._abandoned -= 1
+                    at_last()
+                    self._learn(answer, time.monotonic() - started)
+                self._condition.notify_all()
+
+        # A daemon: a call that never ends must not keep the interpreter from ending.
+        threading.Thread(target=run, name=f"hicache-{self.name}-call", daemon=True).start()
+        with self._condition:
+            if not self._condition.wait_for(lambda: bool(outcome), self.engine.tier.timeout):
+                left = True
+                self._abandoned += 1
+                logger.warning("hicache_ext: tier %s: no answer in %g s", self.name, self.engine.tier.timeout)
+                return None
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    def _learn(self, answer: list[int] | Exception, seconds: float) -> None:
+        """From a call that was left behind: without this the next one would wait as long. The condition is held."""
+        codes = answer if isinstance(answer, list) else []
+        for code in codes:
+            self.report(code)
+        if any(code < 0 for code in codes):
+            self.rest(seconds)
 
     # -- host memory -----------------------------------------------------------------------------------------------
 
@@ -174,10 +219,14 @@ class Attachment:
             self._closed = True
             self._stop.set()
             self._condition.wait_for(lambda: self._under_way == 0)
+            ended = self._condition.wait_for(lambda: self._abandoned == 0, self.engine.tier.timeout)
         if self._return_thread is not None:
             # Bounded by the library's own bounds: it may be inside a probe or a setup.
             self._return_thread.join()
-        if self._client is not None:
+        if not ended:
+            # To close the client under a call would crash the process.
+            logger.warning("hicache_ext: tier %s: a call has not ended; its client stays open", self.name)
+        elif self._client is not None:
             for address in self._registered:
                 self._client.unregister_buffer(address)
             self._registered.clear()

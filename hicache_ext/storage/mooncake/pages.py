@@ -6,12 +6,13 @@ object from eviction for as long as the master was told (10 s by default); so do
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hicache_ext import envelope
@@ -19,7 +20,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.mooncake import engine
 from hicache_ext.storage.mooncake.attachment import Attachment
-from hicache_ext.storage.mooncake.transfers import Portion, ScratchPool, gather, portions, scatter
+from hicache_ext.storage.mooncake.transfers import Portion, Scratch, ScratchPool, gather, portions, scatter
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class MooncakeStore:
         self._attachment = attachment
         self._scratch = ScratchPool(attachment.register)
         self._no_writes_until = 0.0
+        self._writing: set[bytes] = set()
+        self._writing_ended = threading.Condition()
         self._identities: set[bytes] = set()
         # Patterns of a clear() that has not reached the master: their pages are absent to this process.
         self._clearing: set[bytes | None] = set()
@@ -135,22 +138,39 @@ class MooncakeStore:
                 positions.append(position)
         if not positions:
             return results
-        scratch = self._scratch.borrow()
-        try:
+        with self._scratch.lent() as scratch:
             for chosen in _without_repeats(batch.keys, positions):
-                for portion in portions(batch, chosen, scratch):
-                    if not self._get_portion(client, batch, portion, results):
+                for portion in portions(batch, chosen, scratch.memory):
+                    if not self._get_portion(client, batch, portion, scratch, results):
                         return results
-        finally:
-            self._scratch.give_back(scratch)
         return results
 
-    def _get_portion(self, client: Any, batch: PageBatch, portion: Portion, results: list[GetResult]) -> bool:
+    def _call(self, portion: Portion, scratch: Scratch, call: Callable[[], list[int]]) -> list[int] | None:
+        """The codes of one call of the library; None when it was left behind, with the scratch memory."""
+        if not (portion.first and portion.in_scratch):
+            return call()
+        codes = self._attachment.call_bounded(call, at_last=lambda: self._scratch.give_back(scratch))
+        if codes is None:
+            scratch.left_behind = True
+            self._metrics.add("error", "timeout", len(portion.positions))
+        return codes
+
+    def _get_portion(
+        self, client: Any, batch: PageBatch, portion: Portion, scratch: Scratch, results: list[GetResult]
+    ) -> bool:
         """Read the pages of one portion; whether it makes sense to go on."""
         names = [self._object_name(batch.keys[position]) for position in portion.positions]
         started = time.monotonic()
-        codes = client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes)
+        codes = self._call(
+            portion,
+            scratch,
+            lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes),
+        )
         seconds = time.monotonic() - started
+        if codes is None:
+            for position in portion.positions:
+                results[position] = GetResult.TIMEOUT
+            return False
         bad: dict[str, str] = {}
         failed = False
         for number, (position, code) in enumerate(zip(portion.positions, codes, strict=True)):
@@ -272,20 +292,42 @@ class MooncakeStore:
             self._metrics.add("rejected", "full", len(positions))
             positions = []
         if positions and self._attachment.attached:
-            scratch = self._scratch.borrow()
-            try:
-                for portion in portions(batch, positions, scratch):
-                    if not self._set_portion(client, batch, portion, results):
-                        break
-            finally:
-                self._scratch.give_back(scratch)
+            self._write(client, batch, positions, results)
         for position, key in enumerate(batch.keys):
             # A key written twice in one batch: the first one's result counts.
             if first_of.get(key, position) != position and results[first_of[key]].durable:
                 results[position] = SetResult.EXISTS
         return results
 
-    def _set_portion(self, client: Any, batch: PageBatch, portion: Portion, results: list[SetResult]) -> bool:
+    def _write(self, client: Any, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
+        """Write the pages at ``positions``. A page that another thread is writing is waited for instead.
+
+        The library answers a put of an object that somebody else is still writing with success, before it can be read.
+        """
+        with self._writing_ended:
+            mine = [position for position in positions if batch.keys[position] not in self._writing]
+            claimed = {batch.keys[position] for position in mine}
+            self._writing |= claimed
+        try:
+            with self._scratch.lent() as scratch:
+                for portion in portions(batch, mine, scratch.memory):
+                    if not self._set_portion(client, batch, portion, scratch, results):
+                        break
+        finally:
+            with self._writing_ended:
+                self._writing -= claimed
+                self._writing_ended.notify_all()
+        others = [position for position in positions if batch.keys[position] not in claimed]
+        if others:
+            keys = [batch.keys[position] for position in others]
+            with self._writing_ended:
+                self._writing_ended.wait_for(lambda: self._writing.isdisjoint(keys))
+            for position, present in zip(others, self._contains(client, keys), strict=True):
+                results[position] = SetResult.EXISTS if present else SetResult.REJECTED
+
+    def _set_portion(
+        self, client: Any, batch: PageBatch, portion: Portion, scratch: Scratch, results: list[SetResult]
+    ) -> bool:
         """Write the pages of one portion; whether it makes sense to go on."""
         for number, position in enumerate(portion.positions):
             segments: Sequence[memoryview] = batch.buffers[position]
@@ -297,14 +339,20 @@ class MooncakeStore:
         waiting = list(range(len(portion.positions)))
         for attempt in range(1, _FULL_ATTEMPTS + 1):
             keys = [batch.keys[portion.positions[number]] for number in waiting]
-            started = time.monotonic()
-            codes = client.batch_put_from_multi_buffers(
+            put = functools.partial(
+                client.batch_put_from_multi_buffers,
                 [self._object_name(key) for key in keys],
                 [portion.addresses[number] for number in waiting],
                 [portion.sizes[number] for number in waiting],
                 self._attachment.engine.replicate_config([key[envelope.IDENTITY_LENGTH :].hex() for key in keys]),
             )
+            started = time.monotonic()
+            codes = self._call(portion, scratch, put)
             seconds = time.monotonic() - started
+            if codes is None:
+                for number in waiting:
+                    results[portion.positions[number]] = SetResult.TIMEOUT
+                return False
             for number, code in zip(waiting, codes, strict=True):
                 results[portion.positions[number]] = _SET_RESULTS.get(code, SetResult.ERROR)
                 self._attachment.report(code)

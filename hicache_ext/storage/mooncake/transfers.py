@@ -8,6 +8,7 @@ transfers at once, which bounds what a frozen holder costs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -29,9 +30,10 @@ GATHER_BYTES = 512 * 1024
 DIRECT_SEGMENTS = 4
 """Larger pages are gathered, too, when they are cut in more segments than this."""
 FIRST_TRANSFERS = 4
+FIRST_BYTES = 2 * 1024 * 1024
 TRANSFERS = 64
-"""Transfers in one call of the library. The first call of a batch is small, for holders that are frozen by then: every
-transfer to one is waited for, about 0.4 times the time-out each (measured)."""
+"""Transfers in one call of the library. The first call of a batch is small and made from scratch memory alone, so that
+its caller can leave it when a holder is frozen; in a later one each transfer to such a holder is waited for."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 
 
@@ -46,6 +48,12 @@ class Portion:
     addresses: list[list[int]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
     transfers: int = 0
+    first: bool = False
+
+    @property
+    def in_scratch(self) -> bool:
+        """Whether no host memory takes part."""
+        return None not in self.gathered
 
     def expected(self, number: int) -> int:
         return sum(self.sizes[number])
@@ -54,18 +62,22 @@ class Portion:
 def portions(batch: PageBatch, positions: Sequence[int], scratch: memoryview) -> Iterator[Portion]:
     """``positions`` of ``batch`` in order. Each portion uses ``scratch`` anew: finish it before asking for the next."""
     base = address_of(scratch)
-    portion = Portion()
-    used, limit = 0, FIRST_TRANSFERS
+    portion = Portion(first=True)
+    used, limit, room = 0, FIRST_TRANSFERS, min(FIRST_BYTES, scratch.nbytes)
     for position in positions:
         segments, payload_bytes = batch.buffers[position], batch.sizes[position]
-        gather = payload_bytes <= GATHER_BYTES or len(segments) > DIRECT_SEGMENTS
+        gather = portion.first or payload_bytes <= GATHER_BYTES or len(segments) > DIRECT_SEGMENTS
         # A page that no scratch memory can hold goes as it lies.
-        gather = gather and HEADER_LENGTH + payload_bytes <= scratch.nbytes
+        fits = HEADER_LENGTH + payload_bytes <= scratch.nbytes
+        gather = gather and fits
         need = HEADER_LENGTH + (payload_bytes if gather else 0)
         transfers = 1 if gather else 1 + len(segments)
-        if portion.positions and (used + need > scratch.nbytes or portion.transfers + transfers > limit):
+        if portion.positions and (used + need > room or portion.transfers + transfers > limit):
             yield portion
-            portion, used, limit = Portion(), 0, TRANSFERS
+            portion, used, limit, room = Portion(), 0, TRANSFERS, scratch.nbytes
+            gather = fits and (payload_bytes <= GATHER_BYTES or len(segments) > DIRECT_SEGMENTS)
+            need = HEADER_LENGTH + (payload_bytes if gather else 0)
+            transfers = 1 if gather else 1 + len(segments)
         portion.positions.append(position)
         portion.headers.append(scratch[used : used + HEADER_LENGTH])
         portion.gathered.append(scratch[used + HEADER_LENGTH : used + need] if gather else None)
@@ -98,6 +110,15 @@ def _copy(source: memoryview, target: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
+@dataclass(slots=True)
+class Scratch:
+    """Memory of ours that one call of the store uses."""
+
+    memory: memoryview
+    left_behind: bool = False
+    """A call of the library still uses it: whoever sees that end gives it back."""
+
+
 class ScratchPool:
     """Scratch memory that calls borrow; as many regions as there were ever calls at once. Any thread."""
 
@@ -106,7 +127,20 @@ class ScratchPool:
         self._lock = threading.Lock()
         self._free: list[memoryview] = []
 
-    def borrow(self) -> memoryview:
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[Scratch]:
+        scratch = Scratch(self._take())
+        try:
+            yield scratch
+        finally:
+            if not scratch.left_behind:
+                self.give_back(scratch)
+
+    def give_back(self, scratch: Scratch) -> None:
+        with self._lock:
+            self._free.append(scratch.memory)
+
+    def _take(self) -> memoryview:
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -117,7 +151,3 @@ class ScratchPool:
             # Its transfers will fail with a code, which is a result; this would not be one.
             logger.warning("hicache_ext: %s", error)
         return region
-
-    def give_back(self, region: memoryview) -> None:
-        with self._lock:
-            self._free.append(region)

@@ -19,6 +19,7 @@ from hicache_ext.storage.mooncake.engine import environment
 from hicache_ext.storage.mooncake.pages import MooncakeStore
 from hicache_ext.storage.mooncake.transfers import (
     DIRECT_SEGMENTS,
+    FIRST_BYTES,
     FIRST_TRANSFERS,
     GATHER_BYTES,
     HEADER_LENGTH,
@@ -298,9 +299,13 @@ def test_large_pages_lie_where_they_are_and_small_or_scattered_ones_are_gathered
     seen = []
     for portion in portions(batch, range(len(sizes)), scratch):
         assert sum(map(len, portion.sizes)) == portion.transfers <= (TRANSFERS if seen else FIRST_TRANSFERS)
+        assert portion.first == (not seen)
+        if portion.first:
+            assert portion.in_scratch
+            assert len(portion.positions) == 1 or sum(map(sum, portion.sizes)) <= FIRST_BYTES
         for number, position in enumerate(portion.positions):
             assert portion.expected(number) == HEADER_LENGTH + sum(sizes[position])
-            assert len(portion.sizes[number]) == (3 if position < 20 else 1)
+            assert len(portion.sizes[number]) == (3 if position < 20 and seen else 1)
         places = [
             (address, address + size)
             for addresses, lengths in zip(portion.addresses, portion.sizes, strict=True)
@@ -372,3 +377,76 @@ def test_what_is_cleared_while_the_master_is_away_is_removed_before_the_first_ca
     assert store.contains(keys) == [False, False]
     assert store_pages(store, keys) == [SetResult.STORED] * 2
     assert read_pages(store, keys)[0] == [GetResult.HIT] * 2
+
+
+def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(tier, engine):
+    engine.tier = tier.model_copy(update={"timeout": 0.2})
+    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    keys = page_keys(3)
+    store_pages(store, keys, [3000])
+    go_on, ended = threading.Event(), threading.Event()
+    read = engine.client.batch_get_into_multi_buffers
+
+    def hang(names, addresses, sizes):
+        go_on.wait(20)
+        answer = read(names, addresses, sizes)
+        ended.set()
+        return answer
+
+    engine.client.batch_get_into_multi_buffers = hang
+    pages = HostPages([[3000]] * 3, fill=0x5A)
+    untouched = pages.snapshot()
+    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.TIMEOUT] * 3
+    assert not store.attached
+    assert read_pages(store, keys, [3000])[0] == [GetResult.REJECTED] * 3
+    assert store_pages(store, keys, [3000]) == [SetResult.REJECTED] * 3
+    # The late bytes arrive, and not in the caller's memory.
+    go_on.set()
+    assert ended.wait(10)
+    wait_until(lambda: store.attached)
+    assert pages.snapshot() == untouched
+    engine.client.batch_get_into_multi_buffers = read
+    assert read_pages(store, keys, [3000])[0] == [GetResult.HIT] * 3
+    # One that ends in vain makes the store rest.
+    engine.client.batch_get_into_multi_buffers = lambda names, *_: [threading.Event().wait(0.4) or -800 for _ in names]
+    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.TIMEOUT] * 3
+    threading.Event().wait(1.2)
+    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.REJECTED] * 3
+    store.close()
+
+
+def test_a_client_with_a_call_that_never_ends_is_not_closed_under_it(tier, engine):
+    engine.tier = tier.model_copy(update={"timeout": 0.2})
+    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    go_on = threading.Event()
+    engine.client.batch_put_from_multi_buffers = lambda names, *_: [go_on.wait(20) and 0 for _ in names]
+    assert store_pages(store, page_keys(2)) == [SetResult.TIMEOUT] * 2
+    store.close()
+    assert not engine.client.closed
+    go_on.set()
+
+
+def test_a_page_that_another_thread_is_writing_is_waited_for(engine, store):
+    (key,) = page_keys(1)
+    inside, go_on = threading.Event(), threading.Event()
+    put = engine.client.batch_put_from_multi_buffers
+
+    def slow(*arguments):
+        inside.set()
+        go_on.wait(10)
+        return put(*arguments)
+
+    engine.client.batch_put_from_multi_buffers = slow
+    answers: list[list[SetResult]] = []
+    first = threading.Thread(target=lambda: answers.append(store_pages(store, [key])))
+    first.start()
+    inside.wait(10)
+    second = threading.Thread(target=lambda: answers.append(store_pages(store, [key])))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    go_on.set()
+    first.join()
+    second.join()
+    assert answers == [[SetResult.STORED], [SetResult.EXISTS]]
+    assert engine.client.calls.count("put") == 1
