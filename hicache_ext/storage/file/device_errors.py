@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
 import lmdb
+
+Trouble = Callable[[Exception], None]
+"""What a store tells of every OSError or lmdb.Error that it met and answered for. Any thread; never raises."""
+
+
+def no_trouble(_: Exception) -> None:
+    """For a store that nobody watches."""
+
 
 _DEVICE_ERRORS = frozenset(
     (

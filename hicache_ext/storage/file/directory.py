@@ -21,7 +21,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ _AT_FDCWD = -100
 def occupied(size: int) -> int:
     """Bytes of disk a file of ``size`` bytes takes."""
     return -(-size // BLOCK) * BLOCK
+
+
+def page_hash_in(page_path: str) -> str:
+    """The hexadecimal page hash in the name of a page file."""
+    return os.path.basename(page_path).partition(".")[0]
 
 
 def path_number(key: bytes, paths: int) -> int:
@@ -184,6 +189,18 @@ class PageDirectory:
             except OSError:
                 continue
             yield entry.path, status
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        """Bytes of disk that the pages under each of these hashes take, over all identities."""
+        identities = self.known_identities()
+        taken = [0] * len(hashes)
+        for position, page_hash in enumerate(hashes):
+            for identity in identities:
+                try:
+                    taken[position] += occupied(os.lstat(self.page_path(identity + page_hash)).st_size)
+                except FileNotFoundError:
+                    continue
+        return taken
 
     def count_occupied(self) -> int:
         """Bytes of disk of all pages and their directories; walks everything."""

@@ -25,7 +25,7 @@ import lmdb
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.file.device_errors import is_device_error
+from hicache_ext.storage.file.device_errors import Trouble, is_device_error
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.path_choice import PathChoice
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
@@ -47,9 +47,6 @@ class PathStore(PageStore, Protocol):
     def abandon(self) -> None:
         """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
 
-
-Trouble = Callable[[Exception], None]
-"""What a store tells of every OSError or lmdb.Error that it met and answered for. Any thread; never raises."""
 
 OpenPath = Callable[[Path, Trouble], PathStore]
 """Opens the store of one path. Raises StoreSetupError, caused by an OSError or lmdb.Error where the path is broken."""
