@@ -28,6 +28,7 @@ import heapq
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +36,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hicache_ext.envelope import KEY_LENGTH
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
+from hicache_ext.storage.file.slab.change import Written
+from hicache_ext.storage.file.slab.index import SlabIndex
+from hicache_ext.storage.file.slab.records import Place
 
 Requests = Sequence[Sequence[int]]
+_SLOT_SIZE = 132 * 1024
+"""A slot of a page of 128 KiB: fifteen in a group of neighbours that are evicted together."""
+_IDENTITY = bytes(16)
 CAPACITIES = (1_000, 10_000, 50_000)
 SYNTHETIC_CAPACITIES = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
@@ -107,6 +115,47 @@ class OurCache:
 
 def ours(requests: Requests, capacity: int) -> int:
     return sum(map(OurCache(capacity).request, requests))
+
+
+def ours_in_the_index(requests: Requests, capacity: int) -> int:
+    """The same through the tier's index: slots, groups of neighbours, ghosts forgotten together; everything but I/O."""
+    served = 0
+    with tempfile.TemporaryDirectory() as directory:
+        index = SlabIndex(Path(directory) / "index")
+        with index.changing() as change:
+            change.add_slab(_SLOT_SIZE, capacity)
+        for request in requests:
+            keys = [_IDENTITY + block.to_bytes(KEY_LENGTH - len(_IDENTITY), "big", signed=True) for block in request]
+            located, stale = index.locate(keys, range(len(keys)))
+            present = {page.position for page in located}
+            served += leading_run(range(len(keys)), present)
+            with index.changing() as change:
+                if stale:
+                    change.touch([keys[page.position] for page in located])
+            missing = [position for position in range(len(keys)) if position not in present]
+            for first in range(0, len(missing), max(1, min(128, capacity // 4))):
+                _store(index, keys, missing[first : first + max(1, min(128, capacity // 4))])
+        faults = index.check()
+        index.close(sync=False)
+    if faults:
+        raise AssertionError(faults[0])
+    return served
+
+
+def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int]) -> None:
+    with index.changing() as change:
+        places = change.take_free_slots(_SLOT_SIZE, len(positions))
+        if len(places) < len(positions):
+            change.evict(_SLOT_SIZE, len(positions) - len(places))
+            places += change.take_free_slots(_SLOT_SIZE, len(positions) - len(places))
+        token = change.pend([(slab, slot, keys[i]) for i, (slab, slot) in zip(positions, places, strict=True)])
+        change.publish(
+            [token],
+            [
+                Written(keys[i], Place(slab, slot, 1), i, keys[i - 1] if i else None)
+                for i, (slab, slot) in zip(positions, places, strict=True)
+            ],
+        )
 
 
 def ours_without_ghosts(requests: Requests, capacity: int) -> int:
@@ -225,6 +274,7 @@ def optimum(requests: Requests, capacity: int) -> int:
 
 POLICIES: dict[str, Callable[[Requests, int], int]] = {
     "ours": ours,
+    "ours, index": ours_in_the_index,
     "ours -ghost": ours_without_ghosts,
     "LRU": lru,
     "LRU tails": lru_tails_first,

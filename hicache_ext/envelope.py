@@ -35,6 +35,7 @@ FLAG_PAYLOAD_CHECKSUM = 1
 
 # magic, version, flags, header_length, identity, page_hash, payload_length, payload_checksum, created_ms, reserved
 _FIELDS = struct.Struct("<8sHHI16s32sQ16sQ16s")
+_START = struct.Struct("<8sHHI")
 _HEADER_CHECKSUM = struct.Struct("<16s")
 _FIELDS_BEFORE_CHECKSUM = FIELDS_LENGTH - _HEADER_CHECKSUM.size
 assert _FIELDS.size == _FIELDS_BEFORE_CHECKSUM
@@ -81,6 +82,19 @@ def encode_header(
 
     Raises ValueError on a key or header_length that the format does not allow; both are programming errors.
     """
+    fields = encode_fields(key, segments, header_length=header_length, checksum=checksum, created_ms=created_ms)
+    return fields.ljust(header_length, b"\0")
+
+
+def encode_fields(
+    key: bytes,
+    segments: Segments,
+    *,
+    header_length: int = FIELDS_LENGTH,
+    checksum: bool = True,
+    created_ms: int | None = None,
+) -> bytes:
+    """The first 128 bytes of ``encode_header``; the rest of the header is zeros."""
     if len(key) != KEY_LENGTH:
         raise ValueError(f"a page key has {KEY_LENGTH} bytes, got {len(key)}")
     if not FIELDS_LENGTH <= header_length <= MAX_HEADER_LENGTH:
@@ -92,12 +106,12 @@ def encode_header(
         header_length,
         key[:IDENTITY_LENGTH],
         key[IDENTITY_LENGTH:],
-        sum(segment.nbytes for segment in segments),
+        sum([segment.nbytes for segment in segments]),
         payload_checksum(segments) if checksum else bytes(16),
         int(time.time() * 1000) if created_ms is None else created_ms,
         bytes(16),
     )
-    return (fields + xxhash.xxh3_128_digest(fields)).ljust(header_length, b"\0")
+    return fields + xxhash.xxh3_128_digest(fields)
 
 
 def decode_header(header: Buffer) -> Envelope:
@@ -128,6 +142,23 @@ def decode_header(header: Buffer) -> Envelope:
         payload_length=length,
         payload_checksum=checksum if flags & FLAG_PAYLOAD_CHECKSUM else None,
         created_ms=created_ms,
+    )
+
+
+def is_page(fields: bytes, header_length: int, key: bytes, payload_length: int, segments: Segments) -> bool:
+    """Whether the page just read is the page ``key``, checksum and all, in one comparison.
+
+    ``fields`` are the first 128 bytes of what was read in front of the payload, ``header_length`` is how much that was.
+    Where the answer is False, ``reason_to_refuse`` tells why.
+    """
+    expected = (
+        _START.pack(MAGIC, FORMAT_VERSION, FLAG_PAYLOAD_CHECKSUM, header_length)
+        + key
+        + payload_length.to_bytes(8, "little")
+        + payload_checksum(segments)
+    )
+    return fields.startswith(expected) and fields[_FIELDS_BEFORE_CHECKSUM:] == xxhash.xxh3_128_digest(
+        fields[:_FIELDS_BEFORE_CHECKSUM]
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.slab.index import Place
+from hicache_ext.storage.file.slab.change import Written
+from hicache_ext.storage.file.slab.records import Place
 from hicache_ext.storage.file.slab.store import SlabStore, _SlabPart
 from hicache_ext.testing.memory_store import MemoryPageStore
 
@@ -73,35 +74,36 @@ class RawSlots:
 
     def read(self, key: bytes) -> bytes | None:
         part = self._part(key)
-        (found,) = part.directory.index.find([key])
-        if found is None:
+        place = part.directory.index.find(key)
+        if place is None:
             return None
-        file, offset = self._file_and_offset(part, found.place.slab, found.place.slot)
-        return file.read_bytes()[offset : offset + found.place.length]
+        file, offset = self._file_and_offset(part, place.slab, place.slot)
+        return file.read_bytes()[offset : offset + place.length]
 
     def write(self, key: bytes, stored: bytes) -> None:
         """As if a writer had published ``stored`` under ``key``; in the page's own slot where it has one."""
         part = self._part(key)
         index = part.directory.index
-        (found,) = index.find([key])
+        place = index.find(key)
         with index.changing() as change:
-            if found is not None:
-                slab, slot = found.place.slab, found.place.slot
+            if place is not None:
+                slab, slot = place.slab, place.slot
                 change.remove(key)
             else:
                 slab, slot = -1, -1
             slot_size = next(s.slot_size for s in change.slabs() if slab in (-1, s.number))
             passed_over = []
             while True:
-                (taken,) = change.take_free_slots(slot_size, [key])
+                (taken,) = change.take_free_slots(slot_size, 1)
                 if slab == -1 or taken == (slab, slot):
                     break
                 passed_over.append(taken)
             slab, slot = taken
             for other in passed_over:
-                change.give_back(slot_size, *other)
+                change.give_back(*other)
             stored = stored[:slot_size]
-            assert change.publish(key, slot_size, Place(slab, slot, len(stored)), 0)
+            token = change.pend([(slab, slot, key)])
+            assert change.publish([token], [Written(key, Place(slab, slot, len(stored)), 0, None)]) == [True]
         file, offset = self._file_and_offset(part, slab, slot)
         with file.open("r+b") as opened:
             opened.seek(offset)

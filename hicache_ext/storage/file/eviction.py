@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 _ORIGIN: Final = 1 << 40
 """Priority of the clock's start: leaves room below for depth."""
@@ -71,8 +71,7 @@ _GHOST = struct.Struct("<QB")
 _MAX_REUSES: Final = (1 << 32) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
+class Clock(NamedTuple):
     """What all pages share: the time and the measured reuse distance. Stored once, changed with every insert."""
 
     inserts: int = 0
@@ -100,8 +99,7 @@ class Clock:
         return Clock(self.inserts, self.distance_sum - forgotten + distance, min(self.reuses + 1, _MAX_REUSES))
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
+class Rank(NamedTuple):
     """The record of a cached page; the lowest ``priority`` is evicted first."""
 
     priority: int
@@ -117,12 +115,16 @@ class Rank:
         """``RANK_LENGTH`` bytes."""
         return _RANK.pack(self.priority, self.used, self.hits)
 
+    @staticmethod
+    def used_of(stored: bytes) -> int:
+        """``Rank.unpack(stored).used``, for whoever only asks how fresh a page is."""
+        return int.from_bytes(stored[8:16], "little")
+
 
 RANK_LENGTH: Final = _RANK.size
 
 
-@dataclass(frozen=True, slots=True)
-class Ghost:
+class Ghost(NamedTuple):
     """What is remembered of an evicted page, under its key or a fingerprint of it."""
 
     used: int
@@ -139,6 +141,11 @@ class Ghost:
     def pack(self) -> bytes:
         """9 bytes."""
         return _GHOST.pack(self.used, self.hits)
+
+    @staticmethod
+    def pack_evicted(stored: bytes) -> bytes:
+        """``Ghost.of(Rank.unpack(stored)).pack()``: the record of a page without its priority."""
+        return stored[8:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +174,16 @@ class EvictionPolicy:
         self, clock: Clock, depth: int, before: Rank | None = None, ghost: Ghost | None = None
     ) -> tuple[Clock, Rank]:
         """The new clock, and the record of a page written now, ``depth`` pages after the first of its chain."""
-        hits = 0
         clock = clock.after_insert()
-        if ghost is not None:
-            hits = min(ghost.hits + 1, _MAX_HITS)
-            clock = clock.after_reuse(max(0, clock.inserts - ghost.used))
-        priority = _bounded(self._priority(clock, hits, depth), before)
-        return clock, Rank(priority, clock.inserts, hits)
+        if ghost is None:
+            # Most pages: written out, because every page of every write passes here.
+            distance = self.reuse_distance(clock)
+            capacity = self.capacity
+            tail = (distance if distance < capacity else capacity) * (depth if depth < _MAX_DEPTH else _MAX_DEPTH)
+            return clock, Rank(_bounded(_ORIGIN + clock.inserts - tail // _DEPTH_WEIGHT, before), clock.inserts, 0)
+        clock = clock.after_reuse(max(0, clock.inserts - ghost.used))
+        hits = min(ghost.hits + 1, _MAX_HITS)
+        return clock, Rank(_bounded(self._priority(clock, hits, depth), before), clock.inserts, hits)
 
     def renewed(self, clock: Clock, rank: Rank, depth: int, before: Rank | None = None) -> tuple[Clock, Rank] | None:
         """The new clock and the record of a present page that was used; None when nothing worth a write changes."""

@@ -137,18 +137,18 @@ class SlabInspector:
     def read(self, page: StoredPage) -> bytes | None:
         # Looked up anew for every page: since the listing its slot may have been given to another one.
         for _ in range(2):
-            (found,) = self._directory.index.find([page.key])
-            if found is None:
+            place = self._directory.index.find(page.key)
+            if place is None:
                 return None
-            slab = next((slab for slab in self._directory.index.slabs() if slab.number == found.place.slab), None)
+            slab = next((slab for slab in self._directory.index.slabs() if slab.number == place.slab), None)
             if slab is None:
                 continue
             try:
                 fd = self._directory.descriptor(slab)
-                stored = os.pread(fd, found.place.length, found.place.slot * slab.slot_size)
+                stored = os.pread(fd, place.length, place.slot * slab.slot_size)
             except OSError:
                 return b""
-            if self._directory.index.find([page.key]) == [found]:
+            if self._directory.index.find(page.key) == place:
                 return stored
         return None
 

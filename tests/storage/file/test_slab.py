@@ -117,7 +117,7 @@ def test_an_index_of_this_boot_is_trusted_after_a_kill_and_one_of_another_boot_i
     store = open_store(tmp_path)
     store_pages(store, page_keys(10), SIZES)
     store.close()
-    for trust, rebuilt in (("closed in order", 0), ("another boot", 10)):
+    for trust, rebuilt in (("closed in order, index 2", 0), ("closed in order, index 1", 10), ("another boot", 10)):
         (tmp_path / "trust").write_text(trust)
         store = open_store(tmp_path)
         assert store._parts[0].directory.rebuilt == rebuilt
@@ -146,7 +146,7 @@ def test_another_page_size_takes_over_from_one_that_is_no_longer_used(tmp_path: 
     for first in range(0, len(new), 100):
         assert SetResult.REJECTED not in store_pages(store, new[first : first + 100], sizes)
         assert occupied(tmp_path) <= 64 * MIB
-    assert assert_right(store, new, sizes).count(GetResult.HIT) > 2500
+    assert assert_right(store, new, sizes).count(GetResult.HIT) > 2000
     assert_right(store, old)
     assert sound(store)
     store.close()

@@ -31,10 +31,11 @@ import lmdb
 from hicache_ext import envelope
 from hicache_ext.errors import FormatError, StoreSetupError
 from hicache_ext.storage.file.directory import DIRECTORY_FORMAT, check_manifest
-from hicache_ext.storage.file.slab.index import Place, Slab, SlabIndex
+from hicache_ext.storage.file.slab.index import SlabIndex
+from hicache_ext.storage.file.slab.records import INDEX_VERSION, Place, Slab
 
 _SLAB_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.slab")
-_IN_ORDER = "closed in order"
+_IN_ORDER = f"closed in order, index {INDEX_VERSION}"
 _REBUILD_BATCH = 4096
 
 INDEX_BYTES_AT_LEAST = 1 << 20
@@ -173,14 +174,14 @@ class SlabDirectory:
             # Others use it, so it is sound, or is being rebuilt: then this waits for it.
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             return SlabIndex(self.path / "index")
-        trusted = self._trust.exists() and self._trust.read_text() in (_IN_ORDER, _boot_id())
+        trusted = self._trust.exists() and self._trust.read_text() in (_IN_ORDER, _written_by_this_boot())
         index = self._open_trusted_index() if trusted else None
         if index is None:
             index = self._rebuild()
         with index.changing() as change:
             change.release_dead_writers()
         self._delete_unknown_files(index)
-        _write_whole(self._trust, _boot_id())
+        _write_whole(self._trust, _written_by_this_boot())
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         return index
 
@@ -221,7 +222,7 @@ class SlabDirectory:
                         continue
                     length = found.header_length + found.payload_length
                     if length <= slab.slot_size and found.created_ms > self._cleared_at(found.identity):
-                        self.rebuilt += change.adopt(found.key, slab.slot_size, Place(slab.number, slot, length))
+                        self.rebuilt += change.adopt(found.key, Place(slab.number, slot, length))
 
     def _delete_unknown_files(self, index: SlabIndex) -> None:
         """Slab files that a process was killed over before, or after, the index knew them."""
@@ -237,11 +238,12 @@ class SlabDirectory:
         check_manifest(self.path, "slab", tier)
 
 
-def _boot_id() -> str:
+def _written_by_this_boot() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "unknown boot"
+        boot = "unknown"
+    return f"boot {boot}, index {INDEX_VERSION}"
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -18,9 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
@@ -30,13 +29,15 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import vectored
 from hicache_ext.storage.file.directory import BLOCK, path_number
 from hicache_ext.storage.file.parallel import CallGate, Workers
+from hicache_ext.storage.file.slab.change import IndexChange, Written
 from hicache_ext.storage.file.slab.directory import (
     INDEX_BYTES_AT_LEAST,
     INDEX_BYTES_PER_SLOT,
     SlabDirectory,
     slab_directory,
 )
-from hicache_ext.storage.file.slab.index import IndexChange, Place, Slab
+from hicache_ext.storage.file.slab.index import Located
+from hicache_ext.storage.file.slab.records import Place, Slab
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -52,16 +53,13 @@ _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
 _MOST_SLABS_RECLAIMED = 64
 """Slabs of other slot sizes that one write may take away."""
+_MOST_EVICTED_AHEAD = 32
+"""Of the slots of a full directory, one in so many at most is kept free for the next write."""
+_FIELDS = envelope.FIELDS_LENGTH
+_PADDING = memoryview(bytes(BLOCK - _FIELDS))
+_NOWHERE = memoryview(bytearray(BLOCK - _FIELDS))
 _DEAD_WRITERS_INTERVAL = 10.0
 """Seconds between two looks, at full capacity, for slots that killed processes were writing."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One page of a batch and the slot it is read from or written to."""
-
-    position: int
-    place: Place
 
 
 class SlabStore:
@@ -81,10 +79,10 @@ class SlabStore:
                 _SlabPart(self._resources.enter_context(slab_directory(path, name)), capacity // len(paths), self)
                 for path in paths
             ]
+            self._workers = Workers(f"hicache-{name}", self._threads)
         except BaseException:
             self._resources.close()
             raise
-        self._workers = Workers(f"hicache-{name}", self._threads)
         self._cleaners: list[threading.Thread] = []
         self._calls = CallGate(name)
 
@@ -213,6 +211,8 @@ class _SlabPart:
         # A slab of another slot size that holds colder pages than those evicted here.
         self._colder_slab: Slab | None = None
         self._evicted_since_reclaim = 0
+        # Slot sizes for which pages had to be evicted.
+        self._full: set[int] = set()
         self._looked_for_dead_writers = 0.0
         self._index_size_seen = 0
         self._shrink()
@@ -222,67 +222,84 @@ class _SlabPart:
     def get(self, batch: PageBatch, positions: list[int], results: list[GetResult]) -> None:
         """Read the pages at ``positions``; a page whose slot was reused meanwhile is looked up once more."""
         stale = False
+        wanted = positions
         for _ in range(2):
-            found = self._find([batch.keys[i] for i in positions])
-            work = [_Work(i, page.place) for i, page in zip(positions, found, strict=True) if page is not None]
-            stale = stale or any(page is not None and page.stale for page in found)
-            moved = self._read(batch, work, results)
-            if not moved:
+            located, worth_a_touch = self._locate([batch.keys[i] for i in wanted], wanted)
+            stale = stale or worth_a_touch
+            wanted = self._read(batch, located, results)
+            if not wanted:
                 break
-            positions = moved
-        hits = [batch.keys[i] for i in range(len(batch)) if results[i] is GetResult.HIT]
-        if stale and hits:
+        if stale:
+            hits = [batch.keys[i] for i in positions if results[i] is GetResult.HIT]
             self._change(lambda change: change.touch(hits))
 
-    def _read(self, batch: PageBatch, work: list[_Work], results: list[GetResult]) -> list[int]:
+    def _read(self, batch: PageBatch, located: list[Located], results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
+        sizes = batch.sizes
         # An object of another length than asked for is not this page; it is not even read.
-        doubtful = [(item, "length") for item in work if item.place.length != _shape(batch.sizes[item.position])[1]]
-        for item, _ in doubtful:
-            results[item.position] = GetResult.CORRUPT
-        runs = self._runs(batch, [item for item in work if item.place.length == _shape(batch.sizes[item.position])[1]])
-        for answers in self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n])):
-            for item, result, reason in answers:
-                results[item.position] = result
-                if reason is not None:
-                    doubtful.append((item, reason))
-        moved = [item.position for item, reason in doubtful if not self._heal(batch.keys[item.position], item, reason)]
-        for position in moved:
-            results[position] = GetResult.MISS
+        doubtful = [(page, "length") for page in located if page.length != _shape(sizes[page.position]).length]
+        if doubtful:
+            located = [page for page in located if page.length == _shape(sizes[page.position]).length]
+        runs = self._runs(batch, located)
+        for run, reasons in zip(
+            runs, self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n])), strict=True
+        ):
+            if reasons is None:
+                for page in run:
+                    results[page.position] = GetResult.ERROR
+                continue
+            for page, reason in zip(run, reasons, strict=True):
+                if reason is None:
+                    results[page.position] = GetResult.HIT
+                else:
+                    doubtful.append((page, reason))
+        moved = []
+        for page, reason in doubtful:
+            healed = self._heal(batch.keys[page.position], page, reason)
+            results[page.position] = GetResult.CORRUPT if healed else GetResult.MISS
+            if not healed:
+                moved.append(page.position)
         return moved
 
-    def _read_run(self, batch: PageBatch, run: list[_Work]) -> list[tuple[_Work, GetResult, str | None]]:
-        """One preadv for a run of neighbouring slots; per page its result, and why it is not the page."""
-        lengths = [_shape(batch.sizes[item.position])[0] for item in run]
-        headers = [memoryview(bytearray(length)) for length in lengths]
+    def _read_run(self, batch: PageBatch, run: list[Located]) -> list[str | None] | None:
+        """One preadv for a run of neighbouring slots; why each is not its page; None where I/O failed."""
+        fields = _thread_fields(len(run))
+        shapes = [_shape(batch.sizes[page.position]) for page in run]
         buffers: list[memoryview] = []
-        for item, header in zip(run, headers, strict=True):
-            buffers += [header, *batch.buffers[item.position]]
-        slab = self._slab(run[0].place.slab)
-        expected = sum(buffer.nbytes for buffer in buffers)
+        for number, (page, shape) in enumerate(zip(run, shapes, strict=True)):
+            buffers.append(fields[number * _FIELDS : (number + 1) * _FIELDS])
+            if shape.header > _FIELDS:
+                # Nobody reads what is between the fields and the payload: all of it goes to one place, which stays
+                # in the processor's cache.
+                buffers.append(_NOWHERE)
+            buffers.extend(batch.buffers[page.position])
+        slab = self._slab(run[0].slab)
+        if slab is None:
+            return ["truncated"] * len(run)
+        expected = sum([shape.length for shape in shapes])
         try:
-            read = (
-                expected
-                if slab is None
-                else vectored.read_into(self.directory.descriptor(slab), buffers, run[0].place.slot * slab.slot_size)
-            )
+            read = vectored.read_into(self.directory.descriptor(slab), buffers, run[0].slot * slab.slot_size)
         except FileNotFoundError:
-            slab = None
+            read = -1
         except OSError as error:
             self._count_error(error)
-            return [(item, GetResult.ERROR, None) for item in run]
-        if slab is None or read != expected:
+            return None
+        if read != expected:
             # The slab was dropped meanwhile.
-            return [(item, GetResult.MISS, "truncated") for item in run]
-        answers: list[tuple[_Work, GetResult, str | None]] = []
-        for item, header in zip(run, headers, strict=True):
-            reason = envelope.reason_to_refuse(header, batch.keys[item.position], batch.buffers[item.position])
-            answers.append((item, GetResult.HIT if reason is None else GetResult.CORRUPT, reason))
-        return answers
+            return ["truncated"] * len(run)
+        reasons: list[str | None] = []
+        for number, (page, shape) in enumerate(zip(run, shapes, strict=True)):
+            header = bytes(fields[number * _FIELDS : (number + 1) * _FIELDS])
+            key, segments = batch.keys[page.position], batch.buffers[page.position]
+            if envelope.is_page(header, shape.header, key, batch.sizes[page.position], segments):
+                reasons.append(None)
+            else:
+                reasons.append(envelope.reason_to_refuse(header.ljust(shape.header, b"\0"), key, segments))
+        return reasons
 
-    def _heal(self, key: bytes, item: _Work, reason: str) -> bool:
+    def _heal(self, key: bytes, page: Located, reason: str) -> bool:
         """Remove a page whose slot does not hold it; False when the index says by now that it is elsewhere or gone."""
-        where = (item.place.slab, item.place.slot)
+        where = (page.slab, page.slot)
         removed = self._change(lambda change: change.remove(key, where))
         if removed:
             self._metrics.add("corrupt", reason)
@@ -305,22 +322,24 @@ class _SlabPart:
             self._count_index_error(error)
             return 0
 
-    def _find(self, keys: Sequence[bytes]) -> list[Any]:
+    def _locate(self, keys: Sequence[bytes], positions: Sequence[int]) -> tuple[list[Located], bool]:
         try:
-            return self._index.find(keys)
+            return self._index.locate(keys, positions)
         except lmdb.Error as error:
             self._count_index_error(error)
-            return [None] * len(keys)
+            return [], False
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
-        missing: list[int] = []
-        for position, known in zip(positions, self.contains([batch.keys[i] for i in positions]), strict=True):
-            if known:
-                results[position] = SetResult.EXISTS
-            else:
-                missing.append(position)
+        located, stale = self._locate([batch.keys[i] for i in positions], positions)
+        for page in located:
+            results[page.position] = SetResult.EXISTS
+        if stale:
+            # Computed and written once more is used, too.
+            self._change(lambda change: change.touch([batch.keys[page.position] for page in located]))
+        known = {page.position for page in located}
+        missing = [position for position in positions if position not in known] if known else positions
         for portion in self._portions(batch, missing):
             self._set_portion(batch, portion, results)
         if missing and self._index.size() > self._index_size_seen:
@@ -332,7 +351,7 @@ class _SlabPart:
         portions: list[list[int]] = []
         filled = 0
         for position in positions:
-            need = _shape(batch.sizes[position])[2]
+            need = _shape(batch.sizes[position]).slot
             if not portions or filled + need > self._capacity // 4:
                 portions.append([])
                 filled = 0
@@ -341,52 +360,62 @@ class _SlabPart:
         return portions
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
-        taken: list[_Work] = []
+        taken: list[Located] = []
+        tokens: list[bytes] = []
         rest = positions
         for _ in range(_MOST_SLABS_RECLAIMED):
-            taken += self._change(lambda change: self._take_slots(change, batch, rest)) or []  # noqa: B023
-            done = {item.position for item in taken}
+            answer = self._change(lambda change: self._take_slots(change, batch, rest))  # noqa: B023
+            if answer is not None and answer[0]:
+                taken += answer[0]
+                tokens.append(answer[1])
+            done = {page.position for page in taken}
             rest = [position for position in positions if position not in done]
-            if not self._reclaim_slab(needed=bool(rest)) or not rest:
+            if not rest or not self._reclaim_slab(needed=True):
                 break
         self._metrics.add("rejected", "capacity", len(positions) - len(taken))
-        written: dict[int, SetResult] = {}
+        if not taken:
+            return
+        runs = self._runs(batch, taken)
+        written: list[Located] = []
+        published: dict[int, SetResult] = {}
         try:
-            runs = self._runs(batch, taken)
             for run, result in zip(
                 runs, self._store.workers.run(len(runs), lambda n: self._write_run(batch, runs[n])), strict=True
             ):
-                written.update({item.position: result for item in run})
+                for page in run:
+                    results[page.position] = result
+                if result is SetResult.STORED:
+                    written += run
         finally:
-            if taken:
-                published = self._change(lambda change: self._publish(change, batch, taken, written))
-                if published is None:
-                    written = dict.fromkeys(written, SetResult.ERROR)
-        for position, result in written.items():
-            results[position] = result
+            published = self._change(lambda change: self._publish(change, batch, tokens, written)) or {}
+        for page in written:
+            results[page.position] = published.get(page.position, SetResult.ERROR)
+        self._reclaim_slab(needed=False)
 
-    def _take_slots(self, change: IndexChange, batch: PageBatch, positions: list[int]) -> list[_Work]:
+    def _take_slots(self, change: IndexChange, batch: PageBatch, positions: list[int]) -> tuple[list[Located], bytes]:
         """Slots for as many pages as there is room for: free ones, those of a new slab, those of evicted pages."""
-        taken: list[_Work] = []
+        taken: list[Located] = []
         by_size: dict[int, list[int]] = {}
         for position in positions:
-            by_size.setdefault(_shape(batch.sizes[position])[2], []).append(position)
+            by_size.setdefault(_shape(batch.sizes[position]).slot, []).append(position)
         for slot_size, wanted in by_size.items():
-            keys = [batch.keys[position] for position in wanted]
-            places = change.take_free_slots(slot_size, keys)
-            while len(places) < len(keys) and self._add_slab(change, slot_size):
-                places += change.take_free_slots(slot_size, keys[len(places) :])
-            if len(places) < len(keys) and self._time_to_look_for_dead_writers() and change.release_dead_writers():
-                places += change.take_free_slots(slot_size, keys[len(places) :])
-            if len(places) < len(keys):
-                places += change.take_evicted_slots(slot_size, keys[len(places) :])
+            count = len(wanted)
+            places = change.take_free_slots(slot_size, count)
+            while len(places) < count and self._add_slab(change, slot_size):
+                places += change.take_free_slots(slot_size, count - len(places))
+            if len(places) < count and self._time_to_look_for_dead_writers() and change.release_dead_writers():
+                places += change.take_free_slots(slot_size, count - len(places))
+            if len(places) < count:
+                self._full.add(slot_size)
+                change.evict(slot_size, count - len(places))
+                places += change.take_free_slots(slot_size, count - len(places))
             for position, (slab, slot) in zip(wanted, places, strict=False):
-                taken.append(_Work(position, Place(slab, slot, _shape(batch.sizes[position])[1])))
-            if change.evicted or len(places) < len(keys):
+                taken.append(Located(slab, slot, _shape(batch.sizes[position]).length, position))
+            if len(places) < count:
                 self._colder_slab = change.colder_slab(slot_size)
-        self._metrics.add("evicted", "capacity", change.evicted)
-        self._evicted_since_reclaim += change.evicted
-        return taken
+        self._count_evicted(change)
+        token = change.pend([(page.slab, page.slot, batch.keys[page.position]) for page in taken]) if taken else b""
+        return taken, token
 
     def _time_to_look_for_dead_writers(self) -> bool:
         now = time.monotonic()
@@ -428,6 +457,8 @@ class _SlabPart:
         dropped = self._change(lambda change: change.drop_slab(slab))
         if dropped:
             self._slabs.pop(slab.number, None)
+            # There is room again: a slab is added before the next eviction.
+            self._full.clear()
             try:
                 self.directory.delete_slab_file(slab)
             except OSError as error:
@@ -448,39 +479,69 @@ class _SlabPart:
             slabs = self._index.slabs()
             if not slabs or self._occupied(slabs) <= self._capacity:
                 return
-            with self._index.changing() as change:
-                slab = change.colder_slab(slot_size=0) or slabs[0]
+            slab = self._change(lambda change: change.colder_slab(slot_size=0)) or slabs[0]
             if not self._drop_slab(slab):
                 return
 
     def _publish(
-        self, change: IndexChange, batch: PageBatch, taken: list[_Work], written: dict[int, SetResult]
-    ) -> bool:
+        self, change: IndexChange, batch: PageBatch, tokens: list[bytes], written: list[Located]
+    ) -> dict[int, SetResult]:
+        """Results by position; a position that is missing was not published."""
         # In the order of the batch, which is that of the chain.
-        for item in sorted(taken, key=lambda item: item.position):
-            key = batch.keys[item.position]
-            before = batch.keys[item.position - 1] if item.position else None
-            slot_size = _shape(batch.sizes[item.position])[2]
-            if written.get(item.position) is not SetResult.STORED:
-                change.give_back(slot_size, item.place.slab, item.place.slot)
-            elif not change.publish(key, slot_size, item.place, item.position, before):
-                written[item.position] = SetResult.EXISTS
-        return True
+        written.sort(key=lambda page: page.position)
+        pages = [
+            Written(
+                batch.keys[page.position],
+                Place(page.slab, page.slot, page.length),
+                page.position,
+                batch.keys[page.position - 1] if page.position else None,
+            )
+            for page in written
+        ]
+        published = change.publish(tokens, pages)
+        if published is None:
+            return {}
+        self._evict_ahead(change, batch, written)
+        return {
+            page.position: SetResult.STORED if stored else SetResult.EXISTS
+            for page, stored in zip(written, published, strict=True)
+        }
 
-    def _write_run(self, batch: PageBatch, run: list[_Work]) -> SetResult:
+    def _evict_ahead(self, change: IndexChange, batch: PageBatch, written: list[Located]) -> None:
+        """At full capacity, free as many slots as were just filled, for the next write.
+
+        Eviction and publication then share the leaves of the index that they copy: a third less work for the index.
+        """
+        for slot_size, count in Counter(_shape(batch.sizes[page.position]).slot for page in written).items():
+            if slot_size in self._full:
+                wanted = min(count, self._capacity // slot_size // _MOST_EVICTED_AHEAD)
+                change.evict(slot_size, wanted - change.free_slots(slot_size, wanted))
+                self._colder_slab = change.colder_slab(slot_size)
+        self._count_evicted(change)
+
+    def _count_evicted(self, change: IndexChange) -> None:
+        self._metrics.add("evicted", "capacity", change.evicted)
+        self._evicted_since_reclaim += change.evicted
+
+    def _write_run(self, batch: PageBatch, run: list[Located]) -> SetResult:
         """One pwritev for a run of neighbouring slots."""
         buffers: list[memoryview] = []
-        for item in run:
-            segments = batch.buffers[item.position]
-            header_length = _shape(batch.sizes[item.position])[0]
-            header = envelope.encode_header(batch.keys[item.position], segments, header_length=header_length)
-            buffers += [memoryview(header), *segments]
+        length = 0
+        for page in run:
+            segments = batch.buffers[page.position]
+            header_length, object_length, _ = _shape(batch.sizes[page.position])
+            fields = envelope.encode_fields(batch.keys[page.position], segments, header_length=header_length)
+            buffers.append(memoryview(fields))
+            if header_length > _FIELDS:
+                buffers.append(_PADDING)
+            buffers.extend(segments)
+            length += object_length
         try:
-            slab = self._slab(run[0].place.slab)
+            slab = self._slab(run[0].slab)
             if slab is None:
                 return SetResult.ERROR
-            offset = run[0].place.slot * slab.slot_size
-            if vectored.write_from(self.directory.descriptor(slab), buffers, offset) != sum(b.nbytes for b in buffers):
+            offset = run[0].slot * slab.slot_size
+            if vectored.write_from(self.directory.descriptor(slab), buffers, offset) != length:
                 return SetResult.ERROR
         except OSError as error:
             self._count_error(error)
@@ -515,29 +576,27 @@ class _SlabPart:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _runs(self, batch: PageBatch, work: list[_Work]) -> list[list[_Work]]:
+    def _runs(self, batch: PageBatch, pages: list[Located]) -> list[list[Located]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
-        if not work:
+        if not pages:
             return []
-        longest = max(1, -(-len(work) // (2 * self._store.threads)))
-        runs: list[list[_Work]] = []
-        for item in sorted(work, key=lambda item: (item.place.slab, item.place.slot)):
-            if runs and len(runs[-1]) < longest and self._follows(batch, runs[-1], item):
-                runs[-1].append(item)
+        longest = max(1, -(-len(pages) // (2 * self._store.threads)))
+        runs: list[list[Located]] = []
+        run: list[Located] = []
+        # The place right behind the run. Only full slots have no gap between them.
+        following = (-1, -1)
+        room = 0
+        for page in sorted(pages):
+            shape = _shape(batch.sizes[page.position])
+            if (page.slab, page.slot) == following and len(run) < longest and shape.slot == shape.length <= room:
+                run.append(page)
+                room -= shape.slot
             else:
-                runs.append([item])
+                run = [page]
+                runs.append(run)
+                room = _LARGEST_RUN - shape.slot
+            following = (page.slab, page.slot + 1) if shape.slot == shape.length else (-1, -1)
         return runs
-
-    @staticmethod
-    def _follows(batch: PageBatch, run: list[_Work], item: _Work) -> bool:
-        """Whether ``item`` lies right behind the run, so that one call can move both. Only full slots have no gap."""
-        last = run[-1]
-        _, length, slot_size = _shape(batch.sizes[last.position])
-        return (
-            (item.place.slab, item.place.slot) == (last.place.slab, last.place.slot + 1)
-            and slot_size == length == _shape(batch.sizes[item.position])[2]
-            and (len(run) + 1) * slot_size <= _LARGEST_RUN
-        )
 
     def _slab(self, number: int) -> Slab | None:
         slab = self._slabs.get(number)
@@ -563,12 +622,36 @@ class _SlabPart:
         logger.error("tier %s: index of %s: %s", self._store.name, self.directory.path, error)
 
 
+class _Shape(NamedTuple):
+    """Bytes of a page in a slot."""
+
+    header: int
+    length: int
+    slot: int
+
+
 @functools.lru_cache(maxsize=1024)
-def _shape(payload: int) -> tuple[int, int, int]:
-    """(header length, object length, slot size) in bytes of a page with ``payload`` bytes.
+def _shape(payload: int) -> _Shape:
+    """How a page with ``payload`` bytes is stored.
 
     The header is a whole block where that aligns the payload at no cost in slot size, else the bare fields.
     """
-    header = BLOCK if payload % BLOCK == 0 else envelope.FIELDS_LENGTH
+    header = BLOCK if payload % BLOCK == 0 else _FIELDS
     length = header + payload
-    return header, length, -(-length // BLOCK) * BLOCK
+    return _Shape(header, length, -(-length // BLOCK) * BLOCK)
+
+
+class _Scratch(threading.local):
+    """Memory of one thread for the headers of one run."""
+
+    def __init__(self) -> None:
+        self.fields = memoryview(bytearray(_FIELDS))
+
+
+_scratch = _Scratch()
+
+
+def _thread_fields(pages: int) -> memoryview:
+    if _scratch.fields.nbytes < pages * _FIELDS:
+        _scratch.fields = memoryview(bytearray(pages * _FIELDS))
+    return _scratch.fields
