@@ -44,6 +44,8 @@ INDEX_BYTES_PER_SLOT = 1024
 
 _open_directories: dict[Path, SlabDirectory] = {}
 _open_lock = threading.Lock()
+_doubted_paths: set[Path] = set()
+"""Directories whose device failed under this process, which could perhaps not note that down."""
 
 
 @contextmanager
@@ -77,7 +79,8 @@ class SlabDirectory:
         self.slabs_path = path / "slabs"
         self.identities = path / "identities"
         self._trust = path / "trust"
-        self._descriptors: dict[int, int] = {}
+        self._descriptors: dict[tuple[int, bool], int] = {}
+        self._doubted = False
         self._descriptors_lock = threading.Lock()
         self.rebuilt = 0
         try:
@@ -123,15 +126,17 @@ class SlabDirectory:
     def slab_path(self, slab: Slab) -> Path:
         return self.slabs_path / f"{slab.number:08x}-{slab.slot_size}.slab"
 
-    def descriptor(self, slab: Slab) -> int:
-        """A descriptor of the slab's file, kept open. Raises OSError."""
-        fd = self._descriptors.get(slab.number)
+    def descriptor(self, slab: Slab, *, direct: bool = False) -> int:
+        """A descriptor of the slab's file, with O_DIRECT or without, kept open. Raises OSError."""
+        which = (slab.number, direct)
+        fd = self._descriptors.get(which)
         if fd is not None:
             return fd
         with self._descriptors_lock:
-            fd = self._descriptors.get(slab.number)
+            fd = self._descriptors.get(which)
             if fd is None:
-                fd = self._descriptors[slab.number] = os.open(self.slab_path(slab), os.O_RDWR | os.O_CLOEXEC)
+                flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+                fd = self._descriptors[which] = os.open(self.slab_path(slab), flags)
             return fd
 
     # -- identities ------------------------------------------------------------------------------------------------
@@ -153,19 +158,32 @@ class SlabDirectory:
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
+    def doubt(self) -> None:
+        """The device failed: whoever opens this directory next, alone, rebuilds its index."""
+        self._doubted = True
+        _doubted_paths.add(self.path)
+
     def close(self) -> None:
-        """Releases everything; the last process out syncs the index and says so."""
+        """Releases everything; the last process out syncs the index and says so. Raises lmdb.Error or OSError when
+        that fails."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = True
-        except BlockingIOError:
+        except OSError:
             alone = False
-        self.index.close(sync=alone)
-        if alone:
-            _write_whole(self._trust, _IN_ORDER)
-        for fd in self._descriptors.values():
-            os.close(fd)
-        os.close(self._lock)
+        try:
+            self.index.close(sync=alone and not self._doubted)
+            if alone and self._doubted:
+                self._trust.unlink(missing_ok=True)
+            elif alone:
+                _write_whole(self._trust, _IN_ORDER)
+        except BaseException:
+            _doubted_paths.add(self.path)
+            raise
+        finally:
+            for fd in self._descriptors.values():
+                os.close(fd)
+            os.close(self._lock)
 
     def _open_index(self) -> SlabIndex:
         try:
@@ -175,6 +193,7 @@ class SlabDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             return SlabIndex(self.path / "index")
         trusted = self._trust.exists() and self._trust.read_text() in (_IN_ORDER, _written_by_this_boot())
+        trusted = trusted and self.path not in _doubted_paths
         index = self._open_trusted_index() if trusted else None
         if index is None:
             index = self._rebuild()
@@ -182,6 +201,7 @@ class SlabDirectory:
             change.release_dead_writers()
         self._delete_unknown_files(index)
         _write_whole(self._trust, _written_by_this_boot())
+        _doubted_paths.discard(self.path)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         return index
 
@@ -222,7 +242,7 @@ class SlabDirectory:
                         continue
                     length = found.header_length + found.payload_length
                     if length <= slab.slot_size and found.created_ms > self._cleared_at(found.identity):
-                        self.rebuilt += change.adopt(found.key, Place(slab.number, slot, length))
+                        self.rebuilt += change.adopt(found.key, Place(slab.number, slot, length), found.created_ms)
 
     def _delete_unknown_files(self, index: SlabIndex) -> None:
         """Slab files that a process was killed over before, or after, the index knew them."""
