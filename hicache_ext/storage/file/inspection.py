@@ -144,8 +144,8 @@ class SlabInspector:
             if slab is None:
                 continue
             try:
-                fd = self._directory.descriptor(slab)
-                stored = os.pread(fd, place.length, place.slot * slab.slot_size)
+                with self._directory.opened(slab) as fd:
+                    stored = os.pread(fd, place.length, place.slot * slab.slot_size)
             except OSError:
                 return b""
             if self._directory.index.find(page.key) == place:

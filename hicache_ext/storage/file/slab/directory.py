@@ -21,8 +21,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def slab_directory(path: Path, tier: str) -> Iterator[SlabDirectory]:
                 directory.close()
 
 
+@dataclass(slots=True)
+class _Descriptor:
+    """An open slab file. ``dropped``: nobody new uses it, its last user closes it."""
+
+    fd: int
+    users: int = 0
+    dropped: bool = False
+
+
 class SlabDirectory:
     """Use ``slab_directory``. Thread-safe."""
 
@@ -79,7 +89,7 @@ class SlabDirectory:
         self.slabs_path = path / "slabs"
         self.identities = path / "identities"
         self._trust = path / "trust"
-        self._descriptors: dict[tuple[int, bool], int] = {}
+        self._descriptors: dict[tuple[int, bool], _Descriptor] = {}
         self._doubted = False
         self._descriptors_lock = threading.Lock()
         self.rebuilt = 0
@@ -118,26 +128,44 @@ class SlabDirectory:
     def delete_slab_file(self, slab: Slab) -> None:
         """Delete the file of a dropped slab; its blocks are free at once, also while others have it open."""
         path = self.slab_path(slab)
+        # Others may have it open for a while: an empty file takes no room.
         os.truncate(path, 0)
-        # Descriptors of it stay open until the directory is closed: another thread may be about to read through one,
-        # and a closed number may be anybody's. An empty file takes no room.
         path.unlink()
 
     def slab_path(self, slab: Slab) -> Path:
         return self.slabs_path / f"{slab.number:08x}-{slab.slot_size}.slab"
 
-    def descriptor(self, slab: Slab, *, direct: bool = False) -> int:
-        """A descriptor of the slab's file, with O_DIRECT or without, kept open. Raises OSError."""
+    @contextmanager
+    def opened(self, slab: Slab, *, direct: bool = False) -> Iterator[int]:
+        """A descriptor of the slab's file, with O_DIRECT or without; valid inside, and kept open. Raises OSError."""
         which = (slab.number, direct)
-        fd = self._descriptors.get(which)
-        if fd is not None:
-            return fd
         with self._descriptors_lock:
-            fd = self._descriptors.get(which)
-            if fd is None:
+            descriptor = self._descriptors.get(which)
+            if descriptor is None:
                 flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-                fd = self._descriptors[which] = os.open(self.slab_path(slab), flags)
-            return fd
+                descriptor = self._descriptors[which] = _Descriptor(os.open(self.slab_path(slab), flags))
+            descriptor.users += 1
+        try:
+            yield descriptor.fd
+        finally:
+            with self._descriptors_lock:
+                descriptor.users -= 1
+                if descriptor.dropped and descriptor.users == 0:
+                    os.close(descriptor.fd)
+
+    def close_dropped(self, known: Iterable[int]) -> None:
+        """Close the descriptors of slabs that are not among the numbers ``known``, those in use by their last user.
+
+        A number is never given to two slabs. What another process has dropped is found out when one of its new slabs
+        is met for the first time, so that few are open in vain at any time.
+        """
+        numbers = set(known)
+        with self._descriptors_lock:
+            for which in [which for which in self._descriptors if which[0] not in numbers]:
+                descriptor = self._descriptors.pop(which)
+                descriptor.dropped = True
+                if descriptor.users == 0:
+                    os.close(descriptor.fd)
 
     # -- identities ------------------------------------------------------------------------------------------------
 
@@ -181,8 +209,7 @@ class SlabDirectory:
             _doubted_paths.add(self.path)
             raise
         finally:
-            for fd in self._descriptors.values():
-                os.close(fd)
+            self.close_dropped(())
             os.close(self._lock)
 
     def _open_index(self) -> SlabIndex:
@@ -231,7 +258,10 @@ class SlabDirectory:
         return index
 
     def _adopt_pages(self, index: SlabIndex, slab: Slab) -> None:
-        fd = self.descriptor(slab)
+        with self.opened(slab) as fd:
+            self._adopt_pages_of(fd, index, slab)
+
+    def _adopt_pages_of(self, fd: int, index: SlabIndex, slab: Slab) -> None:
         for first in range(0, slab.slots, _REBUILD_BATCH):
             with index.changing() as change:
                 for slot in range(first, min(first + _REBUILD_BATCH, slab.slots)):

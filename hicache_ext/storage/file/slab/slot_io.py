@@ -69,8 +69,8 @@ class SlotIo:
             headers = _direct_headers(run)
             if headers is not None:
                 try:
-                    descriptor = self._directory.descriptor(slab, direct=True)
-                    moved = vectored.read_into(descriptor, _with_headers(headers, run), offset)
+                    with self._directory.opened(slab, direct=True) as descriptor:
+                        moved = vectored.read_into(descriptor, _with_headers(headers, run), offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
@@ -86,15 +86,15 @@ class SlotIo:
                 # in the processor's cache.
                 buffers.append(_NOWHERE)
             buffers.extend(segments)
-        descriptor = self._directory.descriptor(slab)
-        try:
-            moved = vectored.read_into(descriptor, buffers, offset, self._read_flags)
-        except OSError as error:
-            if not (self._read_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
-                raise
-            # A file system, or a kernel, that does not know the flag.
-            self._read_flags = 0
-            moved = vectored.read_into(descriptor, buffers, offset)
+        with self._directory.opened(slab) as descriptor:
+            try:
+                moved = vectored.read_into(descriptor, buffers, offset, self._read_flags)
+            except OSError as error:
+                if not (self._read_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
+                    raise
+                # A file system, or a kernel, that does not know the flag.
+                self._read_flags = 0
+                moved = vectored.read_into(descriptor, buffers, offset)
         return Read(moved, headers, _FIELDS)
 
     def write(self, slab: Slab, offset: int, fields: Sequence[bytes], run: Sequence[Stored]) -> int:
@@ -107,8 +107,8 @@ class SlotIo:
                     headers[number * BLOCK : number * BLOCK + _FIELDS] = of_page
                     headers[number * BLOCK + _FIELDS : (number + 1) * BLOCK] = _PADDING
                 try:
-                    descriptor = self._directory.descriptor(slab, direct=True)
-                    return vectored.write_from(descriptor, _with_headers(headers, run), offset)
+                    with self._directory.opened(slab, direct=True) as descriptor:
+                        return vectored.write_from(descriptor, _with_headers(headers, run), offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
@@ -119,14 +119,14 @@ class SlotIo:
             if header_length > _FIELDS:
                 buffers.append(_PADDING)
             buffers.extend(segments)
-        descriptor = self._directory.descriptor(slab)
-        try:
-            return vectored.write_from(descriptor, buffers, offset, self._write_flags)
-        except OSError as error:
-            if not (self._write_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
-                raise
-            self._write_flags = 0
-            return vectored.write_from(descriptor, buffers, offset)
+        with self._directory.opened(slab) as descriptor:
+            try:
+                return vectored.write_from(descriptor, buffers, offset, self._write_flags)
+            except OSError as error:
+                if not (self._write_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
+                    raise
+                self._write_flags = 0
+                return vectored.write_from(descriptor, buffers, offset)
 
 
 def _flags(mode: Mode) -> int:

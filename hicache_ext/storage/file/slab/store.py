@@ -492,6 +492,7 @@ class _SlabPart:
                 self.directory.delete_slab_file(slab)
             except OSError as error:
                 self._count_error(error)
+            self._look_at_slabs()
         return bool(dropped)
 
     def _occupied(self, slabs: Sequence[Slab]) -> int:
@@ -645,9 +646,18 @@ class _SlabPart:
     def _slab(self, number: int) -> Slab | None:
         slab = self._slabs.get(number)
         if slab is None:
-            self._slabs = {slab.number: slab for slab in self._index.slabs()}
+            self._look_at_slabs()
             slab = self._slabs.get(number)
         return slab
+
+    def _look_at_slabs(self) -> None:
+        """Learn of slabs added, and let go of those dropped, by whichever process."""
+        try:
+            self._slabs = {slab.number: slab for slab in self._index.slabs()}
+        except lmdb.Error as error:
+            self._count_index_error(error)
+        else:
+            self.directory.close_dropped(self._slabs)
 
     def _change(self, action: Callable[[IndexChange], _Answer]) -> _Answer | None:
         """``action`` in one write transaction; None when the index cannot be written."""
