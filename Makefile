@@ -4,7 +4,7 @@ PYTEST := .venv/bin/python -m pytest
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast lint setup setup-test kills clean
+.PHONY: help demo test test-fast lint setup setup-test kills soak clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-fast  the tests that need no server, under two minutes"
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
+	@echo "make soak       the file tier under load with a failing disk, 20 minutes; writes docs/reports/soak.md"
 	@echo "make clean      remove .venv and everything the demo made"
 
 setup:
@@ -38,6 +39,9 @@ lint: setup-test
 kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report docs/reports/kills.md
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
+
+soak: setup-test
+	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
 
 clean:
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
