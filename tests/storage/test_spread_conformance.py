@@ -1,6 +1,8 @@
-"""The PageStore suite against the file tier as a configuration opens it: two paths, either layout, direct or buffered."""
+"""The PageStore suite against the file tier as a configuration opens it: two paths, both layouts, direct I/O."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
@@ -31,7 +33,7 @@ class SpreadRaw:
         self._raw(key).write(key, stored)
 
     def keys(self):
-        return [key for raw in self._raws for key in raw.keys()]
+        return list(itertools.chain.from_iterable(raw.keys() for raw in self._raws))
 
 
 class SpreadTests(PageStoreTests):
