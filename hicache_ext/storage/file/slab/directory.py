@@ -22,7 +22,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,9 @@ class SlabDirectory:
         try:
             self.index.close(sync=alone and not self._doubted)
             if alone and self._doubted:
-                self._trust.unlink(missing_ok=True)
+                # Where not even that works, this process remembers it.
+                with suppress(OSError):
+                    self._trust.unlink(missing_ok=True)
             elif alone:
                 _write_whole(self._trust, _IN_ORDER)
         except BaseException:
