@@ -9,6 +9,7 @@ from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role
 from hicache_ext.config.problems import ConfigErrors
+from hicache_ext.config.redis_tier import RedisTierConfig
 from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.secrets import Secret
 from hicache_ext.config.templates import expand_templates
@@ -22,6 +23,7 @@ __all__ = [
     "FileTierConfig",
     "HicacheExtConfig",
     "ModelConfig",
+    "RedisTierConfig",
     "Role",
     "Secret",
     "Source",

@@ -22,7 +22,7 @@ SHORTEST_TTL = 1.0
 _CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
 _PATH_ALLOWED = "an absolute path, or a list of them"
 _THREADS_ALLOWED = f"1 to {MOST_THREADS}, or auto"
-_TTL_ALLOWED = "a duration from 1s to 365d, such as 7d; leave it out to keep pages until their room is needed"
+_TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
 
 
 def parse_capacity(value: object) -> int | None:
@@ -94,8 +94,10 @@ def parse_threads(value: object) -> int | None:
     return value
 
 
-def parse_ttl(value: object) -> float:
-    """Seconds."""
+def parse_ttl(value: object) -> float | None:
+    """Seconds, or None for 'none'."""
+    if value == "none":
+        return None
     if value is None or isinstance(value, bool):
         raise refuse(value, _TTL_ALLOWED)
     try:

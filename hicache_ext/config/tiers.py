@@ -14,11 +14,12 @@ from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, refuse
+from hicache_ext.config.redis_tier import RedisTierConfig
 from hicache_ext.config.schema import as_pydantic_error
 from hicache_ext.config.tier import TierConfig
 from hicache_ext.errors import ConfigError
 
-TIER_CLASSES: tuple[type[TierConfig], ...] = (FileTierConfig,)
+TIER_CLASSES: tuple[type[TierConfig], ...] = (FileTierConfig, RedisTierConfig)
 
 
 def tier_types() -> dict[str, type[TierConfig]]:

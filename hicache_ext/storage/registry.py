@@ -8,17 +8,25 @@ from typing import Any
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.store import PageStore
 
-_OPENERS = {
-    "file": ("hicache_ext.storage.file", "open_file_tier"),
+_OPENERS: dict[str, tuple[str, str, str | None]] = {
+    "file": ("hicache_ext.storage.file", "open_file_tier", None),
+    "redis": ("hicache_ext.storage.remote.redis", "open_redis_tier", "redis"),
 }
+"""Module, function, and the extra of this package that brings what the module imports."""
 
 
 def open_tier(name: str, tier: Any) -> PageStore:
     """The store of one configured tier. Raises StoreSetupError or ConfigError with a sentence."""
     try:
-        module_name, function_name = _OPENERS[tier.type]
+        module_name, function_name, extra = _OPENERS[tier.type]
     except KeyError:
         raise StoreSetupError(name, f"no store for type {tier.type!r}") from None
-    opener = getattr(importlib.import_module(module_name), function_name)
-    store: PageStore = opener(name, tier)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if extra is None or (error.name or "").startswith("hicache_ext"):
+            raise
+        hint = f"pip install 'hicache-ext[{extra}]'"
+        raise StoreSetupError(name, f"the package {error.name!r} is not installed", [hint]) from None
+    store: PageStore = getattr(module, function_name)(name, tier)
     return store

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.config import ExtraConfig, FileTierConfig, HicacheExtConfig, ModelConfig, load_config
+from hicache_ext.config import ExtraConfig, FileTierConfig, HicacheExtConfig, ModelConfig, RedisTierConfig, load_config
 from hicache_ext.errors import ConfigError
 
 PASSWORD = "hunter2"
@@ -33,7 +33,11 @@ def some_of(model: type[Any], right: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 tiers = st.dictionaries(
     st.sampled_from(["nvme", "pool", "Bad name", "password"]),
-    st.one_of(some_of(FileTierConfig, {"type": "file", "path": "/a", "capacity": "1GiB"}), anything),
+    st.one_of(
+        some_of(FileTierConfig, {"type": "file", "path": "/a", "capacity": "1GiB"}),
+        some_of(RedisTierConfig, {"type": "redis", "url": "redis://pool"}),
+        anything,
+    ),
     min_size=1,
     max_size=2,
 )

@@ -17,6 +17,7 @@ from hicache_ext.config import (
     ExtraConfig,
     FileTierConfig,
     HicacheExtConfig,
+    RedisTierConfig,
     example_config,
     json_schema,
     load_config,
@@ -235,8 +236,10 @@ def test_the_example_is_a_valid_configuration(tmp_path: Path) -> None:
     assert list(load_config(file).tiers) == ["nvme"]
 
 
-def test_only_the_file_type_exists_in_this_version() -> None:
-    assert tier_types() == {"file": FileTierConfig}
+def test_every_type_of_tier_has_its_class() -> None:
+    types = tier_types()
+    assert types["file"] is FileTierConfig
+    assert types["redis"] is RedisTierConfig
 
 
 def test_the_schema_accepts_what_the_loader_accepts_and_knows_every_key() -> None:

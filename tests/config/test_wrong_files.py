@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hicache_ext.config import ConfigErrors, load_config
+from hicache_ext.config import ConfigErrors, load_config, tier_types
 from hicache_ext.errors import ConfigError
 
 HEAD = """\
@@ -20,6 +20,7 @@ interface_v1: 1
 NVME = "nvme: {type: file, path: /mnt/a, capacity: 1GiB}"
 POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
+TYPES = ", ".join(tier_types())
 TIER_KEYS = "type, required, path, capacity, layout, io, threads, ttl"
 SECTION_KEYS = "role, tiers, retrieve_locations, store_locations, promote_to, model, kv_dtype"
 TOP_KEYS = (
@@ -28,7 +29,7 @@ TOP_KEYS = (
 )
 SIZE = "whole bytes such as 1048576, or a size such as 512MiB, 2TiB or 1.5GB, or 'unlimited'"
 CAPACITY = "a size such as 512GiB, or 'unlimited'"
-TTL = "a duration from 1s to 365d, such as 7d; leave it out to keep pages until their room is needed"
+TTL = "a duration from 1s to 365d, such as 7d, or none"
 PATH = "an absolute path, or a list of them"
 TEMPLATES = "{hostname}, {env:NAME}, and {{ or }} for plain braces"
 TIERS = "a mapping of names to tiers, such as nvme: {type: file, path: /mnt/nvme0/hicache, capacity: 512GiB}"
@@ -324,16 +325,16 @@ WRONG_FILES = [
         f"tiers: {{{NVME}, password: hunter2}}",
         "hicache_ext.tiers.password: text is not accepted; allowed: a mapping with a type and its settings",
     ),
-    section("a tier without a type", "tiers: {nvme: {path: /mnt/a}}", f"{N}.type: required; allowed: file"),
+    section("a tier without a type", "tiers: {nvme: {path: /mnt/a}}", f"{N}.type: required; allowed: {TYPES}"),
     section(
-        "a later tier type",
-        "tiers: {pool: {type: mooncake, master: '10.0.0.1:50051'}}",
-        "hicache_ext.tiers.pool.type: unknown tier type 'mooncake'; allowed: file",
+        "a type of tier that does not exist",
+        "tiers: {pool: {type: teapot, master: '10.0.0.1:50051'}}",
+        f"hicache_ext.tiers.pool.type: unknown tier type 'teapot'; allowed: {TYPES}",
     ),
     tier(
         "a misspelt tier type",
         "type: fille",
-        f"{N}.type: unknown tier type 'fille'; did you mean 'file'?; allowed: file",
+        f"{N}.type: unknown tier type 'fille'; did you mean 'file'?; allowed: {TYPES}",
     ),
     tier(
         "a misspelt capacity",
@@ -481,7 +482,7 @@ def test_every_wrong_place_of_a_file_is_reported_in_one_error(tmp_path: Path) ->
     file.write_text(
         HEAD.replace("interface_v1: 1", "interface_v1: '1'")
         + "hicache_ext:\n  role: prefil\n  tiers:\n    nvme: {type: file, path: cache, capacity: 1G, io: fast}\n"
-        "    pool: {type: redis}\n  retrieve_locations: [nvme, pol]\n  promote: nvme\n"
+        "    pool: {type: teapot}\n  retrieve_locations: [nvme, pol]\n  promote: nvme\n"
     )
     with pytest.raises(ConfigErrors) as raised:
         load_config(file)

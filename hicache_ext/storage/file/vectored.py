@@ -40,11 +40,11 @@ def _transfer(
         if moved == 0:
             break
         done += moved
-        pending = _after(pending, moved)
+        pending = after(pending, moved)
     return done
 
 
-def _after(buffers: list[memoryview], moved: int) -> list[memoryview]:
+def after(buffers: list[memoryview], moved: int) -> list[memoryview]:
     """What is left of ``buffers`` once ``moved`` bytes are done."""
     for position, buffer in enumerate(buffers):
         if moved < buffer.nbytes:

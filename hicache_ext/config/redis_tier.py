@@ -1,0 +1,302 @@
+"""``type: redis``: a Redis or Valkey server, or a cluster of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import Field, WithJsonSchema, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from hicache_ext.config.problems import quoted, refuse, shown
+from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of
+from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
+from hicache_ext.config.templates import expand_templates
+from hicache_ext.config.tier import RemoteTierConfig
+from hicache_ext.config.units import format_size, parse_duration, parse_size
+from hicache_ext.errors import ConfigError
+
+MOST_CONNECTIONS = 64
+SMALLEST_IN_FLIGHT = 64 * 1024
+LARGEST_IN_FLIGHT = 1 << 30
+LONGEST_PREFIX = 64
+LONGEST_TTL = 365 * 86400
+DEFAULT_PORT = 6379
+
+_URL_ALLOWED = "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH, or a list of nodes of one cluster"
+_CLUSTER_ALLOWED = "auto, true, false"
+_DATABASE_ALLOWED = "a whole number from 0 to 65535"
+_PREFIX_ALLOWED = f"1 to {LONGEST_PREFIX} of the characters A-Z a-z 0-9 _ . : / -"
+_CONNECTIONS_ALLOWED = f"1 to {MOST_CONNECTIONS}"
+_IN_FLIGHT_ALLOWED = "a size from 64KiB to 1GiB, such as 8MiB"
+_TTL_ALLOWED = "a duration of whole seconds from 1s to a year, such as 24h, or none"
+_FILE_ALLOWED = "an absolute path"
+_NAME_ALLOWED = "text"
+
+_PREFIX = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{LONGEST_PREFIX}}}", re.ASCII)
+
+
+class Server(NamedTuple):
+    """One address: scheme redis, rediss or unix; for unix ``host`` is the path."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+def parse_urls(value: object) -> tuple[str, ...]:
+    """Addresses with templates expanded, each checked."""
+    single = isinstance(value, str)
+    written: Sequence[object] = [value] if single else value if isinstance(value, list | tuple) else []
+    if not written:
+        problem = "the list is empty" if isinstance(value, list | tuple) else f"{shown(value)} is not accepted"
+        raise ConfigError("", problem, _URL_ALLOWED)
+    urls: list[str] = []
+    for position, text in enumerate(written):
+        place = "" if single else f"[{position}]"
+        if not isinstance(text, str):
+            raise refuse(text, _URL_ALLOWED, place)
+        url = expand_templates(text, place)
+        server = _parse_url(url, text, place)
+        schemes = {urlsplit(other).scheme for other in urls}
+        if url in urls:
+            raise ConfigError(place, f"{quoted(text)} is there twice", "distinct addresses")
+        if schemes and ({server.scheme} != schemes or server.scheme == "unix"):
+            raise ConfigError(place, "nodes of one cluster are all redis:// or all rediss://", _URL_ALLOWED)
+        urls.append(url)
+    return tuple(urls)
+
+
+def _parse_url(url: str, written: str, place: str) -> Server:
+    """``written`` is what errors show: what came out of an environment variable is not repeated."""
+
+    def wrong(problem: str) -> ConfigError:
+        return ConfigError(place, problem, _URL_ALLOWED)
+
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise wrong(f"{quoted(written)} is not an address") from None
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise wrong(f"{quoted(written)} is not an address of redis")
+    # An address is shown by every tool and sent over HTTP by SGLang.
+    if "@" in parts.netloc:
+        raise ConfigError(place, "an address holds no login: use username and password", _URL_ALLOWED)
+    if parts.query or parts.fragment:
+        raise wrong(f"{quoted(written)} has options; they are keys of the tier")
+    if parts.scheme == "unix":
+        return _parse_unix(parts, written, wrong)
+    if parts.path not in ("", "/"):
+        raise wrong(f"{quoted(written)} has a path; the database is the key database")
+    if not parts.hostname or port == 0 or any(character.isspace() for character in url):
+        raise wrong(f"{quoted(written)} is not an address")
+    return Server(parts.scheme, parts.hostname, port or DEFAULT_PORT)
+
+
+def _parse_unix(parts: SplitResult, written: str, wrong: Callable[[str], ConfigError]) -> Server:
+    if parts.netloc or not os.path.isabs(parts.path) or "\0" in parts.path:
+        raise wrong(f"{quoted(written)} does not name the absolute path of a socket")
+    return Server("unix", parts.path, 0)
+
+
+def parse_cluster(value: object) -> bool | Literal["auto"]:
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise refuse(value, _CLUSTER_ALLOWED)
+
+
+def parse_database(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
+        raise refuse(value, _DATABASE_ALLOWED)
+    return value
+
+
+def parse_prefix(value: object) -> str:
+    # Braces would be a hash tag: all pages on one node of a cluster. Blanks and wildcards serve nobody.
+    if not isinstance(value, str) or not _PREFIX.fullmatch(value):
+        raise refuse(value, _PREFIX_ALLOWED)
+    return value
+
+
+def parse_connections(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_CONNECTIONS:
+        raise refuse(value, _CONNECTIONS_ALLOWED)
+    return value
+
+
+def parse_in_flight(value: object) -> int:
+    if value is None or isinstance(value, bool | float):
+        raise refuse(value, _IN_FLIGHT_ALLOWED)
+    try:
+        size = parse_size(value)
+    except ConfigError as error:
+        raise ConfigError("", error.problem, _IN_FLIGHT_ALLOWED) from None
+    if not SMALLEST_IN_FLIGHT <= size <= LARGEST_IN_FLIGHT:
+        raise refuse(value, _IN_FLIGHT_ALLOWED)
+    return size
+
+
+def parse_ttl(value: object) -> int | None:
+    """Seconds, or None for 'none'."""
+    if value == "none":
+        return None
+    if value is None or isinstance(value, bool):
+        raise refuse(value, _TTL_ALLOWED)
+    try:
+        seconds = parse_duration(value)
+    except ConfigError as error:
+        raise ConfigError("", error.problem, _TTL_ALLOWED) from None
+    if seconds != int(seconds) or not 1 <= seconds <= LONGEST_TTL:
+        raise refuse(value, _TTL_ALLOWED)
+    return int(seconds)
+
+
+def parse_file(value: object) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise refuse(value, _FILE_ALLOWED)
+    path = expand_templates(value)
+    if not os.path.isabs(path):
+        raise ConfigError("", f"{quoted(value)} is not an absolute path", _FILE_ALLOWED)
+    return path
+
+
+def parse_username(value: object) -> str:
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise refuse(value, _NAME_ALLOWED)
+    return value
+
+
+_TLS_KEYS = ("tls_ca", "tls_certificate", "tls_key", "tls_verify")
+
+
+class RedisTierConfig(RemoteTierConfig):
+    """Redis or Valkey, one server or a cluster."""
+
+    type: Annotated[Literal["redis"], Allowed("redis")] = "redis"
+    url: Annotated[
+        tuple[str, ...],
+        Field(description="the server, or some nodes of the cluster; the others are found"),
+        Allowed(_URL_ALLOWED),
+        checked(parse_urls),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+    ]
+    cluster: Annotated[
+        bool | Literal["auto"],
+        Field(description="auto: as the server says"),
+        Allowed(_CLUSTER_ALLOWED),
+        checked(parse_cluster),
+    ] = "auto"
+    password: Annotated[Secret | None, Field(description="of the user, by reference"), Allowed(SECRET_ALLOWED)] = None
+    username: Annotated[
+        str | None,
+        Field(description="ACL user; left out: the default user"),
+        Allowed(_NAME_ALLOWED),
+        checked(parse_username),
+    ] = None
+    database: Annotated[
+        int,
+        Field(description="a cluster has only 0"),
+        Allowed(_DATABASE_ALLOWED),
+        checked(parse_database),
+        WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 65535}),
+    ] = 0
+    prefix: Annotated[
+        str,
+        Field(description="what every key of this tier begins with"),
+        Allowed(_PREFIX_ALLOWED),
+        checked(parse_prefix),
+    ] = "hicache_ext:"
+    connections: Annotated[
+        int,
+        Field(description="connections that carry pages, per node and rank"),
+        Allowed(_CONNECTIONS_ALLOWED),
+        checked(parse_connections),
+        WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_CONNECTIONS}),
+    ] = 4
+    in_flight: Annotated[
+        int,
+        Field(description="bytes under way on one connection"),
+        Allowed(_IN_FLIGHT_ALLOWED),
+        checked(parse_in_flight),
+        WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+    ] = 8 << 20
+    ttl: Annotated[
+        int | None,
+        Field(
+            description="how long a page is kept after it was written; none: the server decides",
+            json_schema_extra={"default": "none"},
+        ),
+        Allowed(_TTL_ALLOWED),
+        checked(parse_ttl),
+        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
+    ] = None
+    tls_ca: Annotated[
+        str | None,
+        Field(description="certificates of the authorities to trust; left out: the system's"),
+        Allowed(_FILE_ALLOWED),
+        checked(parse_file),
+    ] = None
+    tls_certificate: Annotated[
+        str | None, Field(description="this client's certificate"), Allowed(_FILE_ALLOWED), checked(parse_file)
+    ] = None
+    tls_key: Annotated[
+        str | None, Field(description="its private key"), Allowed(_FILE_ALLOWED), checked(parse_file)
+    ] = None
+    tls_verify: Annotated[
+        Literal["full", "ca", "none"],
+        Field(description="the server's certificate: its authority and name, its authority, or nothing"),
+        Allowed("full, ca, none"),
+        one_of("full", "ca", "none"),
+    ] = "full"
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return tuple(_parse_url(url, url, "") for url in self.url)
+
+    @property
+    def tls(self) -> bool:
+        return self.servers[0].scheme == "rediss"
+
+    def summary(self) -> str:
+        limits = "" if self.ttl is None else f", ttl {self.ttl}s"
+        return f"redis, {format_size(self.in_flight)} in flight{limits}, {', '.join(self.url)}"
+
+    @field_validator("cluster", mode="after")
+    @classmethod
+    def _several_nodes_are_a_cluster(cls, cluster: bool | str, info: ValidationInfo) -> bool | str:
+        if cluster is False and len(info.data.get("url", ())) > 1:
+            raise as_pydantic_error(ConfigError("", "several addresses are nodes of a cluster", "auto, true"))
+        return cluster
+
+    @field_validator("username", mode="after")
+    @classmethod
+    def _a_user_has_a_password(cls, username: str | None, info: ValidationInfo) -> str | None:
+        if username is not None and "password" in info.data and info.data["password"] is None:
+            raise as_pydantic_error(ConfigError("", "a user needs the key password", _NAME_ALLOWED))
+        return username
+
+    @field_validator("database", mode="after")
+    @classmethod
+    def _a_cluster_has_one_database(cls, database: int, info: ValidationInfo) -> int:
+        if database and info.data.get("cluster") is True:
+            raise as_pydantic_error(ConfigError("", "a cluster has only database 0", "0"))
+        return database
+
+    @field_validator(*_TLS_KEYS, mode="after")
+    @classmethod
+    def _only_with_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
+        urls = info.data.get("url", ())
+        if urls and not urls[0].startswith("rediss://"):
+            raise as_pydantic_error(ConfigError("", "TLS is used only with rediss://", "a rediss:// address"))
+        return value
+
+    @field_validator("tls_key", mode="after")
+    @classmethod
+    def _a_key_belongs_to_a_certificate(cls, key: str | None, info: ValidationInfo) -> str | None:
+        if key is not None and info.data.get("tls_certificate") is None:
+            raise as_pydantic_error(ConfigError("", "a key needs the key tls_certificate", _FILE_ALLOWED))
+        return key

@@ -1,0 +1,296 @@
+"""What is said on one connection to read, write, find and remove pages.
+
+Each function takes pages through ``PageCall`` and sets their ``result`` one by one, so that a connection that breaks in
+the middle leaves exactly the pages without a result to be asked for again. A page whose slot has moved gets a
+``redirect`` instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from hicache_ext import envelope
+from hicache_ext.storage.remote.redis.connection import Connection
+from hicache_ext.storage.remote.redis.resp import ErrorReply, OversizedValueError, ProtocolError, Reply, Status, command
+from hicache_ext.storage.remote.redis.settings import Endpoint
+from hicache_ext.storage.store import GetResult, SetResult
+
+HEADER_LENGTH = envelope.FIELDS_LENGTH
+
+_MOST_PIPELINED = 256
+_SENT_AT_ONCE = 256 * 1024
+"""Bytes of small pages gathered for one system call."""
+_ASKING = command(b"ASKING")
+_REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) ([A-Za-z0-9._:-]{0,253}):([0-9]{1,5})", re.ASCII)
+
+REMOVE_IF_SAME = b"""
+if redis.call('STRLEN', KEYS[1]) ~= tonumber(ARGV[1]) then return 0 end
+local seen = #ARGV[2]
+if seen > 0 and redis.call('GETRANGE', KEYS[1], 0, seen - 1) ~= ARGV[2] then return 0 end
+return redis.call('UNLINK', KEYS[1])
+"""
+"""A bad copy is removed only while it is the one that was seen: a good one may have replaced it since."""
+
+
+class RefusedError(Exception):
+    """An error reply that says nothing about one page; the connection is given up. ``code`` is its first word."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(f"the server answered {code}")
+        self.code = code
+
+
+class PageCall:
+    """One page on its way: what is asked, and what became of it."""
+
+    __slots__ = (
+        "asking",
+        "bad_header",
+        "bad_length",
+        "key",
+        "name",
+        "reason",
+        "redirect",
+        "result",
+        "segments",
+        "size",
+    )
+
+    def __init__(self, key: bytes, name: bytes, segments: Sequence[memoryview] = (), payload: int = 0) -> None:
+        self.key = key
+        self.name = name
+        self.segments = segments
+        self.size = HEADER_LENGTH + payload
+        self.result: Any = None
+        """GetResult, SetResult, or the integer answered; None while it is not known."""
+        self.reason = ""
+        """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
+        self.redirect: tuple[str, int, Endpoint] | None = None
+        self.asking = False
+        self.bad_length: int | None = None
+        """Bytes of a copy that is to be removed; -1 where it is no string at all."""
+        self.bad_header = b""
+
+    def request(self, *words: bytes) -> bytes:
+        asked = command(words[0], self.name, *words[1:])
+        return _ASKING + asked if self.asking else asked
+
+    def finish(self, result: Any, reason: str = "") -> None:
+        self.result = result
+        self.reason = reason
+
+    def found_bad(self, length: int, header: bytes = b"") -> None:
+        self.bad_length = length
+        self.bad_header = header
+
+
+def read_pages(connection: Connection, calls: Sequence[PageCall], in_flight: int) -> None:
+    """GET into the pages' memory, with at most ``in_flight`` bytes of replies asked for (or one page)."""
+    header = memoryview(bytearray(HEADER_LENGTH))
+    sent = flying = 0
+    for number, call in enumerate(calls):
+        if sent < len(calls) and (sent == number or flying <= in_flight // 2):
+            requests = []
+            while sent < len(calls) and sent - number < _MOST_PIPELINED:
+                if flying and flying + calls[sent].size > in_flight:
+                    break
+                requests.append(calls[sent].request(b"GET"))
+                flying += calls[sent].size
+                sent += 1
+            if requests:
+                connection.send([b"".join(requests)])
+        _read_page(connection, call, header)
+        flying -= call.size
+
+
+def _read_page(connection: Connection, call: PageCall, header: memoryview) -> None:
+    _pass_asking(connection, call)
+    try:
+        length = connection.reader.page_into(header, call.segments)
+    except OversizedValueError as error:
+        call.found_bad(error.length)
+        call.finish(GetResult.CORRUPT, "longer")
+        raise
+    except ProtocolError:
+        call.finish(GetResult.ERROR, "protocol")
+        raise
+    if length is None:
+        call.finish(GetResult.MISS)
+    elif isinstance(length, ErrorReply):
+        if _is_redirect(call, length):
+            return
+        if length.code == "WRONGTYPE":
+            call.found_bad(-1)
+            call.finish(GetResult.CORRUPT, "type")
+            return
+        call.finish(GetResult.ERROR, length.code)
+        raise RefusedError(length.code)
+    else:
+        if length != call.size:
+            reason: str | None = "truncated" if length < call.size else "longer"
+        else:
+            reason = envelope.reason_to_refuse(header, call.key, call.segments)
+        if reason is None:
+            call.finish(GetResult.HIT)
+        else:
+            call.found_bad(length, bytes(header[: min(length, HEADER_LENGTH)]))
+            call.finish(GetResult.CORRUPT, reason)
+
+
+def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, in_flight: int) -> None:
+    """SET NX of the pages that are not there; a copy of another length is replaced.
+
+    Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency.
+    """
+    missing = _pages_missing(connection, calls)
+    options = (
+        b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)
+    )
+    words = 4 if ttl is None else 6
+    unanswered: deque[PageCall] = deque()
+    gathered: list[memoryview | bytes] = []
+    flying = gathered_bytes = 0
+
+    def send() -> None:
+        nonlocal gathered_bytes
+        if gathered:
+            connection.send(gathered)
+            gathered.clear()
+            gathered_bytes = 0
+
+    def take_reply() -> bool:
+        """False when the server has no memory left."""
+        nonlocal flying
+        call = unanswered.popleft()
+        flying -= call.size
+        return _written(connection, call)
+
+    accepted = True
+    for call in missing:
+        while accepted and unanswered and flying + call.size > in_flight:
+            send()
+            accepted = take_reply()
+        if not accepted:
+            break
+        header = envelope.encode_header(call.key, call.segments, header_length=HEADER_LENGTH)
+        asking = _ASKING if call.asking else b""
+        head = b"%b*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (asking, words, len(call.name), call.name, call.size)
+        gathered += [head + header, *call.segments, options]
+        gathered_bytes += call.size
+        flying += call.size
+        unanswered.append(call)
+        if gathered_bytes >= _SENT_AT_ONCE:
+            send()
+    send()
+    while unanswered:
+        accepted = take_reply() and accepted
+    if not accepted:
+        for call in missing:
+            if call.result is None and call.redirect is None:
+                call.finish(SetResult.REJECTED, "memory")
+
+
+def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[PageCall]:
+    missing = []
+    for call, reply in zip(calls, _ask(connection, calls, b"STRLEN"), strict=True):
+        if isinstance(reply, ErrorReply):
+            if _is_redirect(call, reply):
+                continue
+            if reply.code != "WRONGTYPE":
+                call.finish(SetResult.ERROR, reply.code)
+                raise RefusedError(reply.code)
+            call.found_bad(-1)
+        elif (length := _integer(reply)) == call.size:
+            call.finish(SetResult.EXISTS)
+            continue
+        elif length:
+            call.found_bad(length)
+        missing.append(call)
+    remove_bad(connection, [call for call in missing if call.bad_length is not None])
+    return missing
+
+
+def _written(connection: Connection, call: PageCall) -> bool:
+    _pass_asking(connection, call)
+    reply = connection.reader.reply()
+    if isinstance(reply, Status) and reply == b"OK":
+        call.finish(SetResult.STORED)
+    elif reply is None:
+        call.finish(SetResult.EXISTS)
+    elif not isinstance(reply, ErrorReply):
+        call.finish(SetResult.ERROR, "protocol")
+        raise ProtocolError("SET was not answered as Redis does")
+    elif reply.code == "OOM":
+        call.finish(SetResult.REJECTED, "memory")
+        return False
+    elif not _is_redirect(call, reply):
+        call.finish(SetResult.ERROR, reply.code)
+        raise RefusedError(reply.code)
+    return True
+
+
+def ask_integers(connection: Connection, calls: Sequence[PageCall], *words: bytes) -> None:
+    """One request without payload per page (EXISTS, UNLINK) whose answer is an integer."""
+    for call, reply in zip(calls, _ask(connection, calls, *words), strict=True):
+        if isinstance(reply, ErrorReply):
+            if not _is_redirect(call, reply):
+                raise RefusedError(reply.code)
+        else:
+            call.finish(_integer(reply))
+
+
+def remove_bad(connection: Connection, calls: Sequence[PageCall]) -> None:
+    """Remove the copies that were found bad, unless they have been replaced since."""
+    requests = []
+    for call in calls:
+        asking = _ASKING if call.asking else b""
+        if call.bad_length is None or call.bad_length < 0:
+            requests.append(asking + command(b"UNLINK", call.name))
+        else:
+            length = b"%d" % call.bad_length
+            requests.append(asking + command(b"EVAL", REMOVE_IF_SAME, b"1", call.name, length, call.bad_header))
+    replies = _replies(connection, calls, requests)
+    # A user without EVAL, or something that only speaks like Redis: removed all the same, without the comparison.
+    refused = [
+        call
+        for call, reply in zip(calls, replies, strict=True)
+        if isinstance(reply, ErrorReply) and call.bad_length != -1
+    ]
+    _replies(connection, refused, [call.request(b"UNLINK") for call in refused])
+
+
+def _ask(connection: Connection, calls: Sequence[PageCall], *words: bytes) -> list[Reply]:
+    return _replies(connection, calls, [call.request(*words) for call in calls])
+
+
+def _replies(connection: Connection, calls: Sequence[PageCall], requests: Sequence[bytes]) -> list[Reply]:
+    if not any(call.asking for call in calls):
+        return connection.ask(requests)
+    replies: list[Reply] = []
+    for call, request in zip(calls, requests, strict=True):
+        connection.send([request])
+        _pass_asking(connection, call)
+        replies.append(connection.reader.reply())
+    return replies
+
+
+def _pass_asking(connection: Connection, call: PageCall) -> None:
+    if call.asking and connection.reader.reply() != b"OK":
+        raise ProtocolError("ASKING was not answered as Redis does")
+
+
+def _integer(reply: Reply) -> int:
+    if not isinstance(reply, int):
+        raise ProtocolError("not the integer that was asked for")
+    return reply
+
+
+def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
+    found = _REDIRECT.fullmatch(error.line)
+    if found is None or not 0 < int(found[4]) < 65536:
+        return False
+    call.redirect = (found[1], int(found[2]), Endpoint(found[3], int(found[4])))
+    return True

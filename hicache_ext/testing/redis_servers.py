@@ -1,0 +1,236 @@
+"""Redis servers of one's own, for tests, demos and benchmarks: one server, TLS, users, a three-node cluster.
+
+::
+
+    with RedisServer(directory) as server:
+        client = redis.Redis(port=server.port)
+
+Loopback and free ports only; nothing is persisted. Needs the program ``redis-server`` (or ``valkey-server``).
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hicache_ext.testing.server import free_port
+
+HOST = "127.0.0.1"
+_START_TIMEOUT = 20.0
+
+
+def redis_program() -> str | None:
+    """The server program, or None where there is none."""
+    return shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class RedisServer:
+    """One server process. ``options`` are lines of redis.conf as (name, value)."""
+
+    def __init__(
+        self, directory: Path, options: Sequence[tuple[str, str]] = (), *, port: int | None = None, tls: bool = False
+    ) -> None:
+        """``tls``: the port speaks TLS only; the options name its files."""
+        self.directory = directory
+        self.port = port or free_port()
+        self._options = list(options)
+        self._tls = tls
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{'rediss' if self._tls else 'redis'}://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns when the port takes connections. Raises RuntimeError when it does not."""
+        program = redis_program()
+        if program is None:
+            raise RuntimeError("redis-server is not installed")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        ports = [("port", "0"), ("tls-port", str(self.port))] if self._tls else [("port", str(self.port))]
+        lines = [
+            ("bind", HOST),
+            *ports,
+            ("dir", str(self.directory)),
+            ("save", '""'),
+            ("appendonly", "no"),
+            ("daemonize", "no"),
+            ("logfile", str(self.directory / "redis.log")),
+            *self._options,
+        ]
+        config = self.directory / "redis.conf"
+        config.write_text("".join(f"{name} {value}\n" for name, value in lines))
+        self._process = subprocess.Popen(
+            [program, str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            wait_until(self._listens, f"redis-server on port {self.port}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _listens(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            log = self.directory / "redis.log"
+            raise RuntimeError("redis-server ended: " + (log.read_text()[-2000:] if log.exists() else "no log"))
+        try:
+            with socket.create_connection((HOST, self.port), timeout=1):
+                return True
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        """End it at once, as a crash would, also when it is frozen."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    kill = stop
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def command(self, *words: str) -> str:
+        """The reply to one command, sent in the clear over a connection of its own, as the server wrote it."""
+        request = f"*{len(words)}\r\n" + "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
+        with socket.create_connection((HOST, self.port), timeout=10) as connection:
+            connection.sendall(request.encode())
+            return connection.recv(1 << 20).decode()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class RedisCluster:
+    """Masters without replicas, the slots spread evenly; a lost node costs its own slots only."""
+
+    def __init__(self, directory: Path, nodes: int = 3, options: Sequence[tuple[str, str]] = ()) -> None:
+        self._options = [
+            ("cluster-enabled", "yes"),
+            ("cluster-node-timeout", "1000"),
+            ("cluster-require-full-coverage", "no"),
+            ("cluster-allow-reads-when-down", "yes"),
+            *options,
+        ]
+        self._directory = directory
+        self.servers = [self.new_server(f"node{number}") for number in range(nodes)]
+
+    def new_server(self, name: str) -> RedisServer:
+        """Another server with the cluster's options, not started and not part of the cluster."""
+        port, bus_port = free_port(), free_port()
+        return RedisServer(self._directory / name, [*self._options, ("cluster-port", str(bus_port))], port=port)
+
+    @property
+    def url(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+    def start(self) -> None:
+        try:
+            for server in self.servers:
+                server.start()
+            count = len(self.servers)
+            for number, server in enumerate(self.servers):
+                begin, end = 16384 * number // count, 16384 * (number + 1) // count - 1
+                _expect_ok(server.command("CLUSTER", "ADDSLOTSRANGE", str(begin), str(end)))
+                _expect_ok(server.command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1)))
+            for server in self.servers[1:]:
+                self.meet(self.servers[0], server)
+            self.wait_until_ok()
+        except BaseException:
+            self.stop()
+            raise
+
+    def meet(self, known: RedisServer, newcomer: RedisServer) -> None:
+        bus_port = next(value for name, value in newcomer._options if name == "cluster-port")
+        _expect_ok(known.command("CLUSTER", "MEET", HOST, str(newcomer.port), bus_port))
+
+    def wait_until_ok(self) -> None:
+        count = len(self.servers)
+
+        def agreed() -> bool:
+            facts = ("cluster_state:ok", f"cluster_known_nodes:{count}", "cluster_slots_ok:16384")
+            answers = [server.command("CLUSTER", "INFO") for server in self.servers]
+            return all(fact in answer for answer in answers for fact in facts)
+
+        wait_until(agreed, "the cluster")
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def make_certificates(directory: Path) -> tuple[Path, Path, Path]:
+    """A CA certificate, and a certificate with its key for the loopback address, good for server and client."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ca_key, ca, key, request, certificate, names = (
+        directory / name for name in ("ca.key", "ca.crt", "server.key", "server.csr", "server.crt", "names.txt")
+    )
+    names.write_text(f"subjectAltName=IP:{HOST},DNS:localhost\n")
+
+    def openssl(*arguments: str | Path) -> None:
+        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+    new_key = ["-newkey", "rsa:2048", "-nodes"]
+    openssl("req", "-x509", *new_key, "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", "/CN=test CA")
+    openssl("req", *new_key, "-keyout", key, "-out", request, "-subj", "/CN=localhost")
+    signed_by: list[str | Path] = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial"]
+    openssl("x509", "-req", "-in", request, *signed_by, "-out", certificate, "-days", "2", "-extfile", names)
+    return ca, certificate, key
+
+
+def tls_options(ca: Path, certificate: Path, key: Path, *, client_certificates: bool) -> list[tuple[str, str]]:
+    """Lines of redis.conf for a server of ``RedisServer(..., tls=True)``."""
+    return [
+        ("tls-ca-cert-file", str(ca)),
+        ("tls-cert-file", str(certificate)),
+        ("tls-key-file", str(key)),
+        ("tls-auth-clients", "yes" if client_certificates else "no"),
+    ]
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = _START_TIMEOUT) -> None:
+    """Raises RuntimeError when ``condition`` does not come true in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: not ready after {timeout:g} s")
+        time.sleep(0.02)
+
+
+def _expect_ok(answer: str) -> None:
+    if not answer.startswith("+OK"):
+        raise RuntimeError(answer.strip())

@@ -1,0 +1,99 @@
+"""Real servers for the tests of the Redis tier, and ways past the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from hicache_ext.storage.remote.redis.settings import Endpoint, RedisSettings
+from hicache_ext.storage.remote.redis.store import RedisPageStore
+from hicache_ext.testing.redis_servers import HOST, RedisCluster, RedisServer, redis_program
+
+PREFIX = "test:"
+
+
+class RawValues:
+    """Page values found by the names that docs/redis.md gives, not by the package's code."""
+
+    def __init__(self, *servers: RedisServer) -> None:
+        if len(servers) == 1:
+            self._client: Any = redis.Redis(host=HOST, port=servers[0].port)
+        else:
+            self._client = redis.RedisCluster(host=HOST, port=servers[0].port)
+
+    @staticmethod
+    def name(key: bytes) -> bytes:
+        return f"{PREFIX}page:{key[:16].hex()}:{key[16:].hex()}".encode()
+
+    def read(self, key: bytes) -> bytes | None:
+        return self._client.get(self.name(key))
+
+    def write(self, key: bytes, stored: bytes) -> None:
+        self._client.set(self.name(key), stored)
+
+    def keys(self) -> list[bytes]:
+        names = [name.decode().split(":") for name in self._client.scan_iter(f"{PREFIX}page:*", count=1000)]
+        return [bytes.fromhex(name[-2]) + bytes.fromhex(name[-1]) for name in names]
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def settings_for(*servers: RedisServer, **changes: Any) -> RedisSettings:
+    return RedisSettings(**{"endpoints": tuple(Endpoint(HOST, s.port) for s in servers), "prefix": PREFIX, **changes})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _needs_redis() -> None:
+    if redis_program() is None:
+        pytest.skip("missing: redis-server")
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    with RedisCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def empty_server(shared_server: RedisServer) -> RedisServer:
+    shared_server.command("FLUSHALL")
+    return shared_server
+
+
+@pytest.fixture
+def empty_cluster(shared_cluster: RedisCluster) -> RedisCluster:
+    for server in shared_cluster.servers:
+        server.command("FLUSHALL")
+    return shared_cluster
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that the test may kill."""
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def open_store() -> Iterator[Callable[..., RedisPageStore]]:
+    """Opens stores over servers, and closes them."""
+    opened: list[RedisPageStore] = []
+
+    def open_one(*servers: RedisServer, required: bool = True, **changes: Any) -> RedisPageStore:
+        opened.append(RedisPageStore("pool", settings_for(*servers, **changes), required=required))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()

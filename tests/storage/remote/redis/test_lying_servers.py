@@ -1,0 +1,170 @@
+"""A server that cuts, lengthens or swaps what it sends: no wrong byte, no byte beside the page, no error for SGLang."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hicache_ext.storage.remote.redis.settings import RedisSettings
+from hicache_ext.storage.remote.redis.store import RedisPageStore
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
+from hicache_ext.testing.conformance.second_reader import write_page_object
+from tests.storage.remote.redis.fake_server import FakeServer
+
+SIZES = [40, 30]
+KEY = page_key("asked for")
+
+
+def value_of(key: bytes) -> bytes:
+    return write_page_object(key, payload_of(key, sum(SIZES)), header_length=128)
+
+
+def bulk(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+GOOD = bulk(value_of(KEY))
+
+
+def open_store(server: FakeServer, **changes) -> RedisPageStore:
+    return RedisPageStore(
+        "pool", RedisSettings((server.endpoint,), cluster=False, **{"connections": 1, "timeout": 5.0, **changes})
+    )
+
+
+def get(store: RedisPageStore, keys: list[bytes]) -> tuple[list[GetResult], HostPages]:
+    pages = HostPages([SIZES] * len(keys), fill=0x77)
+    results = store.get(PageBatch(keys, pages.buffers))
+    pages.assert_guards_intact()
+    return results, pages
+
+
+def test_a_reply_cut_at_any_byte_is_no_hit_and_the_next_read_is_served():
+    cut_at: list[int | None] = [None]
+
+    def answer(words: list[bytes]) -> bytes | None:
+        return GOOD if cut_at[0] is None else GOOD[: cut_at[0]]
+
+    with FakeServer(answer) as server:
+        store = open_store(server)
+        for length in range(len(GOOD)):
+            cut_at[0], server.end_after_answer = length, True
+            results, _ = get(store, [KEY])
+            assert results == [GetResult.ERROR], length
+            cut_at[0], server.end_after_answer = None, False
+            results, pages = get(store, [KEY])
+            assert results == [GetResult.HIT], length
+            assert pages.payload(0) == payload_of(KEY, sum(SIZES))
+        assert store.metrics.value("error", "connection") == len(GOOD)
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "result"),
+    [
+        (b":1\r\n", GetResult.ERROR),
+        (b"+OK\r\n", GetResult.ERROR),
+        (b"*1\r\n" + GOOD, GetResult.ERROR),
+        (b"-ERR something\r\n", GetResult.ERROR),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", GetResult.ERROR),
+        (GOOD[:-2] + b"xx", GetResult.ERROR),
+        (b"$%d\r\n" % (1 << 29) + bytes(1000), GetResult.CORRUPT),
+        (b"$9999999999\r\n", GetResult.ERROR),
+        (b"-MOVED 1 127.0.0.1:1\r\n", GetResult.ERROR),
+        (b"-ASK 1 127.0.0.1:1\r\n", GetResult.ERROR),
+        (b"-MOVED 1 /etc/passwd:1\r\n", GetResult.ERROR),
+        (b"-MOVED 99999 :0\r\n", GetResult.ERROR),
+        (b"-MOVED 1 127.0.0.1:99999\r\n", GetResult.ERROR),
+        (bulk(value_of(KEY) + b"x"), GetResult.CORRUPT),
+        (bulk(value_of(KEY)[:-1]), GetResult.CORRUPT),
+        (bulk(value_of(KEY)[: -sum(SIZES) // 2]), GetResult.CORRUPT),
+        (bulk(b""), GetResult.CORRUPT),
+        (bulk(value_of(page_key("another"))), GetResult.CORRUPT),
+        (bulk(value_of(KEY)[:-1] + b"\0"), GetResult.CORRUPT),
+        (b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n", GetResult.CORRUPT),
+    ],
+)
+def test_a_wrong_reply_costs_its_own_page_and_no_other(sent, result):
+    first, last = page_keys(2)
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] != b"GET":
+            return b":1\r\n"
+        key = bytes.fromhex(words[1].decode()[-64:])
+        if key == KEY[16:]:
+            return sent
+        return bulk(value_of(first if key == first[16:] else last))
+
+    with FakeServer(answer) as server:
+        store = open_store(server)
+        results, pages = get(store, [first, KEY, last])
+        assert results == [GetResult.HIT, result, GetResult.HIT]
+        assert (pages.payload(0), pages.payload(2)) == (payload_of(first, 70), payload_of(last, 70))
+        removals = [words for words in server.requests if words[0] in (b"EVAL", b"UNLINK")]
+        assert bool(removals) == (result is GetResult.CORRUPT)
+        store.close()
+
+
+def test_more_bytes_than_were_asked_for_close_the_connection():
+    with FakeServer(lambda words: GOOD + b"+surplus\r\n") as server:
+        store = open_store(server)
+        for reads in range(1, 4):
+            results, _ = get(store, [KEY])
+            assert results == [GetResult.HIT]
+            # One from the keeper, whose connection served the first read.
+            assert server.connections == reads
+        store.close()
+
+
+def test_replies_in_another_order_are_no_hits():
+    keys = page_keys(2)
+    order = [bulk(value_of(keys[1])), bulk(value_of(keys[0])), b":0\r\n", b":0\r\n"]
+    with FakeServer(lambda words: order.pop(0)) as server:
+        store = open_store(server)
+        assert get(store, keys)[0] == [GetResult.CORRUPT, GetResult.CORRUPT]
+        store.close()
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_left_at_the_deadline():
+    def answer(words: list[bytes]) -> bytes:
+        time.sleep(0.05)
+        return GOOD[:3]
+
+    with FakeServer(answer) as server:
+        store = open_store(server, timeout=0.4)
+        begun = time.monotonic()
+        assert set(get(store, page_keys(200))[0]) <= {GetResult.TIMEOUT, GetResult.ERROR}
+        assert time.monotonic() - begun < 4
+        store.close()
+
+
+@pytest.mark.parametrize("sent", [b":1\r\n", b"$2\r\nOK\r\n", b"+QUEUED\r\n", b"-ERR no\r\n", b"garbage\r\n"])
+def test_a_wrong_answer_to_a_write_is_an_error(sent):
+    with FakeServer(lambda words: b":0\r\n" if words[0] == b"STRLEN" else sent) as server:
+        store = open_store(server)
+        keys = page_keys(1)
+        assert store.set(PageBatch(keys, filled(keys, [SIZES]).buffers)) == [SetResult.ERROR]
+        store.close()
+
+
+@pytest.mark.parametrize("sent", [b"+OK\r\n", b"$-1\r\n", b"$0\r\n\r\n", b"garbage\r\n"])
+def test_a_wrong_answer_to_the_look_before_a_write_is_an_error(sent):
+    with FakeServer(lambda words: sent if words[0] == b"STRLEN" else b"+OK\r\n") as server:
+        store = open_store(server)
+        keys = page_keys(1)
+        assert store.set(PageBatch(keys, filled(keys, [SIZES]).buffers)) == [SetResult.ERROR]
+        store.close()
+
+
+@pytest.mark.parametrize("sent", [b"+OK\r\n", b"$-1\r\n", b"-ERR no\r\n", b"garbage\r\n", None])
+def test_a_wrong_answer_to_a_look_up_is_absence(sent):
+    with FakeServer(lambda words: sent) as server:
+        store = open_store(server)
+        keys = page_keys(3)
+        assert store.contains(keys) == [False] * 3
+        assert store.count_leading(keys) == 0
+        assert store.remove(keys) == 0
+        assert store.metrics.total("error") > 0
+        store.close()

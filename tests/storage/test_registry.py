@@ -1,0 +1,23 @@
+"""Opening a tier whose package is not installed."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hicache_ext.config import ExtraConfig, load_config
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.registry import open_tier
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    for module in [name for name in sys.modules if name.startswith("hicache_ext.storage.remote.redis")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    tier = load_config(ExtraConfig.around({"tiers": {"pool": {"type": "redis", "url": "redis://pool"}}})).tiers["pool"]
+    with pytest.raises(StoreSetupError) as raised:
+        open_tier("pool", tier)
+    assert str(raised.value) == (
+        "tier 'pool' cannot start: the package 'redis' is not installed; pip install 'hicache-ext[redis]'"
+    )
