@@ -7,6 +7,8 @@
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
     PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
     PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
+    PATH/pins/                                pinned pages (pins.py)
+    PATH/expiry.lock, io_probe.*              see expiry.py, device_probe.py
 
 Only names of exactly these forms are ever read, counted or removed: a stranger's file stays, also where clear() takes
 the directory around it away (it is put back) and where a directory has a page's name (it is moved aside, whole).

@@ -116,6 +116,21 @@ def test_the_room_of_expired_pages_is_given_back_without_anybody_asking_for_them
     assert store.metrics.value("evicted", "ttl") == len(old)
 
 
+def test_a_rebuilt_index_knows_how_old_pages_are(tmp_path, clock):
+    store = SlabStore("disk", [tmp_path], capacity=64 * MIB, ttl=HOUR)
+    old, young = page_keys(8, "old"), page_keys(8, "young")
+    store_pages(store, old, SIZES)
+    clock[0] = HOUR - 60
+    store_pages(store, young, SIZES)
+    store.close()
+    (tmp_path / "trust").write_text("another boot")
+    clock[0] = HOUR + 60
+    store = SlabStore("disk", [tmp_path], capacity=64 * MIB, ttl=HOUR)
+    assert store.contains(old) == [False] * 8
+    assert_hits(store, young, SIZES)
+    store.close()
+
+
 def test_closing_ends_the_sweeper(opened):
     opened(ttl=HOUR).close()
     assert not [thread for thread in threading.enumerate() if thread.name == "hicache-disk-ttl"]

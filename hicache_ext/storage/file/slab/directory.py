@@ -9,6 +9,8 @@
     PATH/slabs/<number>-<slot size>.slab     slots
     PATH/identities/<identity>.json          the facts behind an identity digest
     PATH/identities/<identity>.cleared       since when pages of an identity count again (milliseconds)
+    PATH/pins/                               pinned pages (pins.py)
+    PATH/expiry.lock, io_probe.*             see expiry.py, device_probe.py
 
 Within one process all stores over one directory share one index (LMDB's rule) and the files' descriptors.
 """

@@ -386,6 +386,8 @@ class _SlabPart:
         return portions
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
+        # A look at the pins, where one is due, is not for inside a transaction that others wait for.
+        self._pins.spared()
         taken: list[Located] = []
         tokens: list[bytes] = []
         rest = positions
