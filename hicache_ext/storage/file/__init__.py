@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import lmdb
+
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble
@@ -50,7 +52,10 @@ def _open_path(name: str, tier: FileTierConfig, metrics: TierMetrics, path: Path
     if chosen.layout == "slab":
         from hicache_ext.storage.file.slab.store import SlabStore
 
-        return SlabStore(name, [path], capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+        try:
+            return SlabStore(name, [path], capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+        except (OSError, lmdb.Error) as error:
+            raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
     from hicache_ext.storage.file.pages import PageFileStore
 
     return PageFileStore(name, [path], capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)

@@ -109,6 +109,7 @@ class SpreadStore:
             # Each path's own threads do the work; these only wait for them.
             self._workers = Workers(f"hicache-{name}-paths", len(paths)) if len(paths) > 1 else None
         except BaseException:
+            self._stop_probing()
             self._close_stores()
             raise
 
@@ -209,11 +210,7 @@ class SpreadStore:
     def close(self) -> None:
         if not self._calls.shut():
             return
-        with self._state:
-            self._closing = True
-            self._state.notify_all()
-        if self._prober is not None:
-            self._prober.join(_CLOSE_TIMEOUT)
+        self._stop_probing()
         if self._workers is not None:
             self._workers.close()
         self._close_stores()
@@ -344,6 +341,13 @@ class SpreadStore:
             for number in due:
                 self._try_again(number)
 
+    def _stop_probing(self) -> None:
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        if self._prober is not None:
+            self._prober.join(_CLOSE_TIMEOUT)
+
     def _is_due(self, number: int, part: _Part) -> bool:
         return number not in self._usable and time.monotonic() >= part.probe_at
 
@@ -360,8 +364,12 @@ class SpreadStore:
             opened = self._open_path(part.path, part.note)
         except (OSError, StoreSetupError) as error:
             logger.debug("tier %s: path %s is still out of service: %s", self._name, part.path, error)
-            part.pause = min(2 * part.pause, _LONGEST_PAUSE)
-            part.probe_at = time.monotonic() + part.pause
+            self._try_later(part)
+            return
+        except Exception:
+            # Whatever it is must not end this thread: the path would never come back.
+            logger.exception("tier %s: opening path %s", self._name, part.path)
+            self._try_later(part)
             return
         for digest, document in list(self._identities.items()):
             opened.register_identity(digest, document)
@@ -370,12 +378,20 @@ class SpreadStore:
         self._metrics.add("path_back_in_service", str(part.path))
         logger.warning("tier %s: path %s is back in service", self._name, part.path)
 
+    @staticmethod
+    def _try_later(part: _Part) -> None:
+        part.pause = min(2 * part.pause, _LONGEST_PAUSE)
+        part.probe_at = time.monotonic() + part.pause
+
     def _put_back(self, number: int, opened: PathStore) -> bool:
         """Clear what was cleared meanwhile, then use the path; False when another clear() came in between."""
         part = self._parts[number]
         with self._state:
             clear_all, cleared = part.clear_all, list(part.cleared)
             part.clear_all, part.cleared = False, set()
+            if self._closing:
+                opened.close()
+                return True
             if not clear_all and not cleared:
                 part.store, part.had_manifest = opened, True
                 part.failed_calls.clear()

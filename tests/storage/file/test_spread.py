@@ -255,6 +255,23 @@ def test_with_no_path_left_everything_is_refused_and_nothing_raises(rig):
     wait_until(lambda: not store.out_of_service())
 
 
+def test_an_error_that_nobody_expected_does_not_end_the_probing(rig, monkeypatch):
+    store = rig.store()
+    real, surprises = store._open_path, []
+
+    def open_path(path, trouble):
+        if len(surprises) < 2:
+            surprises.append(path)
+            raise RuntimeError("a surprise")
+        return real(path, trouble)
+
+    monkeypatch.setattr(store, "_open_path", open_path)
+    broken(rig, store)
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert len(surprises) == 2
+
+
 def test_close_ends_the_probe_of_a_path_that_stays_broken(rig):
     store = rig.store()
     broken(rig, store)
