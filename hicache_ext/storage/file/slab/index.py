@@ -168,7 +168,8 @@ class SlabIndex:
                 values = list(map(transaction.get, self.full_keys(transaction, keys[done : done + portion])))
                 leading = len(values) if all(values) else values.index(None)
                 if oldest:
-                    leading = next((n for n, value in enumerate(values[:leading]) if value < oldest), leading)
+                    expired = (n for n, value in enumerate(values[:leading]) if value is not None and value < oldest)
+                    leading = next(expired, leading)
                 if leading < len(values):
                     return done + leading
                 done, portion = done + portion, portion * 8
