@@ -51,6 +51,8 @@ _Answer = TypeVar("_Answer")
 _SLABS_AT_CAPACITY = 16
 """A full directory has about this many slabs, unless they would be larger than _LARGEST_SLAB."""
 _LARGEST_SLAB = 1 << 30
+_SMALLEST_PART_OF_A_SLAB = 4
+"""A slot size that has slabs gets no other one smaller than this part of a whole one."""
 _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
 _MOST_SLABS_RECLAIMED = 64
@@ -458,6 +460,9 @@ class _SlabPart:
         wanted = max(1, min(self._capacity // _SLABS_AT_CAPACITY, _LARGEST_SLAB) // slot_size)
         slots = min(wanted, (self._capacity - used) // (slot_size + INDEX_BYTES_PER_SLOT))
         if slots < 1:
+            return False
+        if slots < wanted // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in change.slabs()):
+            # What slabs of other sizes left over, again and again: slabs of one slot each would be had by the hundred.
             return False
         slab = change.add_slab(slot_size, slots)
         try:
