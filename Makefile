@@ -4,7 +4,7 @@ PYTEST := .venv/bin/python -m pytest
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign clean
+.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign soak clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -15,6 +15,8 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
+
+	@echo "make soak       the file tier under load with a failing disk, 20 minutes; writes docs/reports/soak.md"
 	@echo "make clean      remove .venv and everything the demo made"
 
 setup:
@@ -55,6 +57,9 @@ kills: setup-test
 
 guards-campaign: setup-test
 	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 3000 --seed 1 --report docs/reports/guards.md
+
+soak: setup-test
+	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
 
 clean:
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

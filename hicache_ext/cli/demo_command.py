@@ -11,13 +11,14 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_flags
+from hicache_ext.storage.file.inspection import open_inspector
 from hicache_ext.testing.server import ServerError, SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 
@@ -97,7 +98,8 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
         server.flush_cache()
 
     _print_table(plain, cached)
-    pages = sum(1 for _ in storage.rglob("*.page"))
+    with closing(open_inspector(storage)) as inspector:
+        pages = sum(1 for _ in inspector.pages())
     print(f"\n{pages} pages of {PAGE_SIZE} tokens are stored in {storage}; the servers' logs are in {directory}.")
     different = [number for number, (a, b) in enumerate(zip(plain, cached, strict=True), 1) if a.output != b.output]
     if different:

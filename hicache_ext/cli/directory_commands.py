@@ -10,15 +10,17 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hicache_ext.cli.tables import print_table
 from hicache_ext.config import format_size
 from hicache_ext.storage.file.directory import load_document
 from hicache_ext.storage.file.inspection import Inspector, open_inspector, reason_it_is_bad
+from hicache_ext.storage.file.pins import read_pins, remove_pins_that_are_over
 
 _PROGRESS_INTERVAL = 0.2
 _REMOVE_BATCH = 256
@@ -97,7 +99,7 @@ def _ls(arguments: argparse.Namespace) -> int:
                 _age(group.last_used),
             )
         )
-    _print_table(rows)
+    print_table(rows)
     return 0
 
 
@@ -106,6 +108,8 @@ def _stat(arguments: argparse.Namespace) -> int:
         groups = _groups(inspector)
         occupied = inspector.occupied()
         layout = inspector.layout
+        pins = read_pins(arguments.path)
+        pinned = sum(inspector.occupied_by(list(dict.fromkeys(page_hash for pin in pins for page_hash in pin.hashes))))
     disk = shutil.disk_usage(arguments.path)
     print(f"layout      {layout}")
     print(f"models      {len({group.model for group in groups})}")
@@ -113,6 +117,7 @@ def _stat(arguments: argparse.Namespace) -> int:
     print(f"pages       {sum(group.pages for group in groups)}")
     print(f"bytes       {format_size(sum(group.size for group in groups))}")
     print(f"on disk     {format_size(occupied)}")
+    print(f"pinned      {format_size(pinned)}, {len(pins)} pins")
     print(f"disk        {format_size(disk.total)}, {format_size(disk.free)} free")
     return 0
 
@@ -152,8 +157,11 @@ def _gc(arguments: argparse.Namespace) -> int:
     with closing(open_inspector(arguments.path)) as inspector:
         before = inspector.occupied()
         cleaned = inspector.clean_up()
+        pins = remove_pins_that_are_over(arguments.path)
         after = inspector.occupied()
     print(f"{cleaned} left-overs of killed processes removed, {format_size(max(0, before - after))} freed")
+    if pins:
+        print(f"{pins} pins removed whose time was up")
     return 0
 
 
@@ -202,12 +210,6 @@ def _age(used: float | None) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _with_progress(items: list[Any], what: str) -> Iterator[Any]:

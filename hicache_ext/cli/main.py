@@ -31,6 +31,7 @@ class Command:
 
 
 _DIRECTORY = "hicache_ext.cli.directory_commands"
+_PINS = "hicache_ext.cli.pin_commands"
 
 COMMANDS: tuple[Command, ...] = (
     Command(
@@ -41,6 +42,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("verify", _DIRECTORY, "read and check every page of a directory", "configure_verify"),
     Command("gc", _DIRECTORY, "remove what killed processes left in a directory", "configure_gc"),
     Command("clear", _DIRECTORY, "remove the pages of a model, or all, from a directory", "configure_clear"),
+    Command("pin", _PINS, "keep the pages of a prompt from being evicted", "configure_pin"),
+    Command("unpin", _PINS, "let the pages of a pin go like all others", "configure_unpin"),
+    Command("pins", _PINS, "which pages are pinned, until when, and what they take", "configure_pins"),
     Command("config", "hicache_ext.cli.config_command", "check, render or describe a configuration"),
     Command("doctor", "hicache_ext.cli.doctor_command", "look at a configuration and all it stands on; say what to do"),
     Command("stats", "hicache_ext.cli.stats_command", "what the tiers of a running server do: hits, misses, latencies"),

@@ -12,15 +12,17 @@ from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, checked, one_of
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import TierConfig
-from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_size
+from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size, parse_duration, parse_size
 from hicache_ext.errors import ConfigError
 
 SMALLEST_CAPACITY = 1024 * 1024
 MOST_THREADS = 64
+SHORTEST_TTL = 1.0
 
 _CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
 _PATH_ALLOWED = "an absolute path, or a list of them"
 _THREADS_ALLOWED = f"1 to {MOST_THREADS}, or auto"
+_TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
 
 
 def parse_capacity(value: object) -> int | None:
@@ -92,6 +94,21 @@ def parse_threads(value: object) -> int | None:
     return value
 
 
+def parse_ttl(value: object) -> float | None:
+    """Seconds, or None for 'none'."""
+    if value == "none":
+        return None
+    if value is None or isinstance(value, bool):
+        raise refuse(value, _TTL_ALLOWED)
+    try:
+        seconds = parse_duration(value)
+    except ConfigError as error:
+        raise ConfigError("", error.problem, _TTL_ALLOWED) from None
+    if seconds < SHORTEST_TTL:
+        raise ConfigError("", f"{shown(value)} is less than 1s", _TTL_ALLOWED)
+    return seconds
+
+
 class FileTierConfig(TierConfig):
     """Local disks and shared file systems."""
 
@@ -112,22 +129,29 @@ class FileTierConfig(TierConfig):
     ]
     layout: Annotated[
         Literal["auto", "pages", "slab"],
-        Field(description="one file per page, or preallocated slabs with an index"),
+        Field(description="one file per page, or preallocated slabs with an index; auto goes by the file system"),
         Allowed("auto, pages, slab"),
         one_of("auto", "pages", "slab"),
     ] = "auto"
     io: Annotated[
         Literal["auto", "direct", "buffered"],
-        Field(description="O_DIRECT, or through the page cache"),
+        Field(description="O_DIRECT, or through the page cache; auto measures the device at start"),
         Allowed("auto, direct, buffered"),
         one_of("auto", "direct", "buffered"),
     ] = "auto"
     threads: Annotated[
         int | None,
-        Field(description="I/O threads per rank; auto is chosen by the store", json_schema_extra={"default": "auto"}),
+        Field(description="I/O threads per rank and path; auto measures", json_schema_extra={"default": "auto"}),
         Allowed(_THREADS_ALLOWED),
         checked(parse_threads),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_THREADS}, {"const": "auto"}]}),
+    ] = None
+    ttl: Annotated[
+        float | None,
+        Field(description="pages written longer ago than this are misses, and their room is free"),
+        Allowed(_TTL_ALLOWED),
+        checked(parse_ttl),
+        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
     ] = None
 
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
@@ -137,4 +161,5 @@ class FileTierConfig(TierConfig):
 
     def summary(self) -> str:
         capacity = "unlimited" if self.capacity is None else format_size(self.capacity)
-        return f"file, capacity {capacity}, {', '.join(self.path)}"
+        ttl = "" if self.ttl is None else f", ttl {format_duration(self.ttl)}"
+        return f"file, capacity {capacity}{ttl}, {', '.join(self.path)}"

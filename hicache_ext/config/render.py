@@ -31,9 +31,10 @@ hicache_ext:
       type: file
       path: /mnt/nvme0/hicache     # or a list; {hostname} and {env:NAME} are replaced on each node
       capacity: 512GiB             # the whole tier: all paths, ranks and processes; or unlimited
-      layout: auto                 # auto | pages | slab
-      io: auto                     # auto | direct | buffered
-      threads: auto                # 1 to 64, or auto
+      layout: auto                 # auto | pages | slab; auto: slab on local file systems
+      io: auto                     # auto | direct | buffered; auto: measured at start
+      threads: auto                # 1 to 64, or auto: measured at start
+      # ttl: 7d                    # pages written longer ago are misses; left out: kept until room is needed
       required: true               # false: the server starts even if this tier cannot, and opens it later
       timeout: auto                # of one call: a duration | off | auto (5s on network file systems, else off)
   retrieve_locations: [nvme]       # the order in which tiers are read

@@ -16,7 +16,7 @@ from hicache_ext.config.problems import did_you_mean, quoted, refuse, shown
 from hicache_ext.errors import ConfigError
 
 SIZE_ALLOWED = "whole bytes such as 1048576, or a size such as 512MiB, 2TiB or 1.5GB"
-DURATION_ALLOWED = "seconds such as 0.25, or a duration such as 10us, 250ms, 2s, 5m or 1h"
+DURATION_ALLOWED = "seconds such as 0.25, or a duration such as 10us, 250ms, 2s, 5m, 1h or 7d"
 
 LARGEST_SIZE = 2**63 - 1
 LONGEST_DURATION = 8760 * 3600.0
@@ -32,6 +32,7 @@ _DURATION_UNITS = {
     "s": Fraction(1),
     "m": Fraction(60),
     "h": Fraction(3600),
+    "d": Fraction(86400),
 }
 _NUMBER_AND_UNIT = re.compile(r"([+-]?)([0-9]{1,30}(?:\.[0-9]{1,1100})?) ?([A-Za-z]*)", re.ASCII)
 

@@ -13,24 +13,37 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 pytestmark = pytest.mark.sglang
 
 
-def extra_config(directory: Path, **ours: Any) -> dict[str, Any]:
+def extra_config(directory: Path, layout: str = "auto", **ours: Any) -> dict[str, Any]:
     return {
         "backend_name": "hicache_ext",
         "module_path": "hicache_ext.storage.backend",
         "class_name": "HiCacheExtBackend",
         "interface_v1": 1,
         "hicache_ext": {
-            "tiers": {"disk": {"type": "file", "path": str(directory), "capacity": "64MiB"}},
+            # Nothing is measured at the start of each of many backends.
+            "tiers": {
+                "disk": {
+                    "type": "file",
+                    "path": str(directory),
+                    "capacity": "64MiB",
+                    "layout": layout,
+                    "io": "buffered",
+                    "threads": 4,
+                }
+            },
             **ours,
         },
     }
 
 
 class TestHiCacheExtBackend(StorageBackendTests):
+    layout = "pages"
+    """Its files can be damaged by a suite that knows nothing of slots; tests/storage damages those."""
+
     def open_backend(self, directory: Path, storage_config: Any) -> Any:
         from hicache_ext.storage.backend import HiCacheExtBackend
 
-        storage_config.extra_config = extra_config(directory, kv_dtype=self.kv_dtype)
+        storage_config.extra_config = extra_config(directory, self.layout, kv_dtype=self.kv_dtype)
         return HiCacheExtBackend(storage_config, {})
 
     def stored_files(self, directory: Path) -> list[Path]:

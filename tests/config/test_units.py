@@ -107,6 +107,7 @@ def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
         ("1.5 s", 1.5),
         ("5m", 300.0),
         ("1h", 3600.0),
+        ("7d", 604_800.0),
     ],
 )
 def test_a_duration_means_its_seconds(text: object, seconds: float) -> None:

@@ -21,7 +21,7 @@ NVME = "nvme: {type: file, path: /mnt/a, capacity: 1GiB}"
 POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
-TIER_KEYS = "type, required, timeout, guards, path, capacity, layout, io, threads"
+TIER_KEYS = "type, required, timeout, guards, path, capacity, layout, io, threads, ttl"
 SECTION_KEYS = (
     "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, kv_dtype, watch_config, "
     "kernels, prefetch, background, roles"
@@ -32,6 +32,7 @@ TOP_KEYS = (
 )
 SIZE = "whole bytes such as 1048576, or a size such as 512MiB, 2TiB or 1.5GB, or 'unlimited'"
 CAPACITY = "a size such as 512GiB, or 'unlimited'"
+TTL = "a duration from 1s to 365d, such as 7d, or none"
 PATH = "an absolute path, or a list of them"
 TEMPLATES = "{hostname}, {env:NAME}, and {{ or }} for plain braces"
 TIERS = "a mapping of names to tiers, such as nvme: {type: file, path: /mnt/nvme0/hicache, capacity: 512GiB}"
@@ -387,6 +388,12 @@ WRONG_FILES = [
         "capacity: 10EiB",
         f"{N}.capacity: the text '10EiB' is 8EiB or more; allowed: {CAPACITY}",
     ),
+    tier("a ttl without a value", "ttl: ~", f"{N}.ttl: an empty value is not accepted; allowed: {TTL}"),
+    tier("a ttl that is a switch", "ttl: true", f"{N}.ttl: the value true is not accepted; allowed: {TTL}"),
+    tier("a ttl without a unit", "ttl: '7'", f"{N}.ttl: the text '7' has no unit; allowed: {TTL}"),
+    tier("a ttl in weeks", "ttl: 1w", f"{N}.ttl: unknown unit 'w'; allowed: {TTL}"),
+    tier("no ttl at all", "ttl: 0", f"{N}.ttl: the number 0 is less than 1s; allowed: {TTL}"),
+    tier("a ttl of two years", "ttl: 730d", f"{N}.ttl: the text '730d' is longer than a year (8760h); allowed: {TTL}"),
     tier("a relative path", "path: cache", f"{N}.path: 'cache' is not an absolute path; allowed: {PATH}"),
     tier("a path with a tilde", "path: ~/cache", f"{N}.path: '~/cache' is not an absolute path; allowed: {PATH}"),
     tier("a path that goes up", "path: /mnt/a/../b", f"{N}.path: '/mnt/a/../b' contains '..'; allowed: {PATH}"),

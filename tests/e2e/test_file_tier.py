@@ -34,9 +34,15 @@ def cold(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generati
 
 
 @pytest.fixture
-def config_file(tmp_path: Path) -> Path:
+def layout() -> str:
+    """Of the file tier; parametrized where it matters."""
+    return "auto"
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, layout: str) -> Path:
     path = tmp_path / "hicache.yaml"
-    path.write_text(yaml.safe_dump(file_tier_config(tmp_path / "l3")))
+    path.write_text(yaml.safe_dump(file_tier_config(tmp_path / "l3", layout=layout)))
     return path
 
 
@@ -53,8 +59,22 @@ def damage(files: list[Path]) -> None:
         file.write_bytes(data)
 
 
+def damage_slots(directory: Path) -> int:
+    """Every slot damaged in its last block; how many those were."""
+    damaged = 0
+    for slab in (directory / "slabs").iterdir():
+        slot_size = int(slab.stem.split("-")[1])
+        with slab.open("r+b") as file:
+            for offset in range(slot_size - 100, slab.stat().st_size, slot_size):
+                file.seek(offset)
+                file.write(b"\xa5")
+                damaged += 1
+    return damaged
+
+
+@pytest.mark.parametrize("layout", ["pages", "slab"])
 def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
-    tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
+    tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation, layout: str
 ) -> None:
     def serve(name: str) -> SglangServer:
         return SglangServer(
@@ -79,8 +99,11 @@ def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
         assert after_restart.output_ids == cold.output_ids
 
         # The cold result, not a wrong one.
-        assert len(page_files(tmp_path / "l3")) >= REUSABLE // PAGE_SIZE
-        damage(page_files(tmp_path / "l3"))
+        if layout == "pages":
+            assert len(page_files(tmp_path / "l3")) >= REUSABLE // PAGE_SIZE
+            damage(page_files(tmp_path / "l3"))
+        else:
+            assert damage_slots(tmp_path / "l3") >= REUSABLE // PAGE_SIZE
         server.flush_cache()
         after_damage = server.generate(PROMPT)
         assert after_damage.cached_tokens == 0
@@ -92,6 +115,7 @@ def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
         assert healed.output_ids == cold.output_ids
 
 
+@pytest.mark.parametrize("layout", ["pages"])
 def test_two_ranks_restore_together_and_never_meet_one_rank(
     tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
 ) -> None:
@@ -256,7 +280,7 @@ def test_two_servers_share_a_directory_and_one_of_them_is_killed(
     tiny_model: Path, tmp_path: Path, cold: Generation
 ) -> None:
     """kill -9 in the middle of writing: the other server goes on, the killed one comes back, nothing wrong is read."""
-    config = file_tier_config(tmp_path / "l3", capacity="8MiB")
+    config = file_tier_config(tmp_path / "l3", capacity="8MiB", layout="pages")
     prompts = {number: [(number * 37 + 11 * p * p + 5 * p) % 250 for p in range(640)] for number in range(12)}
 
     def serve(name: str) -> SglangServer:
@@ -306,8 +330,7 @@ def test_two_servers_share_a_directory_and_one_of_them_is_killed(
 def test_the_slab_layout_restores_a_prompt_after_the_server_was_killed(
     tiny_model: Path, tmp_path: Path, cold: Generation
 ) -> None:
-    config = file_tier_config(tmp_path / "l3")
-    config["hicache_ext"]["tiers"]["disk"]["layout"] = "slab"
+    config = file_tier_config(tmp_path / "l3", layout="slab")
     server = SglangServer(
         tiny_model,
         log_file=tmp_path / "server.log",
@@ -323,18 +346,3 @@ def test_the_slab_layout_restores_a_prompt_after_the_server_was_killed(
         restored = server.generate(PROMPT)
         assert restored.cached.storage == REUSABLE
         assert restored.output_ids == cold.output_ids
-        # Every slot damaged in its last block: the cold result, and then hits again.
-        for slab in (tmp_path / "l3" / "slabs").iterdir():
-            slot_size = int(slab.stem.split("-")[1])
-            with slab.open("r+b") as file:
-                for offset in range(slot_size - 100, slab.stat().st_size, slot_size):
-                    file.seek(offset)
-                    file.write(b"\xa5")
-        server.flush_cache()
-        after_damage = server.generate(PROMPT)
-        assert after_damage.cached_tokens == 0
-        assert after_damage.output_ids == cold.output_ids
-        server.flush_cache()
-        healed = server.generate(PROMPT)
-    assert healed.cached.storage == REUSABLE
-    assert healed.output_ids == cold.output_ids

@@ -2,28 +2,85 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache_ext.errors import ConfigError
+import lmdb
+
+from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.file.device_errors import Trouble
+from hicache_ext.storage.file.device_probe import Measured, measured_device
+from hicache_ext.storage.file.file_system import LayoutChoice, choose_layout, file_system_of
+from hicache_ext.storage.file.io_plan import IoPlan, choose_io
+from hicache_ext.storage.file.spread import PathStore, SpreadStore
 from hicache_ext.storage.store import PageStore
 
 if TYPE_CHECKING:
     from hicache_ext.config import FileTierConfig
 
+logger = logging.getLogger(__name__)
+
 
 def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
     """The store for ``tiers.<name>`` of type file. Raises ConfigError or StoreSetupError."""
     key = f"hicache_ext.tiers.{name}"
-    if tier.io == "direct":
-        raise ConfigError(f"{key}.io", "'direct' is not in this version", "auto, buffered")
-    paths = [Path(path) for path in tier.path]
-    if tier.layout == "slab":
+    if tier.layout == "slab" and tier.capacity is None:
+        raise ConfigError(f"{key}.capacity", "the slab layout preallocates its files", "a size such as 512GiB")
+    if tier.layout == "pages" and tier.io == "direct":
+        raise ConfigError(f"{key}.io", "'direct' needs layout slab: page files are not aligned", "auto, buffered")
+    metrics = TierMetrics(name)
+    return SpreadStore(
+        name, [Path(path) for path in tier.path], functools.partial(_open_path, name, tier, metrics), metrics
+    )
+
+
+def _open_path(name: str, tier: FileTierConfig, metrics: TierMetrics, path: Path, trouble: Trouble) -> PathStore:
+    """The store of one path with its share of the capacity."""
+    chosen = _layout(tier, path)
+    if chosen.layout == "slab" and tier.capacity is None:
+        raise StoreSetupError(name, f"{str(path)!r} holds slabs, which need a capacity", ["set capacity to a size"])
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        plan = _plan(name, tier, path, chosen)
+    except OSError as error:
+        raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}") from error
+    share = None if tier.capacity is None else tier.capacity // len(tier.path)
+    logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, chosen.layout, chosen.reason, plan, plan.reason)
+    if chosen.layout == "slab":
         from hicache_ext.storage.file.slab.store import SlabStore
 
-        if tier.capacity is None:
-            raise ConfigError(f"{key}.capacity", "the slab layout preallocates its files", "a size such as 512GiB")
-        return SlabStore(name, paths, capacity=tier.capacity, threads=tier.threads)
+        try:
+            return SlabStore(name, [path], capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+        except (OSError, lmdb.Error) as error:
+            raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
     from hicache_ext.storage.file.pages import PageFileStore
 
-    return PageFileStore(name, paths, capacity=tier.capacity, threads=tier.threads)
+    return PageFileStore(name, [path], capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+
+
+def _layout(tier: FileTierConfig, path: Path) -> LayoutChoice:
+    if tier.layout == "auto":
+        return choose_layout(path, tier.capacity)
+    return LayoutChoice(tier.layout, "as configured")
+
+
+def _plan(name: str, tier: FileTierConfig, path: Path, chosen: LayoutChoice) -> IoPlan:
+    """Raises OSError as the disk does."""
+    direct_possible = chosen.layout == "slab"
+    if tier.io == "direct" and not direct_possible:
+        raise StoreSetupError(name, f"io is 'direct', and {str(path)!r} holds page files, which are not aligned")
+    if tier.io == "auto" and file_system_of(path).type in ("tmpfs", "ramfs"):
+        return IoPlan(threads=tier.threads or IoPlan().threads, reason="the file system is memory")
+    if tier.io == "buffered" and tier.threads is not None:
+        measured = Measured()
+    else:
+        try:
+            measured = measured_device(path)
+        except OSError as error:
+            # A tier that can be used is not lost to a measurement that cannot be made (no room for its file).
+            logger.warning("tier %s: %s was not measured: %s", name, path, error)
+            measured = Measured()
+    return choose_io(name, tier.io, tier.capacity, tier.threads, measured, direct_possible=direct_possible)

@@ -7,6 +7,8 @@
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
     PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
     PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
+    PATH/pins/                                pinned pages (pins.py)
+    PATH/expiry.lock, io_probe.*              see expiry.py, device_probe.py
 
 Only names of exactly these forms are ever read, counted or removed: a stranger's file stays, also where clear() takes
 the directory around it away (it is put back) and where a directory has a page's name (it is moved aside, whole).
@@ -21,7 +23,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,11 @@ _AT_FDCWD = -100
 def occupied(size: int) -> int:
     """Bytes of disk a file of ``size`` bytes takes."""
     return -(-size // BLOCK) * BLOCK
+
+
+def page_hash_in(page_path: str) -> str:
+    """The hexadecimal page hash in the name of a page file."""
+    return os.path.basename(page_path).partition(".")[0]
 
 
 def path_number(key: bytes, paths: int) -> int:
@@ -184,6 +191,18 @@ class PageDirectory:
             except OSError:
                 continue
             yield entry.path, status
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        """Bytes of disk that the pages under each of these hashes take, over all identities."""
+        identities = self.known_identities()
+        taken = [0] * len(hashes)
+        for position, page_hash in enumerate(hashes):
+            for identity in identities:
+                try:
+                    taken[position] += occupied(os.lstat(self.page_path(identity + page_hash)).st_size)
+                except FileNotFoundError:
+                    continue
+        return taken
 
     def count_occupied(self) -> int:
         """Bytes of disk of all pages and their directories; walks everything."""

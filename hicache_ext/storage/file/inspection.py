@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,9 @@ class Inspector(Protocol):
 
     def occupied(self) -> int:
         """Bytes of disk that the tier takes."""
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        """Bytes of disk that the pages under each of these page hashes take, over all identities."""
 
     def close(self) -> None: ...
 
@@ -118,6 +121,9 @@ class PageFileInspector:
     def occupied(self) -> int:
         return self._store.used_bytes()
 
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        return self._directory.occupied_by(hashes)
+
     def close(self) -> None:
         self._store.close()
 
@@ -144,8 +150,8 @@ class SlabInspector:
             if slab is None:
                 continue
             try:
-                fd = self._directory.descriptor(slab)
-                stored = os.pread(fd, place.length, place.slot * slab.slot_size)
+                with self._directory.opened(slab) as fd:
+                    stored = os.pread(fd, place.length, place.slot * slab.slot_size)
             except OSError:
                 return b""
             if self._directory.index.find(page.key) == place:
@@ -172,6 +178,9 @@ class SlabInspector:
 
     def occupied(self) -> int:
         return sum(file.stat().st_blocks * 512 for file in self.path.rglob("*") if file.is_file())
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        return self._directory.index.occupied_by(hashes)
 
     def close(self) -> None:
         self._resources.close()

@@ -8,7 +8,8 @@ import random
 import stat
 
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.file.directory import PageDirectory, occupied
+from hicache_ext.storage.file.directory import PageDirectory, occupied, page_hash_in
+from hicache_ext.storage.file.pins import PinnedPages
 
 _SAMPLE = 4096
 """Page files looked at to find the oldest; a directory with fewer is evicted in exact order of recency."""
@@ -17,9 +18,10 @@ _SAMPLE = 4096
 class Evictor:
     """Removes the pages of one directory that were not used for longest. Called under the lock of its account."""
 
-    def __init__(self, directory: PageDirectory, metrics: TierMetrics) -> None:
+    def __init__(self, directory: PageDirectory, metrics: TierMetrics, pins: PinnedPages) -> None:
         self._directory = directory
         self._metrics = metrics
+        self._pins = pins
         self._undeletable: set[str] = set()
 
     def evict(self, need: int) -> int:
@@ -29,6 +31,7 @@ class Evictor:
         which hashes fill evenly.
         """
         freed = evicted = 0
+        spared = {page_hash.hex() for page_hash in self._pins.spared()}
         try:
             fan_outs = self._directory.fan_out_directories()
             random.shuffle(fan_outs)
@@ -37,7 +40,11 @@ class Evictor:
                 sample: list[tuple[float, str, int]] = []
                 for fan_out in remaining:
                     for path, status in self._directory.page_files(fan_out):
-                        if stat.S_ISREG(status.st_mode) and path not in self._undeletable:
+                        if (
+                            stat.S_ISREG(status.st_mode)
+                            and path not in self._undeletable
+                            and not (spared and page_hash_in(path) in spared)
+                        ):
                             sample.append((status.st_mtime, path, occupied(status.st_size)))
                     if len(sample) >= _SAMPLE:
                         break

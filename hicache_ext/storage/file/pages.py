@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import stat
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,16 +23,18 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file import page_io
+from hicache_ext.storage.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied, path_number
+from hicache_ext.storage.file.expiry import Sweeper, oldest_valid_ms
+from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.page_clearing import Clearing
 from hicache_ext.storage.file.page_eviction import Evictor
 from hicache_ext.storage.file.parallel import CallGate, Workers
+from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.usage import Usage
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_THREADS = 4
 
 _TOUCH_INTERVAL = 60.0
 """Seconds between two renewals of a page's recency (its mtime): eviction needs no finer order."""
@@ -71,28 +74,38 @@ class PageFileStore:
         *,
         capacity: int | None,
         threads: int | None = None,
+        plan: IoPlan | None = None,
+        ttl: float | None = None,
+        metrics: TierMetrics | None = None,
+        trouble: Trouble = no_trouble,
     ) -> None:
-        """``capacity`` in bytes for all paths and processes together, None without a limit.
+        """``capacity`` in bytes for all paths and processes together, None without a limit; ``ttl`` in seconds.
 
+        ``threads`` and the modes of ``plan`` as io_plan.py has them. ``trouble`` hears of every error of the disk.
         Raises StoreSetupError when a directory cannot be used.
         """
         self._name = name
-        self._metrics = TierMetrics(name)
+        self._metrics = metrics or TierMetrics(name)
+        self._plan = plan or IoPlan()
+        self._flags = page_io.Flags.of(self._plan)
+        self._ttl = ttl
+        self._trouble = trouble
         self._directories = [PageDirectory(path, name) for path in paths]
         self.resize(capacity)
         self._usages = [self._open_usage(directory) for directory in self._directories]
-        self._evictors = [Evictor(directory, self._metrics) for directory in self._directories]
+        self._evictors = [Evictor(directory, self._metrics, self._pins(directory)) for directory in self._directories]
         self._clearings = [
             Clearing(name, directory, usage, self._metrics)
             for directory, usage in zip(self._directories, self._usages, strict=True)
         ]
-        self._threads = threads or DEFAULT_THREADS
+        self._threads = threads or self._plan.threads
         self._workers = Workers(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
         # Paths under which this process found no page it could read, and which it could not free: absent to callers,
         # freed by the next write where that has become possible.
         self._unhealed: set[str] = set()
         self._calls = CallGate(name)
+        self._sweepers = [] if ttl is None else [self._sweeper(number, ttl) for number in range(len(paths))]
 
     def _open_usage(self, directory: PageDirectory) -> Usage:
         path = directory.path / "usage"
@@ -119,6 +132,8 @@ class PageFileStore:
                 "paths": [str(directory.path) for directory in self._directories],
                 "capacity": self._capacity,
                 "threads": self._threads,
+                "io": str(self._plan),
+                "ttl": self._ttl,
             },
         )
 
@@ -169,7 +184,7 @@ class PageFileStore:
             return GetResult.CORRUPT
         try:
             status = os.fstat(fd)
-            reason = page_io.read_page(fd, status, key, segments)
+            reason = page_io.read_page(fd, status, key, segments, self._flags.read, oldest_valid_ms(self._ttl))
             if reason is None:
                 self._touch(fd, status)
         except OSError as error:
@@ -179,6 +194,9 @@ class PageFileStore:
         if reason is None:
             self._unhealed.discard(path)
             return GetResult.HIT
+        if reason == page_io.EXPIRED:
+            self._remove_expired(key, path, size, status)
+            return GetResult.MISS
         self._heal(key, path, size, reason, status)
         return GetResult.CORRUPT
 
@@ -199,6 +217,7 @@ class PageFileStore:
 
     def _count_error(self, error: OSError) -> None:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+        self._trouble(error)
 
     def _heal(self, key: bytes, path: str, size: int, reason: str, seen: os.stat_result | None = None) -> bool:
         """Remove a copy that is not the page its name says, so that the next write replaces it; False when it stays.
@@ -253,6 +272,10 @@ class PageFileStore:
         try:
             status = os.lstat(path)
         except OSError:
+            return False
+        if self._ttl is not None and status.st_mtime < time.time() - self._ttl:
+            # Not even used since. When it was written only the page itself tells: an expired page that was used lately
+            # counts as present until it is read or swept.
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size >= page_io.HEADER_LENGTH and path not in self._unhealed
 
@@ -348,7 +371,7 @@ class PageFileStore:
             try:
                 for made in directory.create_parent(path):
                     added += made
-                stored = page_io.write_page(directory, path, key, segments)
+                stored = page_io.write_page(directory, path, key, segments, self._flags.write)
             except FileNotFoundError as error:
                 # clear() or an eviction took the directory away in between.
                 if attempt == _WRITE_ATTEMPTS:
@@ -380,6 +403,8 @@ class PageFileStore:
             return _Found.NOTHING
         if path in self._unhealed:
             return _Found.NOTHING if self._heal(key, path, size, "unreadable") else _Found.OBSTACLE
+        if self._expired(path, status):
+            return _Found.NOTHING if self._remove_expired(key, path, size, status) else _Found.OBSTACLE
         if status.st_size == size and stat.S_ISREG(status.st_mode):
             self._touch(path, status)
             return _Found.PAGE
@@ -404,6 +429,39 @@ class PageFileStore:
                     self._count_error(error)
         return removed
 
+    def remove_expired(self, number: int, stop: threading.Event) -> int:
+        """Remove the pages of one path that are older than the ttl, until ``stop``; how many that were."""
+        removed = 0
+        directory = self._directories[number]
+        for fan_out in directory.fan_out_directories():
+            identity = bytes.fromhex(Path(fan_out).parent.name)
+            for path, status in directory.page_files(fan_out):
+                if stop.is_set():
+                    return removed
+                if self._expired(path, status):
+                    key = identity + bytes.fromhex(Path(path).stem)
+                    removed += self._remove_expired(key, path, status.st_size, status)
+        return removed
+
+    def _expired(self, path: str, status: os.stat_result) -> bool:
+        if self._ttl is None or not stat.S_ISREG(status.st_mode):
+            return False
+        # The mtime is that of the last use: never before the page was written.
+        return status.st_mtime < time.time() - self._ttl or page_io.created_before(path, oldest_valid_ms(self._ttl))
+
+    def _remove_expired(self, key: bytes, path: str, size: int, status: os.stat_result) -> bool:
+        """False when it stays."""
+        try:
+            self._remove_page(key, path, size, status)
+        except FileNotFoundError:
+            # Somebody was faster; what has the name now is another page.
+            return True
+        except OSError as error:
+            self._count_error(error)
+            return False
+        self._metrics.add("evicted", "ttl")
+        return True
+
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Take all pages of the identities out of sight at once and delete them in the background.
 
@@ -418,13 +476,27 @@ class PageFileStore:
     def close(self) -> None:
         if not self._calls.shut():
             return
+        for sweeper in self._sweepers:
+            sweeper.close()
         self._workers.close()
         for clearing in self._clearings:
             clearing.wait()
         for usage in self._usages:
             usage.close()
 
+    def abandon(self) -> None:
+        """Whoever comes back to the disk finds the account as it is there, and recounts where that is in doubt."""
+        self.close()
+
     # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _sweeper(self, number: int, ttl: float) -> Sweeper:
+        path = self._directories[number].path
+        return Sweeper(self._name, path, ttl, lambda stop: self.remove_expired(number, stop))
+
+    def _pins(self, directory: PageDirectory) -> PinnedPages:
+        limit = None if self._capacity_per_path is None else self._capacity_per_path // 2
+        return PinnedPages(self._name, directory.path, limit, directory.occupied_by)
 
     def _directory_number(self, key: bytes) -> int:
         return path_number(key, len(self._directories))

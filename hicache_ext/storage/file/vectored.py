@@ -9,30 +9,34 @@ IOV_MAX = 1024
 """Buffers one call may name on Linux (UIO_MAXIOV)."""
 
 
-def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+def read_into(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
     """Fill ``buffers`` from ``fd`` at ``offset``; the number of bytes read, short only at the end of the file.
 
-    Raises OSError as preadv does.
+    ``flags`` as preadv2 has them. Raises OSError as preadv does.
     """
-    return _transfer(os.preadv, fd, buffers, offset)
+    return _transfer(os.preadv, fd, buffers, offset, flags)
 
 
-def write_from(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+def write_from(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
     """Write all of ``buffers`` to ``fd`` at ``offset``; the number of bytes written, always all of them.
 
-    Raises OSError as pwritev does.
+    ``flags`` as pwritev2 has them. Raises OSError as pwritev does.
     """
-    return _transfer(os.pwritev, fd, buffers, offset)
+    return _transfer(os.pwritev, fd, buffers, offset, flags)
 
 
 def _transfer(
-    call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
+    call: Callable[[int, Sequence[memoryview], int, int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+    flags: int,
 ) -> int:
     done = 0
     # Empty buffers would look like the end of the file where 1,024 of them come in a row.
     pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:
-        moved = call(fd, pending[:IOV_MAX], offset + done)
+        moved = call(fd, pending[:IOV_MAX], offset + done, flags)
         if moved == 0:
             break
         done += moved

@@ -11,6 +11,7 @@ import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.records import INDEX_VERSION
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.store import GetResult, SetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, page_keys, payload_of, read_pages, store_pages
@@ -117,7 +118,11 @@ def test_an_index_of_this_boot_is_trusted_after_a_kill_and_one_of_another_boot_i
     store = open_store(tmp_path)
     store_pages(store, page_keys(10), SIZES)
     store.close()
-    for trust, rebuilt in (("closed in order, index 2", 0), ("closed in order, index 1", 10), ("another boot", 10)):
+    for trust, rebuilt in (
+        (f"closed in order, index {INDEX_VERSION}", 0),
+        ("closed in order, index 1", 10),
+        ("another boot", 10),
+    ):
         (tmp_path / "trust").write_text(trust)
         store = open_store(tmp_path)
         assert store._parts[0].directory.rebuilt == rebuilt

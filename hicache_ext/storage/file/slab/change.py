@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH
+from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.storage.file.eviction import RANK_LENGTH, Ghost, Rank
 from hicache_ext.storage.file.slab.ranking import Ranking
 from hicache_ext.storage.file.slab.records import (
+    CREATED,
     FINGERPRINT_LENGTH,
     FREE,
     GENERATION,
@@ -37,6 +39,7 @@ _GROUP = 2 << 20
 
 
 _HIGHEST_PRIORITY = (1 << 64) - 1
+_LATEST = (1 << 32) - 1
 _RANK_IN_PAGE = PAGE.size - RANK_LENGTH
 
 
@@ -87,25 +90,51 @@ class IndexChange:
             self._transaction.delete(where, db=self._index.free_db)
         return [PLACE.unpack(where[SLOT_SIZE.size :]) for where in taken]
 
-    def evict(self, slot_size: int, count: int) -> None:
+    def evict(self, slot_size: int, count: int, spared: frozenset[bytes] = frozenset()) -> None:
         """Free the slots of at least ``count`` pages of this slot size, as long as there are any: those that go first.
 
+        Pages with a hash in ``spared`` stay, unless those are so many that nothing else is left.
         Neighbours of such a page whose turn would come soon go with it: single slots here and there would each need a
         system call of their own (1.6 pages a call in a full directory, where this gives more than five).
         """
         gone: list[tuple[bytes, bytes]] = []
         soon = self._ranking.soon(slot_size)
+        may_spare = self._ranking.slots(slot_size) if spared else 0
         while len(gone) < count:
             victim = self._first_victim(slot_size)
             if victim is None:
                 break
             priority, slab, slot = victim
-            self._evict_group(slot_size, slab, slot, priority + soon, gone)
+            if may_spare and self._spare(slot_size, slab, slot, spared):
+                may_spare -= 1
+                continue
+            self._evict_group(slot_size, slab, slot, priority + soon, gone, spared if may_spare else frozenset())
         self.evicted += len(gone)
         self._remember(gone)
         self._forget_ghosts(slot_size)
 
-    def _evict_group(self, slot_size: int, slab: int, slot: int, up_to: int, gone: list[tuple[bytes, bytes]]) -> None:
+    def _spare(self, slot_size: int, slab: int, slot: int, spared: frozenset[bytes]) -> bool:
+        """Give the page in this slot, if it is one of ``spared``, the room of as many inserts as there are slots."""
+        holds = self._transaction.get(PLACE.pack(slab, slot), db=self._index.slots_db)
+        if holds[-PAGE_HASH_LENGTH:] not in spared:
+            return False
+        full_key = holds[PRIORITY.size :]
+        created, _, _, length, stored = PAGE.unpack(self._transaction.get(full_key, db=self._index.pages_db))
+        rank = Rank.unpack(stored)
+        self._transaction.delete(ORDER.pack(slot_size, rank.priority, slab, slot), db=self._index.order_db)
+        later = min(rank.priority + self._ranking.slots(slot_size), _HIGHEST_PRIORITY)
+        self._put(full_key, created, slab, slot, length, Rank(later, rank.used, rank.hits))
+        return True
+
+    def _evict_group(
+        self,
+        slot_size: int,
+        slab: int,
+        slot: int,
+        up_to: int,
+        gone: list[tuple[bytes, bytes]],
+        spared: frozenset[bytes],
+    ) -> None:
         """Evict the pages beside a slot, its own included, with priorities ``up_to``; their ghosts go to ``gone``."""
         transaction, index = self._transaction, self._index
         slots = max(1, _GROUP // slot_size)
@@ -119,7 +148,7 @@ class IndexChange:
             for where, holds in cursor:
                 if where >= end:
                     break
-                if holds[: PRIORITY.size] <= highest:
+                if holds[: PRIORITY.size] <= highest and not (spared and holds[-PAGE_HASH_LENGTH:] in spared):
                     chosen.append((where, holds))
         pop, delete = transaction.pop, transaction.delete
         pages, order, occupied = index.pages_db, index.order_db, index.slots_db
@@ -155,13 +184,14 @@ class IndexChange:
         size = self._ranking.slab(slab).slot_size
         self._transaction.put(FREE.pack(size, slab, slot), b"", db=self._index.free_db)
 
-    def publish(self, tokens: Sequence[bytes], pages: Sequence[Written]) -> list[bool] | None:
+    def publish(self, tokens: Sequence[bytes], pages: Sequence[Written], oldest: bytes = b"") -> list[bool] | None:
         """Make pages of what was pended under ``tokens``, in the order of their chain; the other slots become free.
 
         False for a page that another writer published first: its slot is free again. None, and nothing is published,
-        when the slots are no longer this writer's: its process was taken for dead.
+        when the slots are no longer this writer's: its process was taken for dead. ``oldest`` as for ``contains``.
         """
         index, transaction = self._index, self._transaction
+        created = CREATED.pack(int(time.time()))
         rest: set[tuple[int, int]] = set()
         for token in tokens:
             items = transaction.pop(token, db=index.pending_db)
@@ -179,6 +209,10 @@ class IndexChange:
         full_keys = index.full_keys(transaction, [page.key for page in pages])
         for (key, place, depth, previous), full_key in zip(pages, full_keys, strict=True):
             stored = transaction.get(full_key, db=pages_db)
+            if stored is not None and stored < oldest:
+                # Expired: this is its successor.
+                self._remove(full_key, None)
+                stored = None
             if stored is not None:
                 inserted.append(False)
                 last_key, last_rank = key, Rank.unpack(stored[_RANK_IN_PAGE:])
@@ -186,7 +220,7 @@ class IndexChange:
             before = last_rank if previous == last_key else self._rank_of(previous)
             size = ranking.slab(place.slab).slot_size
             rank = ranking.inserted(size, depth, before, self._recall(full_key))
-            put(full_key, PAGE.pack(place.slab, place.slot, place.length, rank.pack()), db=pages_db)
+            put(full_key, PAGE.pack(created, place.slab, place.slot, place.length, rank.pack()), db=pages_db)
             priority, where = PRIORITY.pack(rank.priority), PLACE.pack(place.slab, place.slot)
             ordered.append((SLOT_SIZE.pack(size) + priority + where, full_key))
             placed.append((where, priority + full_key))
@@ -199,7 +233,7 @@ class IndexChange:
             self.give_back(slab, slot)
         return inserted
 
-    def adopt(self, key: bytes, place: Place) -> bool:
+    def adopt(self, key: bytes, place: Place, created_ms: int) -> bool:
         """For the rebuild: a free slot that holds ``key`` becomes its page; False when ``key`` is known already."""
         index, transaction = self._index, self._transaction
         full_key = self._full(key)
@@ -208,7 +242,8 @@ class IndexChange:
         size = self._ranking.slab(place.slab).slot_size
         transaction.delete(FREE.pack(size, place.slab, place.slot), db=index.free_db)
         rank = self._ranking.inserted(size, 0, None, None)
-        self._put(full_key, place.slab, place.slot, place.length, rank)
+        created = CREATED.pack(min(created_ms // 1000, _LATEST))
+        self._put(full_key, created, place.slab, place.slot, place.length, rank)
         return True
 
     def release_dead_writers(self) -> int:
@@ -241,14 +276,14 @@ class IndexChange:
             if value is None:
                 before = None
                 continue
-            slab, slot, length, stored = PAGE.unpack(value)
+            created, slab, slot, length, stored = PAGE.unpack(value)
             rank = Rank.unpack(stored)
             size = self._ranking.slab(slab).slot_size
             renewed = self._ranking.renewed(size, rank, depth, before)
             if renewed is not None:
                 if renewed.priority != rank.priority:
                     transaction.delete(ORDER.pack(size, rank.priority, slab, slot), db=index.order_db)
-                self._put(full_key, slab, slot, length, renewed)
+                self._put(full_key, created, slab, slot, length, renewed)
             before = renewed or rank
 
     def remove(self, key: bytes, only: tuple[int, int] | None = None) -> bool:
@@ -289,17 +324,16 @@ class IndexChange:
 
     def identities(self) -> list[bytes]:
         """Digests that have pages, found or cleared."""
-        found: list[bytes] = []
-        with self._transaction.cursor(self._index.pages_db) as cursor:
-            more = cursor.first()
-            while more:
-                full_key = bytes(cursor.key())
-                digest = full_key[GENERATION.size : GENERATION.size + IDENTITY_LENGTH]
-                found.append(digest)
-                more = cursor.set_range(
-                    full_key[: GENERATION.size] + digest + b"\xff" * (KEY_LENGTH - IDENTITY_LENGTH + 1)
-                )
-        return list(dict.fromkeys(found))
+        return self._index.identities_in(self._transaction)
+
+    def remove_expired(self, full_keys: Sequence[bytes], oldest: bytes) -> int:
+        """Remove those of these pages that are (still) older than ``oldest``; their number."""
+        removed = 0
+        for full_key in full_keys:
+            value = self._transaction.get(full_key, db=self._index.pages_db)
+            if value is not None and value < oldest:
+                removed += self._remove(full_key, None)
+        return removed
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -347,6 +381,17 @@ class IndexChange:
         self._ranking.drop(slab)
         self._slabs_changed = True
         return True
+
+    def holds_any(self, slab: Slab, hashes: frozenset[bytes]) -> bool:
+        """Whether a page of the slab has one of these hashes."""
+        with self._transaction.cursor(self._index.slots_db) as cursor:
+            if cursor.set_range(PLACE.pack(slab.number, 0)):
+                for where, holds in cursor:
+                    if PLACE.unpack(where)[0] != slab.number:
+                        break
+                    if holds[-PAGE_HASH_LENGTH:] in hashes:
+                        return True
+        return False
 
     def colder_slab(self, slot_size: int) -> Slab | None:
         """A slab of another slot size whose first victim would go before the first victim of this one."""
@@ -423,14 +468,14 @@ class IndexChange:
 
     def _rank_of(self, key: bytes | None) -> Rank | None:
         stored = None if key is None else self._transaction.get(self._full(key), db=self._index.pages_db)
-        return None if stored is None else Rank.unpack(PAGE.unpack(stored)[3])
+        return None if stored is None else Rank.unpack(stored[_RANK_IN_PAGE:])
 
     def _remove(self, full_key: bytes, only: tuple[int, int] | None) -> bool:
         index, transaction = self._index, self._transaction
         value = transaction.get(full_key, db=index.pages_db)
         if value is None:
             return False
-        slab, slot, _, stored = PAGE.unpack(value)
+        _, slab, slot, _, stored = PAGE.unpack(value)
         if only is not None and only != (slab, slot):
             return False
         transaction.delete(full_key, db=index.pages_db)
@@ -440,10 +485,10 @@ class IndexChange:
         self.give_back(slab, slot)
         return True
 
-    def _put(self, full_key: bytes, slab: int, slot: int, length: int, rank: Rank) -> None:
+    def _put(self, full_key: bytes, created: bytes, slab: int, slot: int, length: int, rank: Rank) -> None:
         transaction, index = self._transaction, self._index
         size = self._ranking.slab(slab).slot_size
-        transaction.put(full_key, PAGE.pack(slab, slot, length, rank.pack()), db=index.pages_db)
+        transaction.put(full_key, PAGE.pack(created, slab, slot, length, rank.pack()), db=index.pages_db)
         transaction.put(ORDER.pack(size, rank.priority, slab, slot), full_key, db=index.order_db)
         transaction.put(PLACE.pack(slab, slot), PRIORITY.pack(rank.priority) + full_key, db=index.slots_db)
 

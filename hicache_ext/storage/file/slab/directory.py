@@ -9,6 +9,8 @@
     PATH/slabs/<number>-<slot size>.slab     slots
     PATH/identities/<identity>.json          the facts behind an identity digest
     PATH/identities/<identity>.cleared       since when pages of an identity count again (milliseconds)
+    PATH/pins/                               pinned pages (pins.py)
+    PATH/expiry.lock, io_probe.*             see expiry.py, device_probe.py
 
 Within one process all stores over one directory share one index (LMDB's rule) and the files' descriptors.
 """
@@ -21,8 +23,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,8 @@ INDEX_BYTES_PER_SLOT = 1024
 
 _open_directories: dict[Path, SlabDirectory] = {}
 _open_lock = threading.Lock()
+_doubted_paths: set[Path] = set()
+"""Directories whose device failed under this process, which could perhaps not note that down."""
 
 
 @contextmanager
@@ -68,6 +73,15 @@ def slab_directory(path: Path, tier: str) -> Iterator[SlabDirectory]:
                 directory.close()
 
 
+@dataclass(slots=True)
+class _Descriptor:
+    """An open slab file. ``dropped``: nobody new uses it, its last user closes it."""
+
+    fd: int
+    users: int = 0
+    dropped: bool = False
+
+
 class SlabDirectory:
     """Use ``slab_directory``. Thread-safe."""
 
@@ -77,7 +91,8 @@ class SlabDirectory:
         self.slabs_path = path / "slabs"
         self.identities = path / "identities"
         self._trust = path / "trust"
-        self._descriptors: dict[int, int] = {}
+        self._descriptors: dict[tuple[int, bool], _Descriptor] = {}
+        self._doubted = False
         self._descriptors_lock = threading.Lock()
         self.rebuilt = 0
         try:
@@ -115,24 +130,44 @@ class SlabDirectory:
     def delete_slab_file(self, slab: Slab) -> None:
         """Delete the file of a dropped slab; its blocks are free at once, also while others have it open."""
         path = self.slab_path(slab)
+        # Others may have it open for a while: an empty file takes no room.
         os.truncate(path, 0)
-        # Descriptors of it stay open until the directory is closed: another thread may be about to read through one,
-        # and a closed number may be anybody's. An empty file takes no room.
         path.unlink()
 
     def slab_path(self, slab: Slab) -> Path:
         return self.slabs_path / f"{slab.number:08x}-{slab.slot_size}.slab"
 
-    def descriptor(self, slab: Slab) -> int:
-        """A descriptor of the slab's file, kept open. Raises OSError."""
-        fd = self._descriptors.get(slab.number)
-        if fd is not None:
-            return fd
+    @contextmanager
+    def opened(self, slab: Slab, *, direct: bool = False) -> Iterator[int]:
+        """A descriptor of the slab's file, with O_DIRECT or without; valid inside, and kept open. Raises OSError."""
+        which = (slab.number, direct)
         with self._descriptors_lock:
-            fd = self._descriptors.get(slab.number)
-            if fd is None:
-                fd = self._descriptors[slab.number] = os.open(self.slab_path(slab), os.O_RDWR | os.O_CLOEXEC)
-            return fd
+            descriptor = self._descriptors.get(which)
+            if descriptor is None:
+                flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+                descriptor = self._descriptors[which] = _Descriptor(os.open(self.slab_path(slab), flags))
+            descriptor.users += 1
+        try:
+            yield descriptor.fd
+        finally:
+            with self._descriptors_lock:
+                descriptor.users -= 1
+                if descriptor.dropped and descriptor.users == 0:
+                    os.close(descriptor.fd)
+
+    def close_dropped(self, known: Iterable[int]) -> None:
+        """Close the descriptors of slabs that are not among the numbers ``known``, those in use by their last user.
+
+        A number is never given to two slabs. What another process has dropped is found out when one of its new slabs
+        is met for the first time, so that few are open in vain at any time.
+        """
+        numbers = set(known)
+        with self._descriptors_lock:
+            for which in [which for which in self._descriptors if which[0] not in numbers]:
+                descriptor = self._descriptors.pop(which)
+                descriptor.dropped = True
+                if descriptor.users == 0:
+                    os.close(descriptor.fd)
 
     # -- identities ------------------------------------------------------------------------------------------------
 
@@ -153,19 +188,33 @@ class SlabDirectory:
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
+    def doubt(self) -> None:
+        """The device failed: whoever opens this directory next, alone, rebuilds its index."""
+        self._doubted = True
+        _doubted_paths.add(self.path)
+
     def close(self) -> None:
-        """Releases everything; the last process out syncs the index and says so."""
+        """Releases everything; the last process out syncs the index and says so. Raises lmdb.Error or OSError when
+        that fails."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = True
-        except BlockingIOError:
+        except OSError:
             alone = False
-        self.index.close(sync=alone)
-        if alone:
-            _write_whole(self._trust, _IN_ORDER)
-        for fd in self._descriptors.values():
-            os.close(fd)
-        os.close(self._lock)
+        try:
+            self.index.close(sync=alone and not self._doubted)
+            if alone and self._doubted:
+                # Where not even that works, this process remembers it.
+                with suppress(OSError):
+                    self._trust.unlink(missing_ok=True)
+            elif alone:
+                _write_whole(self._trust, _IN_ORDER)
+        except BaseException:
+            _doubted_paths.add(self.path)
+            raise
+        finally:
+            self.close_dropped(())
+            os.close(self._lock)
 
     def _open_index(self) -> SlabIndex:
         try:
@@ -175,6 +224,7 @@ class SlabDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             return SlabIndex(self.path / "index")
         trusted = self._trust.exists() and self._trust.read_text() in (_IN_ORDER, _written_by_this_boot())
+        trusted = trusted and self.path not in _doubted_paths
         index = self._open_trusted_index() if trusted else None
         if index is None:
             index = self._rebuild()
@@ -182,6 +232,7 @@ class SlabDirectory:
             change.release_dead_writers()
         self._delete_unknown_files(index)
         _write_whole(self._trust, _written_by_this_boot())
+        _doubted_paths.discard(self.path)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         return index
 
@@ -211,7 +262,10 @@ class SlabDirectory:
         return index
 
     def _adopt_pages(self, index: SlabIndex, slab: Slab) -> None:
-        fd = self.descriptor(slab)
+        with self.opened(slab) as fd:
+            self._adopt_pages_of(fd, index, slab)
+
+    def _adopt_pages_of(self, fd: int, index: SlabIndex, slab: Slab) -> None:
         for first in range(0, slab.slots, _REBUILD_BATCH):
             with index.changing() as change:
                 for slot in range(first, min(first + _REBUILD_BATCH, slab.slots)):
@@ -222,7 +276,7 @@ class SlabDirectory:
                         continue
                     length = found.header_length + found.payload_length
                     if length <= slab.slot_size and found.created_ms > self._cleared_at(found.identity):
-                        self.rebuilt += change.adopt(found.key, Place(slab.number, slot, length))
+                        self.rebuilt += change.adopt(found.key, Place(slab.number, slot, length), found.created_ms)
 
     def _delete_unknown_files(self, index: SlabIndex) -> None:
         """Slab files that a process was killed over before, or after, the index knew them."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import lmdb
 
-from hicache_ext.envelope import IDENTITY_LENGTH
+from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.storage.file.eviction import Rank
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.ranking import Ranking
@@ -115,33 +115,38 @@ class SlabIndex:
         self._slabs_seen: tuple[bytes | None, dict[int, Slab]] = (b"none seen", {})
 
     def close(self, *, sync: bool) -> None:
-        if sync:
-            self._environment.sync(True)
-        self._environment.close()
+        """Raises lmdb.Error when ``sync`` fails; it is closed all the same."""
+        try:
+            if sync:
+                self._environment.sync(True)
+        finally:
+            self._environment.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def locate(self, keys: Sequence[bytes], positions: Sequence[int]) -> tuple[list[Located], bool]:
+    def locate(
+        self, keys: Sequence[bytes], positions: Sequence[int], oldest: bytes = b""
+    ) -> tuple[list[Located], bool]:
         """The pages of a chain that are there, in its order, and whether using them now is worth a ``touch``.
 
-        ``positions[i]`` comes back as the position of ``keys[i]``.
+        ``positions[i]`` comes back as the position of ``keys[i]``. ``oldest`` as for ``contains``.
         """
         with self._environment.begin(db=self.pages_db) as transaction:
             get = transaction.get
             values = [get(key) for key in self.full_keys(transaction, keys)]
             slabs = self._slabs_by_number(transaction)
             ranking = Ranking(slabs, transaction, self.state_db)
-            oldest: dict[int, int] = {}
+            oldest_fresh: dict[int, int] = {}
             stale = False
             located: list[Located] = []
             for position, value in zip(positions, values, strict=True):
-                if value is None:
+                if value is None or value < oldest:
                     continue
-                slab, slot, length, rank = PAGE.unpack(value)
+                _, slab, slot, length, rank = PAGE.unpack(value)
                 located.append(Located(slab, slot, length, position))
-                if slab not in oldest:
-                    oldest[slab] = ranking.oldest_fresh_use(slabs[slab].slot_size)
-                stale = stale or Rank.used_of(rank) < oldest[slab]
+                if slab not in oldest_fresh:
+                    oldest_fresh[slab] = ranking.oldest_fresh_use(slabs[slab].slot_size)
+                stale = stale or Rank.used_of(rank) < oldest_fresh[slab]
         return located, stale
 
     def find(self, key: bytes) -> Place | None:
@@ -149,21 +154,67 @@ class SlabIndex:
         located, _ = self.locate([key], [0])
         return Place(*located[0][:3]) if located else None
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains(self, keys: Sequence[bytes], oldest: bytes = b"") -> list[bool]:
+        """Which pages are there. Those written before ``oldest`` (``CREATED``, packed) are not."""
         with self._environment.begin(db=self.pages_db) as transaction:
-            get = transaction.get
-            return [get(key) is not None for key in self.full_keys(transaction, keys)]
+            values = map(transaction.get, self.full_keys(transaction, keys))
+            return [value is not None and value >= oldest for value in values]
 
-    def count_leading(self, keys: Sequence[bytes]) -> int:
+    def count_leading(self, keys: Sequence[bytes], oldest: bytes = b"") -> int:
         with self._environment.begin(db=self.pages_db) as transaction:
             # In growing portions: most chains that end do so early, and a portion is looked up without a loop.
             done, portion = 0, _FIRST_LOOKED_UP
             while done < len(keys):
                 values = list(map(transaction.get, self.full_keys(transaction, keys[done : done + portion])))
-                if not all(values):
-                    return done + values.index(None)
+                leading = len(values) if all(values) else values.index(None)
+                if oldest:
+                    expired = (n for n, value in enumerate(values[:leading]) if value is not None and value < oldest)
+                    leading = next(expired, leading)
+                if leading < len(values):
+                    return done + leading
                 done, portion = done + portion, portion * 8
         return len(keys)
+
+    def expired(self, oldest: bytes, begin: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
+        """Of up to ``limit`` entries of ``pages`` from ``begin`` on: the keys of those written before ``oldest``, and
+        where to go on, None at the end."""
+        found: list[bytes] = []
+        with self._environment.begin() as transaction, transaction.cursor(self.pages_db) as cursor:
+            if not cursor.set_range(begin):
+                return found, None
+            for number, (full_key, value) in enumerate(cursor):
+                if number == limit:
+                    return found, bytes(full_key)
+                if value < oldest:
+                    found.append(bytes(full_key))
+        return found, None
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        """Bytes of slots that the pages under each of these hashes take, over all identities."""
+        taken = [0] * len(hashes)
+        with self._environment.begin(db=self.pages_db) as transaction:
+            slabs = self._slabs_by_number(transaction)
+            for identity in self.identities_in(transaction):
+                full_keys = self.full_keys(transaction, [identity + page_hash for page_hash in hashes])
+                for position, full_key in enumerate(full_keys):
+                    value = transaction.get(full_key)
+                    if value is not None:
+                        taken[position] += slabs[PAGE.unpack(value)[1]].slot_size
+        return taken
+
+    def identities_in(self, transaction: Any) -> list[bytes]:
+        """Digests that have pages, found or cleared."""
+        found: list[bytes] = []
+        with transaction.cursor(self.pages_db) as cursor:
+            more = cursor.first()
+            while more:
+                full_key = bytes(cursor.key())
+                digest = full_key[GENERATION.size : GENERATION.size + IDENTITY_LENGTH]
+                found.append(digest)
+                more = cursor.set_range(
+                    full_key[: GENERATION.size] + digest + b"\xff" * (KEY_LENGTH - IDENTITY_LENGTH + 1)
+                )
+        return list(dict.fromkeys(found))
 
     def full_keys(self, transaction: Any, keys: Sequence[bytes]) -> list[bytes]:
         """The keys in ``pages``: with the generation of their identity in front."""
@@ -201,7 +252,7 @@ class SlabIndex:
             for full_key, value in cursor:
                 key = bytes(full_key[GENERATION.size :])
                 if self.full_keys(transaction, [key]) == [full_key]:
-                    yield key, Place(*PAGE.unpack(value)[:3])
+                    yield key, Place(*PAGE.unpack(value)[1:4])
 
     def check(self) -> list[str]:
         """Every way in which the index contradicts itself, one sentence each; empty when it is sound."""
@@ -232,10 +283,10 @@ class SlabIndex:
                 slab, slot = PLACE.unpack(where)
                 claim(slab, slot, "occupied")
                 value = transaction.get(bytes(holds[PRIORITY.size :]), db=self.pages_db)
-                if value is None or PAGE.unpack(value)[:2] != (slab, slot):
+                if value is None or PAGE.unpack(value)[1:3] != (slab, slot):
                     faults.append(f"slot {slab}/{slot} names a page that is not there")
             for key, value in entries(self.pages_db):
-                slab, slot, length, rank = PAGE.unpack(value)
+                _, slab, slot, length, rank = PAGE.unpack(value)
                 priority = Rank.unpack(rank).priority
                 if transaction.get(PLACE.pack(slab, slot), db=self.slots_db) != PRIORITY.pack(priority) + key:
                     faults.append(f"page {key.hex()} claims slot {slab}/{slot}, which does not name it")

@@ -55,6 +55,10 @@ class Ranking:
         """A page last used before this is worth an index write when it is used now."""
         return self._policy(slot_size).oldest_fresh_use(self._clock(slot_size))
 
+    def slots(self, slot_size: int) -> int:
+        """Slots of this size."""
+        return self._policy(slot_size).capacity
+
     def soon(self, slot_size: int) -> int:
         """A page whose priority is that far above the lowest would be evicted within so many inserts."""
         return self._policy(slot_size).capacity >> _SOON_SHIFT

@@ -3,7 +3,7 @@
 ========  ================================================  ==========================================================
 database  key                                               value
 ========  ================================================  ==========================================================
-pages     generation, page key                              slab, slot, object length, rank
+pages     generation, page key                              when written, slab, slot, object length, rank
 order     slot size, priority, slab, slot (big-endian)      key in pages: the first of a slot size is its next victim
 slots     slab, slot (big-endian)                           priority, key in pages: what an occupied slot holds
 free      slot size, slab, slot (big-endian)                nothing: a slot that may be written
@@ -28,10 +28,12 @@ from dataclasses import dataclass
 from hicache_ext.envelope import KEY_LENGTH
 from hicache_ext.storage.file.eviction import RANK_LENGTH
 
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 """Counts the changes of what is described above. An index of another version is rebuilt from the envelopes."""
 
-PAGE = struct.Struct(f"<III{RANK_LENGTH}s")
+PAGE = struct.Struct(f"<4sIII{RANK_LENGTH}s")
+CREATED = struct.Struct(">I")
+"""Wall-clock seconds, big-endian and first in ``PAGE``: the value of a younger page is the greater one."""
 PLACE = struct.Struct(">II")
 PRIORITY = struct.Struct(">Q")
 FREE = struct.Struct(">III")

@@ -27,9 +27,12 @@ from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
-from hicache_ext.storage.file import vectored
+from hicache_ext.storage.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.file.directory import BLOCK, path_number
+from hicache_ext.storage.file.expiry import Sweeper
+from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.parallel import CallGate, Workers
+from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.slab.change import IndexChange, Written
 from hicache_ext.storage.file.slab.directory import (
     INDEX_BYTES_AT_LEAST,
@@ -38,18 +41,19 @@ from hicache_ext.storage.file.slab.directory import (
     slab_directory,
 )
 from hicache_ext.storage.file.slab.index import Located
-from hicache_ext.storage.file.slab.records import Place, Slab
+from hicache_ext.storage.file.slab.records import CREATED, Place, Slab
+from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-DEFAULT_THREADS = 4
-
 _SLABS_AT_CAPACITY = 16
 """A full directory has about this many slabs, unless they would be larger than _LARGEST_SLAB."""
 _LARGEST_SLAB = 1 << 30
+_SMALLEST_PART_OF_A_SLAB = 4
+"""A slot size that has slabs gets no other one smaller than this part of a whole one."""
 _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
 _MOST_SLABS_RECLAIMED = 64
@@ -57,8 +61,8 @@ _MOST_SLABS_RECLAIMED = 64
 _MOST_EVICTED_AHEAD = 32
 """Of the slots of a full directory, one in so many at most is kept free for the next write."""
 _FIELDS = envelope.FIELDS_LENGTH
-_PADDING = memoryview(bytes(BLOCK - _FIELDS))
-_NOWHERE = memoryview(bytearray(BLOCK - _FIELDS))
+_SWEEP_BATCH = 4096
+"""Pages looked at in one go for their age: a few milliseconds."""
 _DEAD_WRITERS_INTERVAL = 10.0
 """Seconds between two looks, at full capacity, for slots that killed processes were writing."""
 
@@ -66,14 +70,31 @@ _DEAD_WRITERS_INTERVAL = 10.0
 class SlabStore:
     """PageStore over slab directories; pages are spread over the paths by page hash, the capacity evenly."""
 
-    def __init__(self, name: str, paths: Sequence[Path], *, capacity: int | None, threads: int | None = None) -> None:
-        """``capacity`` in bytes for all paths and processes together, slabs and index. Raises StoreSetupError."""
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        *,
+        capacity: int | None,
+        threads: int | None = None,
+        plan: IoPlan | None = None,
+        ttl: float | None = None,
+        metrics: TierMetrics | None = None,
+        trouble: Trouble = no_trouble,
+    ) -> None:
+        """``capacity`` in bytes for all paths and processes together, slabs and index; ``ttl`` in seconds.
+
+        ``trouble`` hears of every error of the disk and the index. Raises StoreSetupError.
+        """
         if capacity is None:
             raise StoreSetupError(name, "the slab layout preallocates its files and needs a capacity")
         self._name = name
-        self._metrics = TierMetrics(name)
+        self._metrics = metrics or TierMetrics(name)
         self._capacity = capacity
-        self._threads = threads or DEFAULT_THREADS
+        self.plan = plan or IoPlan()
+        self.ttl = ttl
+        self.trouble = trouble
+        self._threads = threads or self.plan.threads
         self._resources = ExitStack()
         try:
             self._parts = [
@@ -86,6 +107,9 @@ class SlabStore:
             raise
         self._cleaners: list[threading.Thread] = []
         self._calls = CallGate(name)
+        self._sweepers: list[Sweeper] = []
+        if ttl is not None:
+            self._sweepers = [Sweeper(name, part.directory.path, ttl, part.remove_expired) for part in self._parts]
 
     @property
     def name(self) -> str:
@@ -113,6 +137,8 @@ class SlabStore:
                 "paths": [str(part.directory.path) for part in self._parts],
                 "capacity": self._capacity,
                 "threads": self._threads,
+                "io": str(self.plan),
+                "ttl": self.ttl,
             },
         )
 
@@ -190,10 +216,18 @@ class SlabStore:
     def close(self) -> None:
         if not self._calls.shut():
             return
+        for sweeper in self._sweepers:
+            sweeper.close()
         self._workers.close()
         for cleaner in self._cleaners:
             cleaner.join()
         self._resources.close()
+
+    def abandon(self) -> None:
+        """``close()`` after the device failed: the index is rebuilt by whoever comes back."""
+        for part in self._parts:
+            part.directory.doubt()
+        self.close()
 
     def _by_part(self, keys: Sequence[bytes]) -> Iterable[tuple[_SlabPart, list[int]]]:
         if len(self._parts) == 1:
@@ -213,6 +247,8 @@ class _SlabPart:
         self._capacity = capacity
         self._store = store
         self._metrics = store.metrics
+        self._io = SlotIo(directory, store.plan, store.metrics)
+        self._pins = PinnedPages(store.name, directory.path, capacity // 2, self._index.occupied_by)
         self._slabs = {slab.number: slab for slab in self._index.slabs()}
         # A slab of another slot size that holds colder pages than those evicted here.
         self._colder_slab: Slab | None = None
@@ -269,33 +305,25 @@ class _SlabPart:
 
     def _read_run(self, batch: PageBatch, run: list[Located]) -> list[str | None] | None:
         """One preadv for a run of neighbouring slots; why each is not its page; None where I/O failed."""
-        fields = _thread_fields(len(run))
         shapes = [_shape(batch.sizes[page.position]) for page in run]
-        buffers: list[memoryview] = []
-        for number, (page, shape) in enumerate(zip(run, shapes, strict=True)):
-            buffers.append(fields[number * _FIELDS : (number + 1) * _FIELDS])
-            if shape.header > _FIELDS:
-                # Nobody reads what is between the fields and the payload: all of it goes to one place, which stays
-                # in the processor's cache.
-                buffers.append(_NOWHERE)
-            buffers.extend(batch.buffers[page.position])
         slab = self._slab(run[0].slab)
         if slab is None:
             return ["truncated"] * len(run)
-        expected = sum([shape.length for shape in shapes])
+        stored = [Stored(shape.header, batch.buffers[page.position]) for page, shape in zip(run, shapes, strict=True)]
         try:
-            read = vectored.read_into(self.directory.descriptor(slab), buffers, run[0].slot * slab.slot_size)
+            read = self._io.read(slab, run[0].slot * slab.slot_size, stored)
         except FileNotFoundError:
-            read = -1
+            # The slab was dropped meanwhile.
+            return ["truncated"] * len(run)
         except OSError as error:
             self._count_error(error)
             return None
-        if read != expected:
-            # The slab was dropped meanwhile.
+        if read.moved != sum([shape.length for shape in shapes]):
+            # The same, while it was being read.
             return ["truncated"] * len(run)
         reasons: list[str | None] = []
         for number, (page, shape) in enumerate(zip(run, shapes, strict=True)):
-            header = bytes(fields[number * _FIELDS : (number + 1) * _FIELDS])
+            header = read.fields(number)
             key, segments = batch.keys[page.position], batch.buffers[page.position]
             if envelope.is_page(header, shape.header, key, batch.sizes[page.position], segments):
                 reasons.append(None)
@@ -316,21 +344,21 @@ class _SlabPart:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         try:
-            return self._index.contains(keys)
+            return self._index.contains(keys, self._oldest())
         except lmdb.Error as error:
             self._count_index_error(error)
             return [False] * len(keys)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         try:
-            return self._index.count_leading(keys)
+            return self._index.count_leading(keys, self._oldest())
         except lmdb.Error as error:
             self._count_index_error(error)
             return 0
 
     def _locate(self, keys: Sequence[bytes], positions: Sequence[int]) -> tuple[list[Located], bool]:
         try:
-            return self._index.locate(keys, positions)
+            return self._index.locate(keys, positions, self._oldest())
         except lmdb.Error as error:
             self._count_index_error(error)
             return [], False
@@ -366,6 +394,8 @@ class _SlabPart:
         return portions
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
+        # A look at the pins, where one is due, is not for inside a transaction that others wait for.
+        self._pins.spared()
         taken: list[Located] = []
         tokens: list[bytes] = []
         rest = positions
@@ -413,7 +443,7 @@ class _SlabPart:
                 places += change.take_free_slots(slot_size, count - len(places))
             if len(places) < count:
                 self._full.add(slot_size)
-                change.evict(slot_size, count - len(places))
+                change.evict(slot_size, count - len(places), self._pins.spared())
                 places += change.take_free_slots(slot_size, count - len(places))
             for position, (slab, slot) in zip(wanted, places, strict=False):
                 taken.append(Located(slab, slot, _shape(batch.sizes[position]).length, position))
@@ -437,6 +467,9 @@ class _SlabPart:
         slots = min(wanted, (self._capacity - used) // (slot_size + INDEX_BYTES_PER_SLOT))
         if slots < 1:
             return False
+        if slots < wanted // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in change.slabs()):
+            # What slabs of other sizes left over, again and again: slabs of one slot each would be had by the hundred.
+            return False
         slab = change.add_slab(slot_size, slots)
         try:
             self.directory.create_slab_file(slab)
@@ -457,6 +490,9 @@ class _SlabPart:
         if slab is None or not (needed or self._evicted_since_reclaim >= slab.slots):
             return False
         self._evicted_since_reclaim = 0
+        spared = self._pins.spared()
+        if spared and not needed and self._change(lambda change: change.holds_any(slab, spared)):
+            return False
         return self._drop_slab(slab)
 
     def _drop_slab(self, slab: Slab) -> bool:
@@ -469,6 +505,7 @@ class _SlabPart:
                 self.directory.delete_slab_file(slab)
             except OSError as error:
                 self._count_error(error)
+            self._look_at_slabs()
         return bool(dropped)
 
     def _occupied(self, slabs: Sequence[Slab]) -> int:
@@ -504,7 +541,7 @@ class _SlabPart:
             )
             for page in written
         ]
-        published = change.publish(tokens, pages)
+        published = change.publish(tokens, pages, self._oldest())
         if published is None:
             return {}
         self._evict_ahead(change, batch, written)
@@ -521,7 +558,7 @@ class _SlabPart:
         for slot_size, count in Counter(_shape(batch.sizes[page.position]).slot for page in written).items():
             if slot_size in self._full:
                 wanted = min(count, self._capacity // slot_size // _MOST_EVICTED_AHEAD)
-                change.evict(slot_size, wanted - change.free_slots(slot_size, wanted))
+                change.evict(slot_size, wanted - change.free_slots(slot_size, wanted), self._pins.spared())
                 self._colder_slab = change.colder_slab(slot_size)
         self._count_evicted(change)
 
@@ -531,23 +568,18 @@ class _SlabPart:
 
     def _write_run(self, batch: PageBatch, run: list[Located]) -> SetResult:
         """One pwritev for a run of neighbouring slots."""
-        buffers: list[memoryview] = []
+        fields: list[bytes] = []
+        stored: list[Stored] = []
         length = 0
         for page in run:
             segments = batch.buffers[page.position]
             header_length, object_length, _ = _shape(batch.sizes[page.position])
-            fields = envelope.encode_fields(batch.keys[page.position], segments, header_length=header_length)
-            buffers.append(memoryview(fields))
-            if header_length > _FIELDS:
-                buffers.append(_PADDING)
-            buffers.extend(segments)
+            fields.append(envelope.encode_fields(batch.keys[page.position], segments, header_length=header_length))
+            stored.append(Stored(header_length, segments))
             length += object_length
         try:
             slab = self._slab(run[0].slab)
-            if slab is None:
-                return SetResult.ERROR
-            offset = run[0].slot * slab.slot_size
-            if vectored.write_from(self.directory.descriptor(slab), buffers, offset) != length:
+            if slab is None or self._io.write(slab, run[0].slot * slab.slot_size, fields, stored) != length:
                 return SetResult.ERROR
         except OSError as error:
             self._count_error(error)
@@ -580,7 +612,27 @@ class _SlabPart:
         except lmdb.Error as error:
             self._count_index_error(error)
 
+    def remove_expired(self, stop: threading.Event) -> int:
+        """Free the slots of pages older than the ttl, until ``stop``; their number. Raises lmdb.Error."""
+        removed = 0
+        oldest = self._oldest()
+        begin: bytes | None = b"\0"
+        while begin is not None and not stop.is_set():
+            expired, begin = self._index.expired(oldest, begin, _SWEEP_BATCH)
+            if expired:
+                with self._index.changing() as change:
+                    removed += change.remove_expired(expired, oldest)
+            # Others want the interpreter, too.
+            stop.wait(0.001)
+        self._metrics.add("evicted", "ttl", removed)
+        return removed
+
     # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _oldest(self) -> bytes:
+        """Pages written before this are expired; nothing is without a ttl."""
+        ttl = self._store.ttl
+        return b"" if ttl is None else CREATED.pack(max(0, int(time.time() - ttl)))
 
     def _runs(self, batch: PageBatch, pages: list[Located]) -> list[list[Located]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
@@ -607,9 +659,18 @@ class _SlabPart:
     def _slab(self, number: int) -> Slab | None:
         slab = self._slabs.get(number)
         if slab is None:
-            self._slabs = {slab.number: slab for slab in self._index.slabs()}
+            self._look_at_slabs()
             slab = self._slabs.get(number)
         return slab
+
+    def _look_at_slabs(self) -> None:
+        """Learn of slabs added, and let go of those dropped, by whichever process."""
+        try:
+            self._slabs = {slab.number: slab for slab in self._index.slabs()}
+        except lmdb.Error as error:
+            self._count_index_error(error)
+        else:
+            self.directory.close_dropped(self._slabs)
 
     def _change(self, action: Callable[[IndexChange], _Answer]) -> _Answer | None:
         """``action`` in one write transaction; None when the index cannot be written."""
@@ -622,10 +683,12 @@ class _SlabPart:
 
     def _count_error(self, error: OSError) -> None:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+        self._store.trouble(error)
 
     def _count_index_error(self, error: Exception) -> None:
         self._metrics.add("error", type(error).__name__)
         logger.error("tier %s: index of %s: %s", self._store.name, self.directory.path, error)
+        self._store.trouble(error)
 
 
 class _Shape(NamedTuple):
@@ -645,19 +708,3 @@ def _shape(payload: int) -> _Shape:
     header = BLOCK if payload % BLOCK == 0 else _FIELDS
     length = header + payload
     return _Shape(header, length, -(-length // BLOCK) * BLOCK)
-
-
-class _Scratch(threading.local):
-    """Memory of one thread for the headers of one run."""
-
-    def __init__(self) -> None:
-        self.fields = memoryview(bytearray(_FIELDS))
-
-
-_scratch = _Scratch()
-
-
-def _thread_fields(pages: int) -> memoryview:
-    if _scratch.fields.nbytes < pages * _FIELDS:
-        _scratch.fields = memoryview(bytearray(pages * _FIELDS))
-    return _scratch.fields

@@ -1,0 +1,182 @@
+"""``hicache-ext pin``, ``unpin``, ``pins``: pages that eviction spares. They may be used while servers run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from hicache_ext.cli.tables import print_table
+from hicache_ext.config import FileTierConfig, format_size, load_config, parse_duration
+from hicache_ext.envelope import PAGE_HASH_LENGTH
+from hicache_ext.errors import ConfigError, StoreError
+from hicache_ext.page_hashes import namespace_seed, page_hashes
+from hicache_ext.storage.file.directory import load_document
+from hicache_ext.storage.file.inspection import open_inspector
+from hicache_ext.storage.file.pins import Pin, add_pin, read_pins, remove_pin
+
+
+def configure_pin(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    _add_name(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tokens", type=Path, metavar="FILE", help="a JSON list of the prompt's token ids; - for stdin")
+    what.add_argument("--keys", type=Path, metavar="FILE", help="page hashes, 64 hex digits a line; - for stdin")
+    parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
+    parser.add_argument("--extra-key", help="the requests' extra_key, where they have one")
+    parser.add_argument("--cache-salt", help="the requests' cache_salt, where they have one")
+    parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
+    parser.set_defaults(run=_pin)
+
+
+def configure_unpin(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    _add_name(parser)
+    parser.set_defaults(run=_unpin)
+
+
+def configure_pins(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    parser.set_defaults(run=_pins)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="CONFIG|DIRECTORY", help="a configuration file (all paths of its file tiers), or one of them"
+    )
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", required=True, help="of the pin: letters, digits, '.', '_' and '-'")
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    directories = _directories(arguments.target)
+    seconds = None if arguments.duration is None else parse_duration(arguments.duration, "--for")
+    if arguments.keys is not None:
+        hashes = _read_keys(arguments.keys)
+    else:
+        size = arguments.page_size or _page_size(directories)
+        tokens = _read_tokens(arguments.tokens)
+        try:
+            hashes = page_hashes(tokens, size, namespace_seed(arguments.extra_key, arguments.cache_salt))
+        except ValueError as error:
+            raise ConfigError("--tokens", str(error)) from None
+        if not hashes:
+            raise ConfigError("--tokens", f"{len(tokens)} tokens are no whole page of {size}")
+    for directory in directories:
+        try:
+            add_pin(directory, arguments.name, hashes, seconds)
+        except OSError as error:
+            raise StoreError(f"{str(directory)!r}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ConfigError("--keys", str(error)) from None
+    print(f"{arguments.name}: {len(hashes)} pages pinned in {_listed(directories)}")
+    return 0
+
+
+def _unpin(arguments: argparse.Namespace) -> int:
+    directories = _directories(arguments.target)
+    removed = [directory for directory in directories if remove_pin(directory, arguments.name)]
+    if not removed:
+        known = sorted({pin.name for directory in directories for pin in read_pins(directory)})
+        print(f"no pin is named {arguments.name!r}; pins here: {', '.join(known) or 'none'}", file=sys.stderr)
+        return 1
+    print(f"{arguments.name}: unpinned in {_listed(removed)}")
+    return 0
+
+
+def _pins(arguments: argparse.Namespace) -> int:
+    pins: dict[str, Pin] = {}
+    present: dict[str, int] = {}
+    for directory in _directories(arguments.target):
+        with closing(open_inspector(directory)) as inspector:
+            for pin in read_pins(directory):
+                pins[pin.name] = pin
+                present[pin.name] = present.get(pin.name, 0) + sum(inspector.occupied_by(pin.hashes))
+    rows = [("name", "pages", "on disk", "since", "for another")]
+    for pin in sorted(pins.values(), key=lambda pin: pin.created):
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pin.created))
+        rows.append(
+            (pin.name, str(len(pin.hashes)), format_size(present[pin.name]), since, _time_left(pin, time.time()))
+        )
+    print_table(rows)
+    return 0
+
+
+def _directories(target: str) -> list[Path]:
+    """The directories of file tiers behind a configuration, or the one directory that was named."""
+    if Path(target).is_dir():
+        directories = [Path(target)]
+    else:
+        tiers = load_config(target).tiers.values()
+        directories = [Path(path) for tier in tiers if isinstance(tier, FileTierConfig) for path in tier.path]
+        if not directories:
+            raise ConfigError("hicache_ext.tiers", f"{target!r} has no tier of type file")
+    for directory in directories:
+        if not (directory / "hicache_ext.json").is_file():
+            raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has no hicache_ext.json")
+    return directories
+
+
+def _page_size(directories: Sequence[Path]) -> int:
+    """The page size of all pages here, as the documents behind their identities give it."""
+    sizes: set[int] = set()
+    for directory in directories:
+        for file in (directory / "identities").glob("*.json"):
+            document = load_document(directory, bytes.fromhex(file.stem)) or {}
+            size = document.get("pool", {}).get("page_size")
+            if isinstance(size, int) and size > 0:
+                sizes.add(size)
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "none"
+        raise ConfigError("--page-size", f"required: the directory tells of these page sizes: {found}")
+    return sizes.pop()
+
+
+def _read_tokens(file: Path) -> list[int]:
+    try:
+        tokens = json.loads(_read(file, "--tokens"))
+    except ValueError as error:
+        raise ConfigError("--tokens", f"no JSON: {error}", "a list of token ids") from None
+    if not isinstance(tokens, list) or any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
+        raise ConfigError("--tokens", "not a list of whole numbers", "a list of token ids")
+    return tokens
+
+
+def _read_keys(file: Path) -> list[bytes]:
+    hashes: list[bytes] = []
+    for number, line in enumerate(_read(file, "--keys").split(), start=1):
+        try:
+            page_hash = bytes.fromhex(line)
+        except ValueError:
+            page_hash = b""
+        if len(page_hash) != PAGE_HASH_LENGTH:
+            raise ConfigError("--keys", f"number {number} is no page hash", "64 hex digits each")
+        hashes.append(page_hash)
+    return hashes
+
+
+def _read(file: Path, option: str) -> str:
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(option, f"{str(file)!r} cannot be read: {getattr(error, 'strerror', error)}") from None
+
+
+def _time_left(pin: Pin, now: float) -> str:
+    if pin.until is None:
+        return "for good"
+    left = max(0.0, pin.until - now)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if left >= length:
+            return f"{left / length:.0f} {unit}"
+    return f"{left:.0f} s"
+
+
+def _listed(directories: Sequence[Path]) -> str:
+    return ", ".join(map(str, directories))

@@ -1,0 +1,42 @@
+"""Which errors speak against a device, and not against a request."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import lmdb
+
+Trouble = Callable[[Exception], None]
+"""What a store tells of every OSError or lmdb.Error that it met and answered for. Any thread; never raises."""
+
+
+def no_trouble(_: Exception) -> None:
+    """For a store that nobody watches."""
+
+
+_DEVICE_ERRORS = frozenset(
+    (
+        errno.EIO,
+        errno.EROFS,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.ENOENT,
+        errno.ESTALE,
+        errno.ENOTCONN,
+        errno.ETIMEDOUT,
+        errno.EREMOTEIO,
+        errno.ESHUTDOWN,
+        errno.EUCLEAN,
+    )
+)
+"""What a device, a vanished mount or a file system in trouble answers. ENOSPC and the like are not among them: the
+stores answer a full disk by themselves."""
+_INDEX_ERRORS_WITHOUT_BLAME = (lmdb.MapFullError, lmdb.ReadersFullError, lmdb.DiskError, lmdb.MemoryError)
+
+
+def is_device_error(error: BaseException | None) -> bool:
+    """Whether an error speaks against the device and not against the request."""
+    if isinstance(error, OSError):
+        return error.errno in _DEVICE_ERRORS
+    return isinstance(error, lmdb.Error) and not isinstance(error, _INDEX_ERRORS_WITHOUT_BLAME)

@@ -1,0 +1,310 @@
+"""Several paths as one tier: spreading, and paths that fail, stay away and come back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.file.spread import CALLS_BEFORE_OUT, SpreadStore
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.conformance.pages import (
+    IDENTITY,
+    OTHER_IDENTITY,
+    HostPages,
+    assert_hits,
+    page_keys,
+    read_pages,
+    store_pages,
+)
+from hicache_ext.testing.memory_store import MemoryPageStore
+
+KEYS = page_keys(64)
+LONG = 30.0
+
+
+class FragileStore(MemoryPageStore):
+    """A path in memory whose device can be broken. Its pages survive as those of a disk do."""
+
+    def __init__(self, disk: FragileDisk, trouble) -> None:
+        super().__init__("disk", objects=disk.objects)
+        self.disk = disk
+        self.trouble = trouble
+
+    def get(self, batch):
+        if self.disk.error is None:
+            return super().get(batch)
+        self.trouble(OSError(self.disk.error, os.strerror(self.disk.error)))
+        return [GetResult.ERROR] * len(batch)
+
+    def set(self, batch):
+        if self.disk.error is None:
+            return super().set(batch)
+        self.trouble(OSError(self.disk.error, os.strerror(self.disk.error)))
+        return [SetResult.ERROR] * len(batch)
+
+    def abandon(self) -> None:
+        self.disk.abandoned += 1
+        self.close()
+
+
+class FragileDisk:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.objects: dict[bytes, bytes] = {}
+        self.error: int | None = None
+        self.abandoned = 0
+        self.opened: list[FragileStore] = []
+
+
+class Rig:
+    def __init__(self, root: Path, paths: int = 3) -> None:
+        self.disks = [FragileDisk(root / f"nvme{number}") for number in range(paths)]
+        for disk in self.disks:
+            disk.path.mkdir()
+            (disk.path / "hicache_ext.json").write_text("{}")
+        self.metrics = TierMetrics("disk")
+        self.stores: list[SpreadStore] = []
+
+    def open_path(self, path, trouble):
+        (disk,) = [disk for disk in self.disks if disk.path == path]
+        if disk.error is not None:
+            cause = OSError(disk.error, os.strerror(disk.error))
+            raise StoreSetupError("disk", f"directory {str(path)!r}: {cause.strerror}") from cause
+        disk.opened.append(FragileStore(disk, trouble))
+        return disk.opened[-1]
+
+    def store(self) -> SpreadStore:
+        paths = [disk.path for disk in self.disks]
+        self.stores.append(SpreadStore("disk", paths, self.open_path, self.metrics, first_probe=0.01))
+        return self.stores[-1]
+
+
+@pytest.fixture
+def rig(tmp_path):
+    rig = Rig(tmp_path)
+    yield rig
+    for store in rig.stores:
+        store.close()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+def get(store, keys=KEYS):
+    return read_pages(store, keys)[0]
+
+
+def test_every_path_gets_a_share_and_all_pages_come_back(rig):
+    store = rig.store()
+    assert store_pages(store, KEYS) == [SetResult.STORED] * len(KEYS)
+    assert all(len(disk.objects) > 8 for disk in rig.disks)
+    assert_hits(store, KEYS)
+    assert store.count_leading([*KEYS, *page_keys(1, "other")]) == len(KEYS)
+
+
+def test_the_parts_of_a_call_run_at_the_same_time(rig):
+    store = rig.store()
+    together = threading.Barrier(3)
+    for part in store.parts:
+        inner = part.contains
+        part.contains = lambda keys, inner=inner: (together.wait(LONG), inner(keys))[1]
+    assert store.contains(KEYS) == [False] * len(KEYS)
+
+
+def broken(rig, store, number=0, code=errno.EIO):
+    """Break one disk and call until it is noticed."""
+    rig.disks[number].error = code
+    for _ in range(CALLS_BEFORE_OUT):
+        get(store)
+    assert store.out_of_service() == [rig.disks[number].path]
+
+
+def test_a_path_that_keeps_failing_goes_out_of_service_and_the_rest_goes_on(rig, caplog):
+    store = rig.store()
+    store_pages(store, KEYS)
+    lost = {key for key in KEYS if key in rig.disks[0].objects}
+    broken(rig, store)
+    results = dict(zip(KEYS, get(store), strict=True))
+    assert {key for key, result in results.items() if result is GetResult.HIT} == set(KEYS) - lost
+    assert {results[key] for key in lost} == {GetResult.MISS}
+    assert f"path {rig.disks[0].path} is out of service: [Errno 5]" in caplog.text
+    assert caplog.text.count("is out of service") == 1
+    assert store.metrics.value("path_out_of_service", str(rig.disks[0].path)) == 1
+    assert store.describe().details["out_of_service"] == [str(rig.disks[0].path)]
+
+
+def test_what_a_lost_path_held_can_be_written_elsewhere_and_read(rig):
+    store = rig.store()
+    store_pages(store, KEYS)
+    broken(rig, store)
+    store_pages(store, KEYS)
+    assert_hits(store, KEYS)
+
+
+def test_it_comes_back_by_itself_with_its_pages(rig, caplog):
+    store = rig.store()
+    store_pages(store, KEYS)
+    broken(rig, store)
+    wait_until(lambda: rig.disks[0].abandoned == 1)
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert_hits(store, KEYS)
+    assert len(rig.disks[0].opened) == 2
+    assert "is back in service" in caplog.text
+    assert store.metrics.value("path_back_in_service", str(rig.disks[0].path)) == 1
+
+
+def test_what_was_cleared_meanwhile_does_not_come_back(rig):
+    store = rig.store()
+    other = page_keys(64, identity=OTHER_IDENTITY)
+    store_pages(store, KEYS)
+    store_pages(store, other)
+    broken(rig, store)
+    store.clear([IDENTITY])
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert GetResult.HIT not in get(store)
+    assert_hits(store, other)
+
+
+def test_a_vanished_mount_is_not_begun_anew_on_the_disk_below(rig):
+    store = rig.store()
+    manifest = rig.disks[0].path / "hicache_ext.json"
+    manifest.unlink()
+    broken(rig, store)
+    rig.disks[0].error = None
+    wait_until(lambda: rig.disks[0].abandoned)
+    time.sleep(0.2)
+    assert len(rig.disks[0].opened) == 1
+    manifest.write_text("{}")
+    wait_until(lambda: not store.out_of_service())
+
+
+def test_failures_between_successes_take_nothing_out_of_service(rig):
+    store = rig.store()
+    for _ in range(5 * CALLS_BEFORE_OUT):
+        store.parts[0].trouble(OSError(errno.EIO, "one bad block"))
+        store_pages(store, KEYS)
+    assert store.out_of_service() == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM])
+def test_a_full_disk_or_a_process_out_of_descriptors_is_no_broken_path(rig, code):
+    store = rig.store()
+    rig.disks[0].error = code
+    for _ in range(2 * CALLS_BEFORE_OUT):
+        store_pages(store, KEYS)
+    assert store.out_of_service() == []
+
+
+def test_a_path_broken_at_start_is_left_out_and_joins_later(rig, caplog):
+    rig.disks[1].error = errno.EROFS
+    store = rig.store()
+    assert store.out_of_service() == [rig.disks[1].path]
+    assert "Read-only file system" in caplog.text
+    store.register_identity(IDENTITY, {"model": {"id": "x"}})
+    store_pages(store, KEYS)
+    assert_hits(store, KEYS)
+    rig.disks[1].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert rig.disks[1].opened[0].identities == {IDENTITY: {"model": {"id": "x"}}}
+
+
+def test_with_every_path_broken_the_tier_cannot_start(rig):
+    for disk in rig.disks:
+        disk.error = errno.ENODEV
+    with pytest.raises(StoreSetupError, match="No such device"):
+        rig.store()
+
+
+def test_a_path_that_must_not_be_used_stops_the_start_and_closes_the_others(rig):
+    def open_path(path, trouble):
+        if path == rig.disks[2].path:
+            raise StoreSetupError("disk", "holds another layout")
+        return rig.open_path(path, trouble)
+
+    with pytest.raises(StoreSetupError, match="another layout"):
+        SpreadStore("disk", [disk.path for disk in rig.disks], open_path, rig.metrics)
+    assert all(store._closed for disk in rig.disks[:2] for store in disk.opened)
+
+
+def test_with_no_path_left_everything_is_refused_and_nothing_raises(rig):
+    store = rig.store()
+    for disk in rig.disks:
+        disk.error = errno.EIO
+    for _ in range(CALLS_BEFORE_OUT):
+        get(store)
+    assert len(store.out_of_service()) == 3
+    assert get(store) == [GetResult.REJECTED] * len(KEYS)
+    assert store_pages(store, KEYS) == [SetResult.REJECTED] * len(KEYS)
+    assert store.contains(KEYS) == [False] * len(KEYS)
+    assert store.count_leading(KEYS) == store.remove(KEYS) == store.clear(None) == 0
+    for disk in rig.disks:
+        disk.error = None
+    wait_until(lambda: not store.out_of_service())
+
+
+def test_an_error_that_nobody_expected_does_not_end_the_probing(rig, monkeypatch):
+    store = rig.store()
+    real, surprises = store._open_path, []
+
+    def open_path(path, trouble):
+        if len(surprises) < 2:
+            surprises.append(path)
+            raise RuntimeError("a surprise")
+        return real(path, trouble)
+
+    monkeypatch.setattr(store, "_open_path", open_path)
+    broken(rig, store)
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert len(surprises) == 2
+
+
+def test_close_ends_the_probe_of_a_path_that_stays_broken(rig):
+    store = rig.store()
+    broken(rig, store)
+    store.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-disk-probe"]
+
+
+def test_calls_go_on_while_a_path_goes_and_comes(rig):
+    store = rig.store()
+    store_pages(store, KEYS)
+    stop = threading.Event()
+    problems: list[object] = []
+
+    def work() -> None:
+        pages = HostPages([(1000,)] * len(KEYS))
+        while not stop.is_set():
+            try:
+                results = store.get(PageBatch(KEYS, pages.buffers))
+                store.contains(KEYS)
+                problems.extend(result for result in results if result is GetResult.CORRUPT)
+            except Exception as error:  # noqa: BLE001
+                problems.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        rig.disks[0].error = errno.EIO
+        wait_until(store.out_of_service)
+        rig.disks[0].error = None
+        wait_until(lambda: not store.out_of_service())
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert_hits(store, KEYS)

@@ -1,0 +1,218 @@
+"""ttl and pins as a user of either layout sees them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from hicache_ext import envelope
+from hicache_ext.storage.file import expiry, pins
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.pins import add_pin
+from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.testing.conformance.pages import OTHER_IDENTITY, assert_hits, page_keys, read_pages, store_pages
+
+MIB = 1 << 20
+SIZES = (28 << 10,)
+"""With its header 32 KiB in either layout."""
+LONG = 30.0
+HOUR = 3600.0
+
+
+@pytest.fixture(params=[SlabStore, PageFileStore], ids=["slab", "pages"])
+def opened(request, tmp_path, monkeypatch):
+    """Opens stores over one directory, and closes them."""
+    monkeypatch.setattr(pins, "_LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(pins, "_COUNT_INTERVAL", 0.0)
+    stores = []
+
+    def open_one(capacity=64 * MIB, **options):
+        stores.append(request.param("disk", [tmp_path], capacity=capacity, **options))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Wall-clock time runs ahead by ``clock[0]`` seconds."""
+    ahead = [0.0]
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+    return ahead
+
+
+def hits(store, keys):
+    return [result is GetResult.HIT for result in read_pages(store, keys, SIZES)[0]]
+
+
+# -- ttl ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_a_hit_until_it_is_older_than_the_ttl_and_a_miss_from_then_on(opened, clock):
+    store = opened(ttl=HOUR)
+    keys = page_keys(8)
+    store_pages(store, keys, SIZES)
+    clock[0] = HOUR - 60
+    assert_hits(store, keys, SIZES)
+    clock[0] = HOUR + 1
+    assert read_pages(store, keys, SIZES)[0] == [GetResult.MISS] * 8
+    assert store.contains(keys) == [False] * 8
+    assert store.count_leading(keys) == 0
+    assert store.metrics.total("corrupt") == 0
+
+
+def test_an_expired_page_is_written_anew_and_its_age_begins_anew(opened, clock):
+    store = opened(ttl=HOUR)
+    keys = page_keys(8)
+    store_pages(store, keys, SIZES)
+    clock[0] = HOUR + 1
+    assert store_pages(store, keys, SIZES) == [SetResult.STORED] * 8
+    clock[0] = 2 * HOUR - 60
+    assert_hits(store, keys, SIZES)
+
+
+def test_use_does_not_make_a_page_younger(opened, clock):
+    store = opened(ttl=HOUR)
+    keys = page_keys(4)
+    store_pages(store, keys, SIZES)
+    clock[0] = HOUR - 60
+    assert_hits(store, keys, SIZES)
+    clock[0] = HOUR + 60
+    assert not any(hits(store, keys))
+
+
+def test_a_ttl_holds_for_pages_written_before_there_was_one(opened, clock):
+    keys = page_keys(4)
+    store_pages(opened(), keys, SIZES)
+    clock[0] = HOUR + 1
+    assert_hits(opened(), keys, SIZES)
+    assert not any(hits(opened(ttl=HOUR), keys))
+
+
+def test_the_room_of_expired_pages_is_given_back_without_anybody_asking_for_them(opened, clock, monkeypatch, tmp_path):
+    monkeypatch.setattr(expiry, "_LONGEST_INTERVAL", 0.05)
+    monkeypatch.setattr(expiry, "_SHORTEST_INTERVAL", 0.05)
+    store = opened(ttl=HOUR)
+    old, young = page_keys(40, "old"), page_keys(40, "young")
+    store_pages(store, old, SIZES)
+    clock[0] = HOUR - 60
+    store_pages(store, young, SIZES)
+    for file in tmp_path.rglob("*.page"):
+        # The kernel's clock does not run ahead; and use alone does not make the old ones younger.
+        os.utime(file, (time.time(), time.time()))
+    clock[0] = HOUR + 60
+    deadline = time.monotonic() + LONG
+    while store.metrics.value("evicted", "ttl") < len(old):
+        assert time.monotonic() < deadline, "expired pages stay"
+        time.sleep(0.01)
+    assert_hits(store, young, SIZES)
+    assert store.metrics.value("evicted", "ttl") == len(old)
+
+
+def test_a_rebuilt_index_knows_how_old_pages_are(tmp_path, clock):
+    store = SlabStore("disk", [tmp_path], capacity=64 * MIB, ttl=HOUR)
+    old, young = page_keys(8, "old"), page_keys(8, "young")
+    store_pages(store, old, SIZES)
+    clock[0] = HOUR - 60
+    store_pages(store, young, SIZES)
+    store.close()
+    (tmp_path / "trust").write_text("another boot")
+    clock[0] = HOUR + 60
+    store = SlabStore("disk", [tmp_path], capacity=64 * MIB, ttl=HOUR)
+    assert store.contains(old) == [False] * 8
+    assert_hits(store, young, SIZES)
+    store.close()
+
+
+def test_closing_ends_the_sweeper(opened):
+    opened(ttl=HOUR).close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "hicache-disk-ttl"]
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------
+
+
+def fill(store, count, name="filler"):
+    for first in range(0, count, 16):
+        store_pages(store, page_keys(count, name)[first : first + 16], SIZES)
+
+
+def test_pinned_pages_outlive_many_times_the_capacity(opened, tmp_path):
+    store = opened(capacity=4 * MIB)
+    pinned, unpinned = page_keys(16, "pinned"), page_keys(16, "unpinned")
+    store_pages(store, pinned, SIZES)
+    store_pages(store, unpinned, SIZES)
+    add_pin(tmp_path, "prompt", [key[envelope.IDENTITY_LENGTH :] for key in pinned], None)
+    fill(store, 1000)
+    assert all(hits(store, pinned))
+    assert not all(hits(store, unpinned))
+    assert store.metrics.total("evicted") > 500
+
+
+def test_a_pin_holds_for_every_identity_and_for_pages_written_later(opened, tmp_path):
+    store = opened(capacity=4 * MIB)
+    pinned = page_keys(8, "pinned", OTHER_IDENTITY)
+    add_pin(tmp_path, "prompt", [key[envelope.IDENTITY_LENGTH :] for key in pinned], None)
+    fill(store, 200)
+    store_pages(store, pinned, SIZES)
+    fill(store, 1000, "later")
+    assert all(hits(store, pinned))
+
+
+def test_a_pin_survives_a_restart(opened, tmp_path):
+    store = opened(capacity=4 * MIB)
+    pinned = page_keys(8, "pinned")
+    add_pin(tmp_path, "prompt", [key[envelope.IDENTITY_LENGTH :] for key in pinned], None)
+    store_pages(store, pinned, SIZES)
+    store.close()
+    again = opened(capacity=4 * MIB)
+    fill(again, 1000)
+    assert all(hits(again, pinned))
+
+
+def test_pins_of_more_than_half_the_capacity_leave_the_other_half_to_the_rest(opened, tmp_path):
+    store = opened(capacity=4 * MIB)
+    pinned = page_keys(1000, "pinned")
+    add_pin(tmp_path, "everything", [key[envelope.IDENTITY_LENGTH :] for key in pinned], None)
+    fill(store, 1000, "pinned")
+    fill(store, 400)
+    last = page_keys(400, "filler")[-16:]
+    assert all(hits(store, last)), "new pages find room"
+    assert sum(hits(store, pinned)) * 32 << 10 <= 2 * MIB + 256 * 1024
+
+
+def test_what_is_unpinned_goes_like_everything_else(opened, tmp_path):
+    store = opened(capacity=4 * MIB)
+    pinned = page_keys(16, "pinned")
+    add_pin(tmp_path, "prompt", [key[envelope.IDENTITY_LENGTH :] for key in pinned], None)
+    store_pages(store, pinned, SIZES)
+    fill(store, 300)
+    assert all(hits(store, pinned))
+    pins.remove_pin(tmp_path, "prompt")
+    fill(store, 2000, "later")
+    assert not any(hits(store, pinned))
+
+
+def test_a_ttl_holds_for_pinned_pages_too(opened, tmp_path, clock):
+    store = opened(ttl=HOUR)
+    pinned = page_keys(4, "pinned")
+    add_pin(tmp_path, "prompt", [key[envelope.IDENTITY_LENGTH :] for key in pinned], None)
+    store_pages(store, pinned, SIZES)
+    clock[0] = HOUR + 1
+    assert not any(hits(store, pinned))
+
+
+def test_a_cleared_identity_loses_its_pinned_pages_too(opened, tmp_path):
+    store = opened()
+    pinned = page_keys(4, "pinned")
+    add_pin(tmp_path, "prompt", [key[envelope.IDENTITY_LENGTH :] for key in pinned], None)
+    store_pages(store, pinned, SIZES)
+    store.clear(None)
+    assert not any(hits(store, pinned))
