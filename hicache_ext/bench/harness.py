@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ext.errors import HicacheExtError
-from hicache_ext.storage.file.diagnosis import file_system_type
+from hicache_ext.storage.file.file_system import file_system_of
 
 _DELETE_ATTEMPTS = 50
 
@@ -185,7 +185,7 @@ def machine_facts(directory: Path, packages: Sequence[str] = ()) -> dict[str, An
         "cpu_model": _cpu_model(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
-        "file_system": file_system_type(directory),
+        "file_system": file_system_of(directory).type,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
     }

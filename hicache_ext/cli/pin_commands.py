@@ -13,7 +13,7 @@ from pathlib import Path
 from hicache_ext.cli.tables import print_table
 from hicache_ext.config import FileTierConfig, format_size, load_config, parse_duration
 from hicache_ext.envelope import PAGE_HASH_LENGTH
-from hicache_ext.errors import ConfigError, StoreError
+from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page_hashes import namespace_seed, page_hashes
 from hicache_ext.storage.file.directory import load_document
 from hicache_ext.storage.file.inspection import open_inspector
@@ -64,7 +64,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         tokens = _read_tokens(arguments.tokens)
         try:
             hashes = page_hashes(tokens, size, namespace_seed(arguments.extra_key, arguments.cache_salt))
-        except ValueError as error:
+        except HicacheExtError as error:
             raise ConfigError("--tokens", str(error)) from None
         if not hashes:
             raise ConfigError("--tokens", f"{len(tokens)} tokens are no whole page of {size}")

@@ -127,7 +127,9 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
         if field == "timeout" and wanted.keeps_timeout:
             yield ConfigError(f"{key}.timeout", f"cannot change: the store was opened with it; {remedy}")
         elif field == "capacity" and field in wanted.live_keys:
-            if not isinstance(_bottom(live), Resizable):
+            store = _bottom(live)
+            capacity = wanted.capacity if isinstance(wanted, FileTierConfig) else None
+            if not isinstance(store, Resizable) or not store.can_resize(capacity):
                 yield ConfigError(f"{key}.capacity", f"cannot change in this layout while the tier is in use; {remedy}")
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")

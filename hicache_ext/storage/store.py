@@ -155,5 +155,7 @@ class HostMemoryUser(Protocol):
 class Resizable(Protocol):
     """A store whose capacity may change while it is in use (a reload of the configuration)."""
 
+    def can_resize(self, capacity: int | None) -> bool: ...
+
     def resize(self, capacity: int | None) -> None:
         """``capacity`` as at the start, in bytes. What is too much goes with the next writes."""

@@ -201,10 +201,12 @@ def test_where_a_live_tier_is_cannot_change(tier: Callable[..., Section], tmp_pa
     store.close()
 
 
-def test_the_capacity_of_slabs_cannot_change(tier: Callable[..., Section]) -> None:
-    store = open_tiers(config({"disk": tier("disk", layout="slab")}))
+def test_the_capacity_of_slabs_changes_but_not_to_unlimited(tier: Callable[..., Section]) -> None:
+    store = open_tiers(config({"disk": tier("disk", layout="auto")}))
+    store.reload(config({"disk": tier("disk", layout="auto", capacity="128MiB")}))
+    assert store.tiers[0].describe().details["capacity"] == 128 << 20
     with pytest.raises(ConfigError, match=r"disk\.capacity: cannot change in this layout while the tier is in use"):
-        store.reload(config({"disk": tier("disk", layout="slab", capacity="128MiB")}))
+        store.reload(config({"disk": tier("disk", layout="auto", capacity="unlimited")}))
     store.close()
 
 

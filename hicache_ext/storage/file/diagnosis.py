@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hicache_ext.config import format_size
 from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.file.file_system import file_system_of
 from hicache_ext.storage.store import PageStore
 from hicache_ext.storage.trial import try_store
 
@@ -26,7 +27,7 @@ _LAYOUTS = {
 def diagnose(store: PageStore) -> list[Finding]:
     """File system, free space against capacity, layout, round trip. Never raises OSError."""
     details = store.describe().details
-    layout = str(details["layout"])
+    layout = ", ".join(details["layout"]) if isinstance(details["layout"], list) else str(details["layout"])
     paths = [Path(path) for path in details["paths"]]
     findings = [Finding("layout", Level.OK, f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "))]
     capacity: int | None = details["capacity"]
@@ -37,13 +38,15 @@ def diagnose(store: PageStore) -> list[Finding]:
         findings += _space(paths, capacity, used() if used is not None else _stored_bytes(paths))
     except OSError as error:
         findings.append(Finding("directory", Level.ERROR, f"{error.filename}: {error.strerror}", "check the mount"))
+    for path in details.get("out_of_service", []):
+        findings.append(Finding("path", Level.ERROR, f"{path}: out of service", "look at its disk and mount"))
     # Small pages where little fits, so that the trial does not evict its own.
     page_bytes = _TRIAL_PAGE if capacity is None else min(_TRIAL_PAGE, capacity // len(paths) // 256)
     return findings + try_store(store, page_bytes)
 
 
 def _file_system(path: Path, layout: str) -> Finding:
-    kind = file_system_type(path)
+    kind = file_system_of(path).type
     if layout == "slab" and kind in _SHARED:
         remedy = "use layout: pages; the index of slabs needs locks that a shared file system does not keep"
         return Finding("file system", Level.ERROR, f"{path}: {kind}, shared between machines", remedy)
@@ -81,14 +84,3 @@ def _stored_bytes(paths: Sequence[Path]) -> int:
 
 def _rounded(size: int) -> str:
     return f"{size / (1 << 30):.1f}GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f}MiB"
-
-
-def file_system_type(path: Path) -> str:
-    """The type of the file system that holds ``path``, as the kernel names it."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == wanted:
-            return after.split()[0]
-    return "unknown"

@@ -21,7 +21,6 @@ from typing import Any
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file import page_io
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied, path_number
@@ -137,10 +136,8 @@ class PageFileStore:
             },
         )
 
-    def diagnose(self) -> Sequence[Finding]:
-        from hicache_ext.storage.file.diagnosis import diagnose
-
-        return diagnose(self)
+    def can_resize(self, capacity: int | None) -> bool:
+        return True
 
     def resize(self, capacity: int | None) -> None:
         """Change the capacity of a store in use: pages beyond it are evicted by the next write."""

@@ -25,10 +25,11 @@ import lmdb
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.device_errors import Trouble, is_device_error
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.path_choice import PathChoice
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, Resizable, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _CLOSE_TIMEOUT = 10.0
 """Seconds that close() waits for a probe: on a device that hangs it may never end."""
 
 
-class PathStore(PageStore, Protocol):
+class PathStore(PageStore, Resizable, Protocol):
     """The store of one path."""
 
     def abandon(self) -> None:
@@ -101,6 +102,8 @@ class SpreadStore:
         self._usable: tuple[int, ...] = ()
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._state = threading.Condition()
+        # A path's share of the capacity, in a tuple, since it was changed; the opener knows the one at the start.
+        self._new_share: tuple[int | None] | None = None
         self._closing = False
         self._prober: threading.Thread | None = None
         self._calls = CallGate(name)
@@ -142,6 +145,21 @@ class SpreadStore:
         details["capacity"] = sum(known) if len(known) == len(capacities) else None
         details["out_of_service"] = [str(path) for path in self.out_of_service()]
         return StoreInfo(name=self._name, type="file", shared=any(info.shared for info in described), details=details)
+
+    def diagnose(self) -> Sequence[Finding]:
+        from hicache_ext.storage.file.diagnosis import diagnose
+
+        return diagnose(self)
+
+    def can_resize(self, capacity: int | None) -> bool:
+        return all(store.can_resize(capacity) for store in self.parts)
+
+    def resize(self, capacity: int | None) -> None:
+        """Change the capacity of a tier in use. A path that is out of service gets its share when it is back."""
+        with self._state:
+            self._new_share = (None if capacity is None else capacity // len(self._parts),)
+            for store in self.parts:
+                store.resize(self._new_share[0])
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self._identities[digest] = document
@@ -393,6 +411,8 @@ class SpreadStore:
                 opened.close()
                 return True
             if not clear_all and not cleared:
+                if self._new_share is not None:
+                    opened.resize(self._new_share[0])
                 part.store, part.had_manifest = opened, True
                 part.failed_calls.clear()
                 self._usable = tuple(sorted({*self._usable, number}))

@@ -26,7 +26,6 @@ import lmdb
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.file.directory import BLOCK, path_number
 from hicache_ext.storage.file.expiry import Sweeper
@@ -142,10 +141,16 @@ class SlabStore:
             },
         )
 
-    def diagnose(self) -> Sequence[Finding]:
-        from hicache_ext.storage.file.diagnosis import diagnose
+    def can_resize(self, capacity: int | None) -> bool:
+        return capacity is not None
 
-        return diagnose(self)
+    def resize(self, capacity: int | None) -> None:
+        """Change the capacity of a store in use; slabs beyond it are dropped at once. ``capacity`` is not None."""
+        assert capacity is not None
+        with self._calls:
+            self._capacity = capacity
+            for part in self._parts:
+                part.resize(capacity // len(self._parts))
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         for part in self._parts:
@@ -257,6 +262,10 @@ class _SlabPart:
         self._full: set[int] = set()
         self._looked_for_dead_writers = 0.0
         self._index_size_seen = 0
+        self._shrink()
+
+    def resize(self, capacity: int) -> None:
+        self._capacity = capacity
         self._shrink()
 
     # -- reading ---------------------------------------------------------------------------------------------------
