@@ -43,7 +43,7 @@ from hicache_ext.storage.fingerprint import fingerprint_of
 from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.store import GetResult, PageBatch
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 
 logger = logging.getLogger(__name__)
 
@@ -415,6 +415,52 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 buffers.append(pages.buffers(number, part))
                 owners.append(page)
         return PageBatch(store_keys, buffers), owners
+
+    # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
+
+    @_answering(_all_false)
+    def stored(self, keys: list[str]) -> list[bool]:
+        """Which pages need not be written again [pd writer]."""
+        pool = self._pools.get(_KV)
+        if self._unavailable or pool is None:
+            return [False] * len(keys)
+        hashes = [page_hash_bytes(key) for key in keys]
+        per_part = [self._store.stored([digest + page_hash for page_hash in hashes]) for digest in pool.digests]
+        return [all(known) for known in zip(*per_part, strict=True)]
+
+    @_answering(lambda *_, **__: 0)
+    def stored_leading(self, keys: list[str]) -> int:
+        """Leading pages of which a prefill node finds every part in the pool [pd writer]."""
+        pool = self._pools.get(_KV)
+        if self._unavailable or pool is None:
+            return 0
+        hashes = [page_hash_bytes(key) for key in keys]
+        return min(
+            (
+                self._store.count_leading_in_pool([digest + page_hash for page_hash in hashes])
+                for digest in pool.digests
+            ),
+            default=0,
+        )
+
+    @_answering(lambda keys, *_, **__: [SetResult.ERROR] * _length(keys))
+    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
+        """Like ``batch_set_v1``, with each page's result [pd writer]."""
+        pool = self._pools.get(_KV)
+        if self._unavailable or pool is None or pool.pages is None:
+            return [SetResult.REJECTED] * len(keys)
+        batch, owners = self._batch(pool, pool.pages, keys, host_indices)
+        started = time.perf_counter()
+        results = self._store.set(batch)
+        seconds = time.perf_counter() - started
+        stored = sum(size for size, result in zip(batch.sizes, results, strict=True) if result.durable)
+        self._backed_up.record(len(keys), stored, seconds)
+        worst: list[SetResult | None] = [None] * len(keys)
+        for owner, result in zip(owners, results, strict=True):
+            before = worst[owner]
+            if before is None or not result.durable:
+                worst[owner] = result
+        return [SetResult.ERROR if result is None else result for result in worst]
 
     # -- generic calls: flat tensors -------------------------------------------------------------------------------
 

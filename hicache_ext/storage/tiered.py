@@ -93,6 +93,16 @@ class TieredStore:
         present = self.contains(keys)
         return present.index(False) if False in present else len(present)
 
+    def stored(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys need not be written: every tier that writes go to has them."""
+        answers = [tier.contains(keys) for tier in self._store]
+        return [all(known) for known in zip(*answers, strict=True)] if answers else [False] * len(keys)
+
+    def count_leading_in_pool(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run that another node finds: in the shared tiers that writes go to (if any is)."""
+        pool = [tier for tier in self._store if tier.describe().shared] or self._store
+        return max((tier.count_leading(keys) for tier in pool), default=0)
+
     def remove(self, keys: Sequence[bytes]) -> int:
         wanted = list(dict.fromkeys(keys))
         # A page of two tiers is one page: their own counts cannot be added.
