@@ -14,6 +14,7 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels import sglang_hooks
 from hicache_ext.pd import sglang_hooks as pd_hooks
 from hicache_ext.storage import weights_hooks
+from hicache_ext.storage.pulling import prefill_cost
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ def register() -> None:
     weights_hooks.register()
     sglang_hooks.register()
     pd_hooks.register()
+    prefill_cost.register()
 
 
 def check_sglang_version(installed: str | None = None) -> None:

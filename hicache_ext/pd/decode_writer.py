@@ -7,9 +7,9 @@ last copy out of it; ``ongoing_offload`` names the copies under way.
 Path of a page: generated -> copied to host memory at the next stride or at the finish -> waits in the WaitingRoom ->
 handed to the PoolWriter -> written, or tried again, or counted as lost. Host memory is freed at the end in every case.
 
-All of it but the PoolWriter runs on the scheduler thread and never waits for a store or a copy. Ranks stay in step: what
-a rank decides depends on numbers that the ranks have agreed on in ``step`` (one small reduction per step when there are
-several ranks, as in SGLang's own manager; a second one when writes have ended).
+All of it but the PoolWriter runs on the scheduler thread and never waits for a store or a copy. Ranks stay in step:
+what a rank decides depends on numbers that the ranks have agreed on in ``step`` (one small reduction per step when
+there are several ranks, as in SGLang's own manager; a second one when writes have ended).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class DecodeWriter:
             and not continuation.prefix_known
             and self._config.missing_prefix == "complete"
         ):
-            # Once released, the prompt's KV is gone: if it turns out to be missing in the pool, this is the last chance.
+            # Once released, the prompt's KV is gone: this is the last chance to have it if the pool lacks it.
             first_page = 0
             self._start_over(continuation)
         pages = end_page - first_page
@@ -395,7 +395,12 @@ class DecodeWriter:
 
     def log_summary(self) -> None:
         """One line with all counters, if any has changed since the last one."""
-        counters = describe(self.metrics)
+        pool = self._manager.decode_host_mem_pool
+        counters = {
+            **describe(self.metrics),
+            "waiting.pages": self._room.pages + self._pages_in_flight,
+            "host.used_tokens": pool.size - pool.available_size(),
+        }
         if counters != self._last_logged:
             self._last_logged = counters
             logger.info("hicache_ext: decode writer: %s", counters)

@@ -103,7 +103,7 @@ class PoolWriter:
         while (job := self._jobs.get()) is not None and not self._stopping:
             try:
                 finished = self._write(job)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - without this thread nothing is ever written again
+            except (Exception, SystemExit) as error:  # without this thread nothing is ever written again
                 self._metrics.add("failure", type(error).__name__)
                 if time.monotonic() - self._last_log >= 1:
                     self._last_log = time.monotonic()

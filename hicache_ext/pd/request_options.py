@@ -5,8 +5,8 @@
     {"sampling_params": {"custom_params": {"hicache_ext": {"store": false, "priority": 2}}}, ...}
 
 That field is the one free mapping which SGLang carries from every entry point (/generate and the OpenAI calls, which
-have it at the top level) to the scheduler's Req and otherwise gives only to custom logit processors. The others will not
-do: extra_key and cache_salt change the page hashes, and ``priority`` reorders scheduling.
+have it at the top level) to the scheduler's Req and otherwise gives only to custom logit processors. The others will
+not do: extra_key and cache_salt change the page hashes, and ``priority`` reorders scheduling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The hooks that put the DecodeWriter under SGLang's ``DecodeKVCacheOffloadManager``.
 
-Every method that the scheduler calls is wrapped (``HookType.AROUND``). Where the backend is not ours, or ``pd.write`` is
-off, a wrapper calls the original and only takes the time. Where it is ours:
+Every method that the scheduler calls is wrapped (``HookType.AROUND``). Where the backend is not ours, or ``pd.write``
+is off, a wrapper calls the original and only takes the time. Where it is ours:
 
 - at construction, the configuration is read as the prefill node reads it (``@file``, SGLang's own keys taken out), so
   that the original constructor, which knows inline JSON only, gets what it can parse; then a DecodeWriter is made;

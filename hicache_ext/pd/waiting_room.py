@@ -40,7 +40,7 @@ class WaitingRoom:
     def take_run(self, now: int, most_pages: int) -> list[Piece]:
         """The next consecutive pieces of one continuation, together at most ``most_pages`` (or one piece); [] if none.
 
-        Of one continuation only one run is under way at a time: its pages must reach the pool in the order of the chain.
+        Of one continuation one run is under way at a time: its pages must reach the pool in the order of the chain.
         """
         for continuation in self._waiting.values():
             if continuation.in_flight or continuation.not_before > now:

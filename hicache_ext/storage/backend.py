@@ -43,6 +43,8 @@ from hicache_ext.storage.fingerprint import fingerprint_of
 from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
 from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.pulling.prefill_cost import prefill_cost
+from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 
 logger = logging.getLogger(__name__)
@@ -135,6 +137,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._backed_up = TransferSamples()
         self._closed = False
         self._store = open_tiers(self._config)
+        self._pull_rule = open_pull_rule(self._config.pd.pull, self._store.tiers, prefill_cost)
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
@@ -251,7 +254,17 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         if leading < len(keys):
             # Pages that came as flat tensors; where there are none this costs one look-up.
             leading = max(leading, self._leading(self._flat_pool(), keys))
-        return leading
+        return leading if self._pull_rule is None else self._worth_pulling(self._pull_rule, pool, keys, leading)
+
+    def _worth_pulling(self, rule: PullRule, pool: _BoundPool | None, keys: Sequence[str], leading: int) -> int:
+        """``leading``, or 0 where computing these pages is cheaper than reading them."""
+        if pool is None or pool.pages is None:
+            return leading
+
+        def store_keys(count: int) -> list[bytes]:
+            return [digest + page_hash_bytes(key) for key in keys[:count] for digest in pool.digests]
+
+        return rule.pages_to_pull(leading, pool.pages.page_size, pool.pages.page_bytes, store_keys)
 
     @_answering(lambda *_, **__: False)
     def exists(self, key: str) -> bool:

@@ -6,6 +6,7 @@ import logging
 
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.pulling.measured_store import MeasuredStore
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.store import PageStore
 from hicache_ext.storage.tiered import TieredStore
@@ -35,6 +36,8 @@ def open_tiers(config: HicacheExtConfig) -> TieredStore:
     if config.promote_to is not None:
         # Said aloud: a setting that is read and does nothing would be found out much later.
         logger.warning("hicache_ext.promote_to: promotion is not in this version; pages stay in the tier that has them")
+    if config.pd.pull.mode == "adaptive":
+        opened = {name: MeasuredStore(store) for name, store in opened.items()}
     return TieredStore(
         retrieve=[opened[name] for name in config.retrieve_locations if name in opened],
         store=[opened[name] for name in config.store_locations if name in opened],

@@ -13,7 +13,6 @@ Needs the privilege to make network namespaces (root); :func:`missing_for_namesp
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import socket
 import subprocess
@@ -82,9 +81,12 @@ class NetworkNamespace:
         return self.run(lambda: socket.create_connection(address, timeout))
 
     def run(self, function: Callable[[], _R]) -> _R:
-        """``function()`` by a thread of its own inside the namespace: sockets made there belong there."""
+        """``function()`` by a thread of its own inside the namespace: sockets made there belong there.
+
+        Raises what ``function`` raises of ``OSError``; it must raise nothing else.
+        """
         answer: list[_R] = []
-        trouble: list[BaseException] = []
+        trouble: list[OSError] = []
 
         def inside() -> None:
             try:
@@ -92,7 +94,7 @@ class NetworkNamespace:
                     if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
                         raise OSError(ctypes.get_errno(), "cannot enter the network namespace")
                 answer.append(function())
-            except BaseException as error:
+            except OSError as error:
                 trouble.append(error)
 
         thread = threading.Thread(target=inside, name="network-namespace")

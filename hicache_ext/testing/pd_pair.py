@@ -4,15 +4,16 @@
 
     with PdPair(model, directory=tmp_path, prefill_config=config, decode_config=config) as pair:
         answer = pair.generate(prompt, max_new_tokens=80)
-        pair.flush()
+        pair.prefill.flush_cache()
 
-On the CPU rig the KV travels over Mooncake's TCP transport. Mooncake's engine listens on all interfaces, so the pair runs
-in a network namespace of its own (network_namespace.py), which needs root.
+On the CPU rig the KV travels over Mooncake's TCP transport. Mooncake's engine listens on all interfaces, so the pair
+runs in a network namespace of its own (network_namespace.py), which needs root.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 import time
@@ -134,12 +135,12 @@ class PdPair:
         """Start both nodes at once. Raises :class:`ServerError` of the first that does not come up."""
         if self._own_namespace:
             self.namespace.start()
-        trouble: list[BaseException] = []
+        trouble: list[Exception] = []
 
         def start(server: SglangServer) -> None:
             try:
                 server.start()
-            except BaseException as error:
+            except (ServerError, OSError) as error:
                 trouble.append(error)
 
         starting = [threading.Thread(target=start, args=(server,)) for server in (self.prefill, self.decode)]
@@ -180,7 +181,7 @@ class PdPair:
             "bootstrap_room": next(self._rooms),
         }
         answers: dict[str, Generation] = {}
-        trouble: list[BaseException] = []
+        trouble: list[Exception] = []
 
         def ask(name: str, server: SglangServer) -> None:
             try:
@@ -211,6 +212,4 @@ class PdPair:
 
 def as_argument(config: Config) -> str:
     """``config`` as ``--hicache-storage-backend-extra-config`` takes it."""
-    import json
-
     return config if isinstance(config, str) else json.dumps(dict(config))

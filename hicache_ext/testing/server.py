@@ -223,6 +223,8 @@ class SglangServer:
             # http.client takes a connection that broke between two chunks for the end of the answer.
             raise ServerError(f"the answer to /generate broke off: the server died\n{self.log_tail()}")
         meta = last["meta_info"]
+        if "prompt_tokens" not in meta:
+            raise ServerError(f"/generate was cut off before it began: {meta.get('finish_reason')}")
         details = meta.get("cached_tokens_details") or {}
         return Generation(
             text=last["text"],
