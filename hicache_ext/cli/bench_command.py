@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hicache_ext.bench import file_command
+from hicache_ext.bench import file_command, multiturn_command
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -12,3 +12,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     help_line = "the file tier against SGLang's HiCacheFile and the raw disk"
     file_command.configure(actions.add_parser("file", help=help_line, description=help_line))
+    help_line = "multi-turn conversations against servers and disaggregated pairs"
+    multiturn_command.configure(actions.add_parser("multiturn", help=help_line, description=help_line))

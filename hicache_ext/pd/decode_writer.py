@@ -168,7 +168,7 @@ class DecodeWriter:
         first_page = continuation.copied_pages
         if (
             finished
-            and end_page > first_page
+            and end_page > continuation.prompt_pages
             and not continuation.prefix_known
             and self._config.missing_prefix == "complete"
         ):

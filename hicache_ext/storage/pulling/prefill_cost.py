@@ -1,8 +1,8 @@
 """How long this node takes to compute a prefix, measured at SGLang's scheduler: two hooks around its batches.
 
 SGLang's own figure (``input throughput`` in its log) divides by the time since the batch before, idle time included,
-and is far too low on a node that waits for work. Here a batch takes from its start, or from the end of the one before when
-that is later (batches overlap), to the moment its result is there.
+and is far too low on a node that waits for work. Here a batch takes from its start, or from the end of the one before
+when that is later (batches overlap), to the moment its result is there.
 """
 
 from __future__ import annotations
