@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hicache_ext.config.pd import PullConfig
+from hicache_ext.errors import StoreClosedError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.pulling.linear_cost import LinearCost
 from hicache_ext.storage.pulling.measured_store import MeasuredStore
@@ -136,6 +137,8 @@ class PullRule:
                         chosen = keys[:pages]
                         tier.get(PageBatch(chosen, [[memoryview(bytearray(page_bytes))] for _ in chosen]))
                     self.metrics.add("probe", tier.name)
+            except StoreClosedError:
+                pass  # the server is on its way out
             except Exception:
                 logger.exception("hicache_ext: measuring a tier")
             finally:
