@@ -34,6 +34,9 @@ _ENVIRONMENT = {
 }
 
 
+_TRANSFER = ("--disaggregation-transfer-backend", "mooncake_tcp")
+
+
 @dataclass(frozen=True, slots=True)
 class PdGeneration:
     """One answer of the pair: what the decode node said, and what the prefill node reported about its caches."""
@@ -85,7 +88,6 @@ class PdPair:
         self.namespace = namespace or NetworkNamespace()
         self.bootstrap_port = free_port()
         self._rooms = itertools.count(int(time.time()) % 100_000 * 1000)
-        transfer = ("--disaggregation-transfer-backend", "mooncake_tcp")
         log_directory = Path(directory)
         both = {**_ENVIRONMENT, **(environment or {})}
         self.prefill = SglangServer(
@@ -96,30 +98,23 @@ class PdPair:
             storage_backend=storage_backend,
             extra_config=prefill_config,
             extra_arguments=(
-                *("--disaggregation-mode", "prefill", *transfer),
+                *("--disaggregation-mode", "prefill", *_TRANSFER),
                 *("--disaggregation-bootstrap-port", str(self.bootstrap_port)),
                 *("--disable-overlap-schedule", *prefill_arguments),
             ),
             environment=both,
             namespace=self.namespace,
         )
-        offload: list[str] = []
-        if decode_offload and storage_backend is not None:
-            offload = [
-                *("--disaggregation-decode-enable-offload-kvcache", "--hicache-ratio", str(decode_host_ratio)),
-                *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
-                *("--hicache-storage-backend", storage_backend),
-            ]
-            if decode_config is not None:
-                offload += ["--hicache-storage-backend-extra-config", as_argument(decode_config)]
-        self.decode = SglangServer(
+        self.decode = decode_node(
             model,
             log_file=log_directory / "decode.log",
-            page_size=page_size,
-            hierarchical_cache=False,
-            extra_arguments=("--disaggregation-mode", "decode", *transfer, *offload, *decode_arguments),
-            environment={**both, **(decode_environment or {})},
             namespace=self.namespace,
+            config=decode_config,
+            storage_backend=storage_backend if decode_offload else None,
+            page_size=page_size,
+            host_ratio=decode_host_ratio,
+            arguments=decode_arguments,
+            environment={**(environment or {}), **(decode_environment or {})},
         )
 
     def __enter__(self) -> PdPair:
@@ -167,12 +162,14 @@ class PdPair:
         prompt: Sequence[int],
         max_new_tokens: int = 16,
         *,
+        decode: SglangServer | None = None,
         sampling: Mapping[str, Any] | None = None,
         timeout: float = 120,
         **body: Any,
     ) -> PdGeneration:
         """One greedy completion by the pair: both nodes get the same request, with a room of its own to meet in.
 
+        ``decode`` is another decode node than the pair's own (:func:`decode_node`), in the same namespace.
         May be called from several threads. Raises :class:`ServerError` or ``OSError``.
         """
         meeting = {
@@ -193,7 +190,7 @@ class PdPair:
 
         prefilling = threading.Thread(target=ask, args=("prefill", self.prefill))
         prefilling.start()
-        ask("decode", self.decode)
+        ask("decode", decode or self.decode)
         prefilling.join()
         if trouble:
             raise trouble[0]
@@ -208,6 +205,39 @@ class PdPair:
             prefill=prefill,
             decode=decode,
         )
+
+
+def decode_node(
+    model: str | os.PathLike[str],
+    *,
+    log_file: str | os.PathLike[str],
+    namespace: NetworkNamespace,
+    config: Config | None = None,
+    storage_backend: str | None = "dynamic",
+    page_size: int = 16,
+    host_ratio: float = 2,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> SglangServer:
+    """A decode node, not started; with a ``storage_backend`` it offloads."""
+    offload: list[str] = []
+    if storage_backend is not None:
+        offload = [
+            *("--disaggregation-decode-enable-offload-kvcache", "--hicache-ratio", str(host_ratio)),
+            *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
+            *("--hicache-storage-backend", storage_backend),
+        ]
+        if config is not None:
+            offload += ["--hicache-storage-backend-extra-config", as_argument(config)]
+    return SglangServer(
+        model,
+        log_file=log_file,
+        page_size=page_size,
+        hierarchical_cache=False,
+        extra_arguments=("--disaggregation-mode", "decode", *_TRANSFER, *offload, *arguments),
+        environment={**_ENVIRONMENT, **(environment or {})},
+        namespace=namespace,
+    )
 
 
 def as_argument(config: Config) -> str:

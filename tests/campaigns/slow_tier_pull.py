@@ -1,7 +1,7 @@
 """Pull or recompute with a tier slowed step by step: how long until a prefix is there, against computing it.
 
 ``python -m tests.campaigns.slow_tier_pull``: a real backend over a real directory; computing is a sleep at a given
-rate, and a prefix takes what batch_exists and batch_get_v1 take, plus the computing of what was not pulled. Prints a table.
+rate, and a prefix takes what batch_exists and batch_get_v1 take, plus the computing of what was not pulled.
 """
 
 from __future__ import annotations
