@@ -58,6 +58,11 @@ def missing_hooks() -> list[str]:
     return missing + sglang_hooks.verify()
 
 
+def missing_decode_hooks() -> list[str]:
+    """Targets of the decode writer's hooks that are not in force in this process."""
+    return [target for target in pd_hooks.targets() if not _hooked(target)]
+
+
 def _hooked(target: str) -> bool:
     try:
         return hasattr(pkgutil.resolve_name(target), "__wrapped__")

@@ -64,10 +64,8 @@ def _share(value: object) -> float:
 
 def _no_ttl(value: object) -> None:
     if value is not None:
-        problem = (
-            "no tier of this version expires single pages; set what a tier may hold (capacity, or the engine's own"
-        )
-        raise ConfigError("", problem + " limit) and leave this out", "nothing")
+        problem = "the writer cannot expire single pages; where the tier has a ttl, set that in the decode node's file"
+        raise ConfigError("", problem, "nothing")
 
 
 class WriteConfig(ConfigModel):
@@ -148,7 +146,10 @@ class WriteConfig(ConfigModel):
         one_of("refuse", "target_only"),
     ] = "refuse"
     ttl: Annotated[
-        None, Field(description="refused: no tier expires single pages"), Allowed("nothing"), checked(_no_ttl)
+        None,
+        Field(description="refused: a ttl is set on the tier, in the decode node's own file"),
+        Allowed("nothing"),
+        checked(_no_ttl),
     ] = None
 
 

@@ -179,6 +179,7 @@ class DecodeWriter:
         if pages <= 0:
             return False
         continuation.next_copy_at = len(request.output_ids) + self._stride
+        tokens = _tokens_between(request, continuation.chain.tokens_for(first_page, end_page))
         start, end = first_page * page_size, end_page * page_size
         row = self._manager.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         device_indices = row[start:end].to(torch.int64)
@@ -190,7 +191,6 @@ class DecodeWriter:
                 self._close(continuation, "no_host_memory", lost_pages=pages)
             return False
         self._copies_this_step += 1
-        tokens = _tokens_between(request, continuation.chain.tokens_for(first_page, end_page))
         piece = Piece(continuation, first_page, pages, host_indices, tokens, continuation.epoch)
         self._manager.ongoing_offload[self._copies_made] = (request, piece)
         self._manager._mark_offload_started(request)

@@ -35,6 +35,8 @@ _STOPWATCH = "_hicache_ext_stopwatch"
 _STOP_TIMEOUT = 20.0
 _LOG_INTERVAL = 60.0
 
+_last_trouble = 0.0
+
 
 class Stopwatch:
     """Scheduler-thread seconds spent in the manager, by step with running requests; for either implementation."""
@@ -116,7 +118,7 @@ def around_check(original: Callable[..., None], manager: Any) -> None:
     if writer is None:
         original(manager)
     else:
-        writer.step()
+        _step(writer)
     stopwatch = getattr(manager, _STOPWATCH)
     stopwatch.add(time.perf_counter() - started)
     stopwatch.step_ends()
@@ -176,6 +178,17 @@ def _without_trouble(advanced: Callable[[Any], bool], req: Any) -> bool:
         # False makes the scheduler release a finished request at once, as if nothing were to be written of it.
         logger.exception("hicache_ext: a request's KV will not be written")
         return False
+
+
+def _step(writer: DecodeWriter) -> None:
+    global _last_trouble
+    try:
+        writer.step()
+    except Exception:
+        # The scheduler would end with it. What this step did not take in is lost to the cache, and the next one goes on.
+        if time.monotonic() - _last_trouble >= 1:
+            _last_trouble = time.monotonic()
+            logger.exception("hicache_ext: a step of the decode writer failed")
 
 
 def _read_extra_config(written: str | None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from hicache_ext.config import HicacheExtConfig, load_config
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
 from hicache_ext.metrics import TierMetrics, TransferSamples
-from hicache_ext.plugin import check_sglang_version, missing_hooks
+from hicache_ext.plugin import check_sglang_version, missing_decode_hooks, missing_hooks
 from hicache_ext.storage.fingerprint import fingerprint_of
 from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
@@ -626,6 +626,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             logger.warning(
                 "hicache_ext: the hook on %s is not in force (is SGLANG_PLUGINS set?); do not update weights online",
                 target,
+            )
+        if self._config.role != "prefill" and (missing := missing_decode_hooks()):
+            logger.warning(
+                "hicache_ext: the hook on %s is not in force; a decode node writes as SGLang does", missing[0]
             )
 
     @property

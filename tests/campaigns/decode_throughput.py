@@ -2,8 +2,8 @@
 
 ``python -m tests.campaigns.decode_throughput [ROUNDS]``: decode nodes without offload, with SGLang's own, with our
 writer over a healthy pool, a dead one, one that dies after a while, and one whose every call takes half a second. In
-each round each node decodes the same batch, the order rotated; a node's figure is generated tokens over the time between
-the batch's first token and its end. Needs root (network namespace). The scheduler-thread cost per step is in the logs.
+each round each node decodes the same batch, the order rotated; a node's figure is generated tokens over the time
+between the batch's first token and its end. Needs root (network namespace). The scheduler cost per step is in the logs.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_units_and_numbers_are_read() -> None:
             "pd.write.drop: the text 'newest' is not accepted.*; allowed: oldest, shortest",
         ),
         ({"write": {"missing_prefix": "yes"}}, "pd.write.missing_prefix: .*; allowed: skip, complete, write"),
-        ({"write": {"ttl": "1h"}}, "pd.write.ttl: no tier of this version expires single pages"),
+        ({"write": {"ttl": "1h"}}, "pd.write.ttl: the writer cannot expire single pages; where the tier has a ttl"),
         ({"pull": {"mode": "auto"}}, "pd.pull.mode: .*; allowed: off, fixed, adaptive"),
         (
             {"pull": {"hysteresis": 1.5}},
