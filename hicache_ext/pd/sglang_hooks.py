@@ -185,7 +185,7 @@ def _step(writer: DecodeWriter) -> None:
     try:
         writer.step()
     except Exception:
-        # The scheduler would end with it. What this step did not take in is lost to the cache, and the next one goes on.
+        # The scheduler would end with it. What this step did not take in is lost to the cache; the next one goes on.
         if time.monotonic() - _last_trouble >= 1:
             _last_trouble = time.monotonic()
             logger.exception("hicache_ext: a step of the decode writer failed")

@@ -116,7 +116,8 @@ def test_the_second_turn_restores_what_the_decode_node_wrote(
     assert not error_lines(tmp_path / "decode.log")
 
 
-def test_fifty_conversations_with_aborts_give_all_host_memory_back(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("retractions", [False, True], ids=["aborts", "aborts and retractions"])
+def test_fifty_conversations_give_all_host_memory_back(tiny_model: Path, tmp_path: Path, retractions: bool) -> None:
     """Host memory of a fraction of what is generated, requests cut off at random: nothing leaks, no error lines."""
     document = shared_directory(tmp_path)
     document["hicache_ext"]["pd"] = {"write": {"stride": 32, "drop": "shortest"}}
@@ -134,6 +135,9 @@ def test_fifty_conversations_with_aborts_give_all_host_memory_back(tiny_model: P
         prefill_config=config,
         decode_config=config,
         decode_arguments=("--hicache-ratio", "0.05"),
+        decode_environment=(
+            {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"} if retractions else None
+        ),
     ) as pair:
         before = [pair.generate(prompt, 120, cache_salt="before").output_ids for prompt, _ in plans[:3]]
 
@@ -167,4 +171,6 @@ def test_fifty_conversations_with_aborts_give_all_host_memory_back(tiny_model: P
     assert counters["host.used_tokens"] == 0
     assert counters["waiting.pages"] == 0
     assert counters["page.stored"] > 0
+    log = (tmp_path / "decode.log").read_text(errors="replace")
+    assert ("Testing retraction" in log) == retractions
     assert not error_lines(tmp_path / "decode.log")
