@@ -60,8 +60,7 @@ def main() -> None:
                 _all_at_once([node.start for node in nodes.values()])
                 rates = _measure(pair, {"without": pair.decode, **nodes}, rounds)
             finally:
-                for node in nodes.values():
-                    node.stop()
+                _all_at_once([node.stop for node in nodes.values()])
         base = statistics.median(rates["without"])
         print(f"{'decode node':<18} {'tokens/s':>9} {'ratio':>7}  {'paired ratio':>12}  scheduler, counters")
         for arm, values in rates.items():
