@@ -93,7 +93,8 @@ class Endpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        text, first, usage = "", None, {}
+        text, first = "", None
+        usage: dict[str, Any] = {}
         started = time.monotonic()
         for event in _events(f"{self._url}/v1/completions", body):
             for choice in event.get("choices", ()):

@@ -5,7 +5,6 @@ Everything here belongs to the scheduler thread, but ``chain``: while a write is
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,14 +37,12 @@ class Continuation:
     """See the module docstring. ``number`` is equal on all ranks."""
 
     number: int
-    request: weakref.ref[Any]
     chain: PageChain
     prompt: Sequence[int]
     """SGLang's own token ids of the prompt; not copied."""
     prompt_pages: int
     """Whole pages of the prompt: what the prefill node writes."""
     priority: int
-    store: bool
     copied_pages: int
     """Pages of the whole sequence from 0 on that were copied or need no copy."""
     next_copy_at: int

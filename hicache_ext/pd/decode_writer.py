@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -126,12 +126,10 @@ class DecodeWriter:
         self._continuations_made += 1
         continuation = Continuation(
             number=self._continuations_made,
-            request=ref(request),
             chain=chain,
             prompt=prompt,
             prompt_pages=prompt_pages,
             priority=options.priority,
-            store=options.store,
             copied_pages=prompt_pages,
             next_copy_at=max(self._copy_due_at(len(prompt), prompt_pages), self._config.min_tokens + 1),
             born=self._now,
@@ -230,9 +228,7 @@ class DecodeWriter:
     def step(self) -> None:
         """Take in copies and writes that have ended, hand out the next writes. Never waits."""
         self._copies_this_step = 0
-        copied, written, now = self._progress()
-        if now:
-            self._now = now
+        copied, written, self._now = self._progress()
         if copied:
             self._copies_ended(copied)
         if written:

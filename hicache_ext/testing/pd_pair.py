@@ -194,16 +194,16 @@ class PdPair:
         prefilling.join()
         if trouble:
             raise trouble[0]
-        prefill, decode = answers["prefill"], answers["decode"]
+        prefilled, decoded = answers["prefill"], answers["decode"]
         return PdGeneration(
-            output_ids=decode.output_ids,
-            prompt_tokens=decode.prompt_tokens,
-            cached_tokens=prefill.cached_tokens,
-            cached=prefill.cached,
-            time_to_first_token=decode.time_to_first_token,
-            total_time=decode.total_time,
-            prefill=prefill,
-            decode=decode,
+            output_ids=decoded.output_ids,
+            prompt_tokens=decoded.prompt_tokens,
+            cached_tokens=prefilled.cached_tokens,
+            cached=prefilled.cached,
+            time_to_first_token=decoded.time_to_first_token,
+            total_time=decoded.total_time,
+            prefill=prefilled,
+            decode=decoded,
         )
 
 

@@ -27,7 +27,7 @@ def register() -> None:
         HookRegistry.register(_TARGET, after_open, HookType.AFTER)
 
 
-def after_open(store: Any, *_: Any) -> Any:
+def after_open(store: Any, *_arguments: Any) -> Any:
     """AFTER ``open_tier``: the store with the fault around it. Raises ``ValueError`` for an unknown fault."""
     kind, _, amount = os.environ[VARIABLE].partition(":")
     if kind == "slow":
