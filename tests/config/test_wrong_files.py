@@ -21,7 +21,7 @@ NVME = "nvme: {type: file, path: /mnt/a, capacity: 1GiB}"
 POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TIER_KEYS = "type, required, path, capacity, layout, io, threads"
-SECTION_KEYS = "role, tiers, retrieve_locations, store_locations, promote_to, model, kv_dtype"
+SECTION_KEYS = "role, tiers, retrieve_locations, store_locations, promote_to, model, pd, kv_dtype"
 TOP_KEYS = (
     "backend_name, module_path, class_name, interface_v1, hicache_ext, prefetch_threshold, prefetch_timeout_base, "
     "prefetch_timeout_per_ki_token, hicache_storage_pass_prefix_keys, tp_lcm_size, allocator"
