@@ -9,6 +9,7 @@ between the batch's first token and its end. Needs root (network namespace). The
 from __future__ import annotations
 
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -38,6 +39,8 @@ ARMS: dict[str, dict[str, str] | None] = {
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    # A time limit's SIGTERM must stop the servers, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = make_tiny_model(directory / "model")
