@@ -53,7 +53,9 @@ class RemoteTierConfig(TierConfig):
 
     timeout: Annotated[
         float,
-        Field(description="the longest one call may take; pages not done by then are misses"),
+        Field(
+            description="the longest one call may take; pages not done by then are misses"
+        ),
         Allowed(_TIMEOUT_ALLOWED),
         checked(parse_timeout),
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
