@@ -61,13 +61,9 @@ def writer_counters(log: Path) -> dict[str, int]:
 
 def error_lines(log: Path) -> list[str]:
     """What SGLang's scheduler or we complained about; SGLang's launcher has a traceback of its own at some starts."""
-    trouble = r"exception|Not enough host memory|hicache_ext: .* failed|will not be written|refusing to retract"
+    trouble = r"scheduler hit an exception|Not enough host memory|hicache_ext: .* failed|will not be written|refusing to retract"
     text = re.split(r"fired up and ready|Uvicorn running", log.read_text(errors="replace"))[-1]
-    return [
-        line
-        for line in text.splitlines()
-        if re.search(trouble, line, re.IGNORECASE) and not re.search("freeze_gc|During|above exc", line)
-    ]
+    return [line for line in text.splitlines() if re.search(trouble, line, re.IGNORECASE)]
 
 
 def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> Any:
