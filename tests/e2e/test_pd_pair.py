@@ -61,7 +61,7 @@ def writer_counters(log: Path) -> dict[str, int]:
 
 def error_lines(log: Path) -> list[str]:
     """What SGLang's scheduler or we complained about; SGLang's launcher has a traceback of its own at some starts."""
-    trouble = r"scheduler hit an exception|Not enough host memory|hicache_ext: .* failed|will not be written|refusing to retract"
+    trouble = "scheduler hit an exception|not enough host memory|hicache_ext: .* failed|will not be written|refusing"
     text = re.split(r"fired up and ready|Uvicorn running", log.read_text(errors="replace"))[-1]
     return [line for line in text.splitlines() if re.search(trouble, line, re.IGNORECASE)]
 
