@@ -12,7 +12,9 @@ import pkgutil
 
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels import sglang_hooks
+from hicache_ext.pd import sglang_hooks as pd_hooks
 from hicache_ext.storage import weights_hooks
+from hicache_ext.storage.pulling import prefill_cost
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ def register() -> None:
     check_sglang_version()
     weights_hooks.register()
     sglang_hooks.register()
+    pd_hooks.register()
+    prefill_cost.register()
 
 
 def check_sglang_version(installed: str | None = None) -> None:
@@ -46,8 +50,17 @@ def check_sglang_version(installed: str | None = None) -> None:
 
 def missing_hooks() -> list[str]:
     """Targets of hooks that are not in force in this process."""
-    missing = [target for target in (weights_hooks.UPDATE_TARGET, weights_hooks.FLUSH_TARGET) if not _hooked(target)]
+    missing = [
+        target
+        for target in (weights_hooks.UPDATE_TARGET, weights_hooks.FLUSH_TARGET, *pd_hooks.targets())
+        if not _hooked(target)
+    ]
     return missing + sglang_hooks.verify()
+
+
+def missing_decode_hooks() -> list[str]:
+    """Targets of the decode writer's hooks that are not in force in this process."""
+    return [target for target in pd_hooks.targets() if not _hooked(target)]
 
 
 def _hooked(target: str) -> bool:

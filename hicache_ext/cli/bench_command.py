@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hicache_ext.bench import file_command, kernel_command, pool_command
+from hicache_ext.bench import file_command, kernel_command, multiturn_command, pool_command
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,3 +16,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
     pool_command.configure(actions.add_parser("pool", help=help_line, description=help_line))
     help_line = "copies between GPU and host memory, and the calibration that picks among them"
     kernel_command.configure(actions.add_parser("kernels", help=help_line, description=help_line))
+    help_line = "multi-turn conversations against servers and disaggregated pairs"
+    multiturn_command.configure(actions.add_parser("multiturn", help=help_line, description=help_line))

@@ -11,6 +11,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.file_tier import directory_relation
 from hicache_ext.config.kernels import KernelsConfig
+from hicache_ext.config.pd import PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
 from hicache_ext.config.schema import (
     Allowed,
@@ -226,6 +227,11 @@ class HicacheExtConfig(ConfigModel):
         checked(_optional_text),
     ] = None
     model: Annotated[ModelConfig, Allowed("a mapping with " + listed(ModelConfig.model_fields))] = ModelConfig()
+    pd: Annotated[
+        PdConfig,
+        Field(description="prefill/decode disaggregation"),
+        Allowed("a mapping with " + listed(PdConfig.model_fields)),
+    ] = PdConfig()
     kv_dtype: Annotated[
         str | None,
         Field(description="the logical dtype of the KV cache, where SGLang's is not the right one"),

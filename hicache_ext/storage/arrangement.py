@@ -62,6 +62,10 @@ class Arranged(PageStore, Protocol):
     @property
     def tiers(self) -> list[PageStore]: ...
 
+    def stored(self, keys: Sequence[bytes]) -> list[bool]: ...
+
+    def count_leading_in_pool(self, keys: Sequence[bytes]) -> int: ...
+
 
 class _Arrangement:
     def __init__(self, store: Arranged) -> None:
@@ -103,6 +107,16 @@ class ExchangeableStore:
             yield arrangement.store
         finally:
             arrangement.calls.__exit__()
+
+    def stored(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys need not be written: every tier that writes go to has them."""
+        with self.using() as store:
+            return store.stored(keys)
+
+    def count_leading_in_pool(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run that another node finds."""
+        with self.using() as store:
+            return store.count_leading_in_pool(keys)
 
     def exchange(self, store: Arranged, new_tiers: Sequence[PageStore]) -> None:
         """Put ``store`` in force, after ``new_tiers`` know what was registered; close the old one when it is idle.

@@ -41,14 +41,16 @@ from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shar
 from hicache_ext.kernels import sglang_hooks
 from hicache_ext.metrics import TierMetrics, TransferSamples
 from hicache_ext.metrics_export import export_when_wanted
-from hicache_ext.plugin import check_sglang_version, missing_hooks
+from hicache_ext.plugin import check_sglang_version, missing_decode_hooks, missing_hooks
 from hicache_ext.storage.config_file import config_file_of
 from hicache_ext.storage.fingerprint import fingerprint_of
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
 from hicache_ext.storage.opening import open_tiers, server_view
-from hicache_ext.storage.store import GetResult, PageBatch
+from hicache_ext.storage.pulling.prefill_cost import prefill_cost
+from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +148,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._store = open_tiers(self._config)
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
+        self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
@@ -265,7 +268,17 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         if leading < len(keys):
             # Pages that came as flat tensors; where there are none this costs one look-up.
             leading = max(leading, self._leading(self._flat_pool(), keys))
-        return leading
+        return leading if self._pull_rule is None else self._worth_pulling(self._pull_rule, pool, keys, leading)
+
+    def _worth_pulling(self, rule: PullRule, pool: _BoundPool | None, keys: Sequence[str], leading: int) -> int:
+        """``leading``, or 0 where computing these pages is cheaper than reading them."""
+        if pool is None or pool.pages is None:
+            return leading
+
+        def store_keys(count: int) -> list[bytes]:
+            return [digest + page_hash_bytes(key) for key in keys[:count] for digest in pool.digests]
+
+        return rule.pages_to_pull(leading, pool.pages.page_size, pool.pages.page_bytes, store_keys)
 
     @_answering(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
@@ -432,6 +445,52 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 owners.append(page)
         return PageBatch(store_keys, buffers), owners
 
+    # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
+
+    @_answering(_all_false)
+    def stored(self, keys: list[str]) -> list[bool]:
+        """Which pages need not be written again [pd writer]."""
+        pool = self._pools.get(_KV)
+        if self._unavailable or pool is None:
+            return [False] * len(keys)
+        hashes = [page_hash_bytes(key) for key in keys]
+        per_part = [self._store.stored([digest + page_hash for page_hash in hashes]) for digest in pool.digests]
+        return [all(known) for known in zip(*per_part, strict=True)]
+
+    @_answering(lambda *_, **__: 0)
+    def stored_leading(self, keys: list[str]) -> int:
+        """Leading pages of which a prefill node finds every part in the pool [pd writer]."""
+        pool = self._pools.get(_KV)
+        if self._unavailable or pool is None:
+            return 0
+        hashes = [page_hash_bytes(key) for key in keys]
+        return min(
+            (
+                self._store.count_leading_in_pool([digest + page_hash for page_hash in hashes])
+                for digest in pool.digests
+            ),
+            default=0,
+        )
+
+    @_answering(lambda keys, *_, **__: [SetResult.ERROR] * _length(keys))
+    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
+        """Like ``batch_set_v1``, with each page's result [pd writer]."""
+        pool = self._pools.get(_KV)
+        if self._unavailable or pool is None or pool.pages is None:
+            return [SetResult.REJECTED] * len(keys)
+        batch, owners = self._batch(pool, pool.pages, keys, host_indices)
+        started = time.perf_counter()
+        results = self._store.set(batch)
+        seconds = time.perf_counter() - started
+        stored = sum(size for size, result in zip(batch.sizes, results, strict=True) if result.durable)
+        self._backed_up.record(len(keys), stored, seconds)
+        worst: list[SetResult | None] = [None] * len(keys)
+        for owner, result in zip(owners, results, strict=True):
+            before = worst[owner]
+            if before is None or not result.durable:
+                worst[owner] = result
+        return [SetResult.ERROR if result is None else result for result in worst]
+
     # -- generic calls: flat tensors -------------------------------------------------------------------------------
 
     @_answering(lambda *_, **__: None)
@@ -590,6 +649,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             logger.warning(
                 "hicache_ext: the hook on %s is not in force (is SGLANG_PLUGINS set?); do not update weights online",
                 target,
+            )
+        if self._config.role != "prefill" and (missing := missing_decode_hooks()):
+            logger.warning(
+                "hicache_ext: the hook on %s is not in force; a decode node writes as SGLang does", missing[0]
             )
 
     def _patience(self) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.storage.arrangement import SharedStore
 from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.pulling.measured_store import MeasuredStore
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.store import PageStore
 from hicache_ext.storage.tiered import TieredStore, TieringSettings
@@ -62,7 +63,9 @@ def close_unused(tiers: Iterable[LiveTier]) -> None:
 
 def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> TieredStore:
     """The tiers together, as ``config`` orders them. They are held until what is returned is closed."""
-    held = {name: tier.guarded.handle() for name, tier in tiers.items()}
+    held: dict[str, PageStore] = {name: tier.guarded.handle() for name, tier in tiers.items()}
+    if config.pd.pull.mode == "adaptive":
+        held = {name: MeasuredStore(store) for name, store in held.items()}
     return TieredStore(
         retrieve=[held[name] for name in config.retrieve_locations],
         store=[held[name] for name in config.store_locations],

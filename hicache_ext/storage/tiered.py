@@ -307,6 +307,17 @@ class TieredStore:
 
     # -- administration --------------------------------------------------------------------------------------------
 
+    def stored(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys need not be written: every tier that writes go to has them."""
+        answers = [tier.contains(keys) for tier in (*self._sync, *self._async)]
+        return [all(known) for known in zip(*answers, strict=True)] if answers else [False] * len(keys)
+
+    def count_leading_in_pool(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run that another node finds: in the shared tiers that writes go to (if any is)."""
+        written = [*self._sync, *self._async]
+        pool = [tier for tier in written if tier.describe().shared] or written
+        return max((tier.count_leading(keys) for tier in pool), default=0)
+
     def remove(self, keys: Sequence[bytes]) -> int:
         self._check_open()
         wanted = list(dict.fromkeys(keys))

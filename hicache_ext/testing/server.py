@@ -14,6 +14,7 @@ a session of its own, so that :meth:`SglangServer.stop` can prove that no proces
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -30,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from hicache_ext.testing.network_namespace import NetworkNamespace
 
 _HOST = "127.0.0.1"
 # Below the range Linux takes the source ports of outgoing connections from, so that no client grabs a port between
@@ -86,6 +89,7 @@ class SglangServer:
         prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that hits are no race.
         extra_arguments: anything else, as on the command line; comes last and therefore wins.
         environment: added to this process's environment.
+        namespace: the network to run in; this machine's own if not given.
         start_timeout, stop_timeout: seconds.
 
     One thread at a time may start and stop; ``generate`` may be called from several.
@@ -107,6 +111,7 @@ class SglangServer:
         prefetch_policy: str = "wait_complete",
         extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        namespace: NetworkNamespace | None = None,
         start_timeout: float = 180,
         stop_timeout: float = 30,
     ) -> None:
@@ -115,6 +120,7 @@ class SglangServer:
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._environment = dict(environment or {})
+        self._namespace = namespace
         self._process: subprocess.Popen[bytes] | None = None
         self.arguments = [
             *("--model-path", os.fspath(model), "--host", _HOST, "--port", str(self.port)),
@@ -160,9 +166,10 @@ class SglangServer:
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        prefix = self._namespace.command_prefix if self._namespace is not None else []
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
+                [*prefix, sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -216,6 +223,8 @@ class SglangServer:
             # http.client takes a connection that broke between two chunks for the end of the answer.
             raise ServerError(f"the answer to /generate broke off: the server died\n{self.log_tail()}")
         meta = last["meta_info"]
+        if "prompt_tokens" not in meta:
+            raise ServerError(f"/generate was cut off before it began: {meta.get('finish_reason')}")
         details = meta.get("cached_tokens_details") or {}
         return Generation(
             text=last["text"],
@@ -334,10 +343,36 @@ class SglangServer:
         )
         try:
             # Proxies of the environment are not for this machine's own servers.
-            return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout)
+            return self._opener().open(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             answer = error.read().decode(errors="replace")
             raise ServerError(f"{method} {path} answered {error.code}: {answer}\n{self.log_tail()}") from error
+
+    def _opener(self) -> urllib.request.OpenerDirector:
+        without_proxies = urllib.request.ProxyHandler({})
+        if self._namespace is None:
+            return urllib.request.build_opener(without_proxies)
+        return urllib.request.build_opener(without_proxies, _NamespaceHandler(self._namespace))
+
+
+class _NamespaceHandler(urllib.request.HTTPHandler):
+    """Opens HTTP connections inside a network namespace."""
+
+    def __init__(self, namespace: NetworkNamespace) -> None:
+        super().__init__()
+        self._namespace = namespace
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connection, request)
+
+    def _connection(self, host: str, *, timeout: float | None = None, **_: Any) -> http.client.HTTPConnection:
+        namespace = self._namespace
+
+        class Connection(http.client.HTTPConnection):
+            def connect(self) -> None:
+                self.sock = namespace.connect((self.host, self.port), self.timeout)
+
+        return Connection(host, timeout=timeout)
 
 
 def free_port() -> int:

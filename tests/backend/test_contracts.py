@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,12 +147,13 @@ def test_stats_are_deltas_and_free_when_nothing_happened(open_backend: Callable[
 
 
 def test_clear_returns_while_pages_are_still_being_deleted(
-    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """SGLang calls clear() on the scheduler's thread: it must not wait for millions of unlinks."""
     from hicache_ext.storage.file.directory import PageDirectory
 
-    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    disk = {"type": "file", "path": str(tmp_path / "pages"), "capacity": "64MiB", "layout": "pages"}
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, {"tiers": {"disk": disk}})
     backend.batch_set_v1(KEYS, indices(0, 1, 2))
     delete = PageDirectory.delete_detached
     finished: list[float] = []

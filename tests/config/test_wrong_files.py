@@ -23,7 +23,7 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 TYPES = ", ".join(tier_types())
 TIER_KEYS = "type, required, timeout, guards, path, capacity, layout, io, threads, ttl"
 SECTION_KEYS = (
-    "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, kv_dtype, watch_config, "
+    "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, watch_config, "
     "kernels, prefetch, background, roles"
 )
 TOP_KEYS = (

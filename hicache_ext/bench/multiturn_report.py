@@ -1,0 +1,127 @@
+"""From the answers of a multi-turn run to tables, JSON and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hicache_ext.bench.harness import Panel, Spread, Table, number
+from hicache_ext.bench.multiturn_targets import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """``turns[t][u]`` is user u's answer in turn t; ``seconds`` the time of the whole arm without start and flushes."""
+
+    name: str
+    turns: Sequence[Sequence[Answer]]
+    seconds: float
+
+    def first_token(self, turn: int) -> Spread:
+        return Spread.of([answer.time_to_first_token for answer in self.turns[turn]])
+
+    def cached_share(self, turn: int) -> float:
+        """Cached tokens of the prompts of a turn."""
+        return sum(sum(answer.cached.values()) for answer in self.turns[turn]) / self._prompt_tokens(turn)
+
+    def cached_by_source(self, turn: int) -> dict[str, float]:
+        sources = dict.fromkeys(source for answer in self.turns[turn] for source in answer.cached)
+        prompt_tokens = self._prompt_tokens(turn)
+        return {source: sum(a.cached.get(source, 0) for a in self.turns[turn]) / prompt_tokens for source in sources}
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were prefilled, over all turns."""
+        return sum(a.prompt_tokens - sum(a.cached.values()) for turn in self.turns for a in turn)
+
+    @property
+    def output_rate(self) -> float:
+        """Generated tokens per second, all users together."""
+        return sum(a.completion_tokens for turn in self.turns for a in turn) / self.seconds
+
+    def _prompt_tokens(self, turn: int) -> int:
+        return max(1, sum(answer.prompt_tokens for answer in self.turns[turn]))
+
+
+def tables(results: Sequence[ArmResult]) -> list[Table]:
+    """By turn, and over the run."""
+    names = tuple(result.name for result in results)
+    turns = range(len(results[0].turns))
+    by_turn = [
+        Table(
+            "time to first token by turn, ms, median over users",
+            ("turn", *names),
+            tuple((str(t + 1), *(number(r.first_token(t).median * 1e3) for r in results)) for t in turns),
+        ),
+        Table(
+            "cached share of the prompts by turn, %",
+            ("turn", *names),
+            tuple((str(t + 1), *(f"{r.cached_share(t) * 100:.1f}" for r in results)) for t in turns),
+        ),
+    ]
+    rows = tuple(
+        (
+            result.name,
+            number(result.output_rate),
+            f"{result.computed_tokens:,}",
+            number(result.computed_tokens / max(1, results[0].computed_tokens)),
+            ", ".join(
+                f"{source} {share * 100:.0f}%" for source, share in result.cached_by_source(turns[-1]).items() if share
+            )
+            or "none",
+        )
+        for result in results
+    )
+    headers = ("arm", "output tokens/s", "prompt tokens computed", "ratio to the first", "cached in the last turn")
+    return [*by_turn, Table("whole run", headers, rows)]
+
+
+def panels(results: Sequence[ArmResult]) -> list[Panel]:
+    turns = range(len(results[0].turns))
+    return [
+        Panel(
+            "cached share of the prompt",
+            "turn",
+            "%",
+            {
+                r.name: [
+                    (str(t + 1), r.cached_share(t) * 100, r.cached_share(t) * 100, r.cached_share(t) * 100)
+                    for t in turns
+                ]
+                for r in results
+            },
+        ),
+        Panel(
+            "time to first token",
+            "turn",
+            "ms",
+            {r.name: [(str(t + 1), *_milliseconds(r.first_token(t))) for t in turns] for r in results},
+        ),
+    ]
+
+
+def entries(results: Sequence[ArmResult]) -> list[Mapping[str, Any]]:
+    """For the JSON document."""
+    return [
+        {
+            "arm": result.name,
+            "seconds": result.seconds,
+            "output_tokens_per_second": result.output_rate,
+            "prompt_tokens_computed": result.computed_tokens,
+            "turns": [
+                {
+                    "time_to_first_token": [answer.time_to_first_token for answer in turn],
+                    "total_time": [answer.total_time for answer in turn],
+                    "prompt_tokens": [answer.prompt_tokens for answer in turn],
+                    "cached": [dict(answer.cached) for answer in turn],
+                }
+                for turn in result.turns
+            ],
+        }
+        for result in results
+    ]
+
+
+def _milliseconds(spread: Spread) -> tuple[float, float, float]:
+    return spread.median * 1e3, spread.lower * 1e3, spread.upper * 1e3

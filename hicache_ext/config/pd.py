@@ -1,0 +1,203 @@
+"""The section ``pd``: what a decode node writes, and when a prefill node pulls instead of computing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, WithJsonSchema, model_validator
+
+from hicache_ext.config.problems import listed, refuse
+from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error, checked, one_of, true_or_false
+from hicache_ext.config.units import DURATION_ALLOWED, parse_duration
+from hicache_ext.errors import ConfigError
+
+DropPolicy = Literal["oldest", "shortest"]
+MissingPrefix = Literal["skip", "complete", "write"]
+PullMode = Literal["off", "fixed", "adaptive"]
+
+_TOKENS_ALLOWED = "a whole number of tokens"
+_COUNT_ALLOWED = "a whole number"
+_RATE_ALLOWED = "tokens per second, such as 8000"
+_SHARE_ALLOWED = "a number from 0 to 0.9"
+_ANY_DURATION = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
+
+
+def _whole(value: object, allowed: str, smallest: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise refuse(value, allowed)
+    return value
+
+
+def _tokens(value: object) -> int:
+    return _whole(value, _TOKENS_ALLOWED)
+
+
+def _stride(value: object) -> int:
+    return _whole(value, f"{_TOKENS_ALLOWED} from 1", 1)
+
+
+def _retries(value: object) -> int:
+    return _whole(value, _COUNT_ALLOWED)
+
+
+def _pages_in_flight(value: object) -> int:
+    return _whole(value, f"{_COUNT_ALLOWED} of pages from 1", 1)
+
+
+def _duration(value: object) -> float:
+    return parse_duration(value)
+
+
+def _rate(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise refuse(value, _RATE_ALLOWED)
+    return float(value)
+
+
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 0.9:
+        raise refuse(value, _SHARE_ALLOWED)
+    return float(value)
+
+
+def _no_ttl(value: object) -> None:
+    if value is not None:
+        problem = "the writer cannot expire single pages; where the tier has a ttl, set that in the decode node's file"
+        raise ConfigError("", problem, "nothing")
+
+
+class WriteConfig(ConfigModel):
+    """``pd.write``: how a decode node writes the KV of what it generated."""
+
+    enabled: Annotated[
+        bool,
+        Field(description="false: SGLang's own decode offload, unchanged"),
+        Allowed("true or false"),
+        checked(true_or_false),
+    ] = True
+    stride: Annotated[
+        int,
+        Field(description="generated tokens between two copies of a running request; rounded to pages, at least one"),
+        Allowed(f"{_TOKENS_ALLOWED} from 1"),
+        checked(_stride),
+    ] = 256
+    min_tokens: Annotated[
+        int,
+        Field(description="requests that generate fewer tokens than this are not written"),
+        Allowed(_TOKENS_ALLOWED),
+        checked(_tokens),
+    ] = 0
+    flush_on_abort: Annotated[
+        bool,
+        Field(description="write what an aborted request had generated; a user who stops an answer often goes on"),
+        Allowed("true or false"),
+        checked(true_or_false),
+    ] = True
+    missing_prefix: Annotated[
+        MissingPrefix,
+        Field(
+            description="when the pages of the prompt are not in the pool: skip the continuation, complete it with"
+            " the prompt's pages, or write it without looking"
+        ),
+        Allowed("skip, complete, write"),
+        one_of("skip", "complete", "write"),
+    ] = "skip"
+    prefix_grace: Annotated[
+        float,
+        Field(description="how long the prefill node may take to write the prompt before it counts as missing"),
+        Allowed(DURATION_ALLOWED),
+        checked(_duration),
+        _ANY_DURATION,
+    ] = 5.0
+    drop: Annotated[
+        DropPolicy,
+        Field(description="which waiting continuation goes first when host memory is full, within the lowest priority"),
+        Allowed("oldest, shortest"),
+        one_of("oldest", "shortest"),
+    ] = "oldest"
+    retries: Annotated[
+        int,
+        Field(description="how often a failed write is tried again"),
+        Allowed(_COUNT_ALLOWED),
+        checked(_retries),
+    ] = 3
+    retry_within: Annotated[
+        float,
+        Field(description="no retry later than this after the first attempt"),
+        Allowed(DURATION_ALLOWED),
+        checked(_duration),
+        _ANY_DURATION,
+    ] = 30.0
+    pages_in_flight: Annotated[
+        int,
+        Field(description="pages handed to the storage thread at once; the others wait where they can be dropped"),
+        Allowed(f"{_COUNT_ALLOWED} of pages from 1"),
+        checked(_pages_in_flight),
+    ] = 512
+    speculative: Annotated[
+        Literal["refuse", "target_only"],
+        Field(
+            description="with EAGLE or MTP: refuse to start, or write the target model's pages without the draft's,"
+            " which only helps prefill nodes that keep no draft KV in HiCache"
+        ),
+        Allowed("refuse, target_only"),
+        one_of("refuse", "target_only"),
+    ] = "refuse"
+    ttl: Annotated[
+        None,
+        Field(description="refused: a ttl is set on the tier, in the decode node's own file"),
+        Allowed("nothing"),
+        checked(_no_ttl),
+    ] = None
+
+
+class PullConfig(ConfigModel):
+    """``pd.pull``: when a prefill node reads a prefix from storage instead of computing it."""
+
+    mode: Annotated[
+        PullMode,
+        Field(description="off: always pull; fixed: from min_tokens on; adaptive: when measured to be cheaper"),
+        Allowed("off, fixed, adaptive"),
+        one_of("off", "fixed", "adaptive"),
+    ] = "off"
+    min_tokens: Annotated[
+        int,
+        Field(description="shorter prefixes are computed (modes fixed and adaptive)"),
+        Allowed(_TOKENS_ALLOWED),
+        checked(_tokens),
+    ] = 256
+    prefill_rate: Annotated[
+        float | None,
+        Field(description="tokens per second this node computes; left out: measured"),
+        Allowed(_RATE_ALLOWED),
+        checked(_rate),
+    ] = None
+    hysteresis: Annotated[
+        float,
+        Field(description="after a tier was too slow, pull again only when it is cheaper by this share"),
+        Allowed(_SHARE_ALLOWED),
+        checked(_share),
+    ] = 0.2
+    probe_interval: Annotated[
+        float,
+        Field(description="how often a tier that is not used is measured in the background"),
+        Allowed(DURATION_ALLOWED),
+        checked(_duration),
+        _ANY_DURATION,
+    ] = 10.0
+
+    @model_validator(mode="after")
+    def _a_rate_needs_the_adaptive_mode(self) -> Self:
+        if self.prefill_rate is not None and self.mode != "adaptive":
+            problem = f"only mode adaptive uses it, and the mode is {self.mode}"
+            raise as_pydantic_error(ConfigError(".prefill_rate", problem, "leave it out, or mode: adaptive"))
+        return self
+
+
+class PdConfig(ConfigModel):
+    """``pd``: prefill/decode disaggregation. See docs/pd.md."""
+
+    write: Annotated[WriteConfig, Allowed("a mapping with " + listed(WriteConfig.model_fields))] = WriteConfig()
+    pull: Annotated[PullConfig, Allowed("a mapping with " + listed(PullConfig.model_fields))] = PullConfig()

@@ -1,0 +1,69 @@
+"""One request on a decode node, seen as pages: what was copied to host memory and what of that reached the pool.
+
+Everything here belongs to the scheduler thread, but ``chain``: while a write is under way the storage thread has it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hicache_ext.pd.page_chain import PageChain
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A run of pages in host memory: being copied there, waiting, or being written."""
+
+    continuation: Continuation
+    first_page: int
+    pages: int
+    host_indices: Any
+    """CPU int64 tensor, one index per token."""
+    tokens: Sequence[int]
+    """What ``PageChain.tokens_for`` names for these pages."""
+    epoch: int
+    """The continuation's epoch when the copy began: a piece of an older one is dropped on arrival."""
+
+    @property
+    def end_page(self) -> int:
+        return self.first_page + self.pages
+
+
+@dataclass(slots=True, eq=False)
+class Continuation:
+    """See the module docstring. ``number`` is equal on all ranks."""
+
+    number: int
+    chain: PageChain
+    prompt: Sequence[int]
+    """SGLang's own token ids of the prompt; not copied."""
+    prompt_pages: int
+    """Whole pages of the prompt: what the prefill node writes."""
+    priority: int
+    copied_pages: int
+    """Pages of the whole sequence from 0 on that were copied or need no copy."""
+    next_copy_at: int
+    """Length of ``output_ids`` at which the next copy is due."""
+    born: int
+    """Milliseconds on the ranks' common clock."""
+    prefix_known: bool = False
+    """The prompt's pages are in the pool, or nobody asked."""
+    finished: bool = False
+    closed: bool = False
+    """Nothing more of this request will be written."""
+    epoch: int = 0
+    started_over: int = 0
+    """Runs of pieces from before this epoch are not tried again."""
+    generated: int = 0
+    attempts: int = 0
+    first_failure: int = 0
+    waiting: deque[Piece] = field(default_factory=deque)
+    in_flight: bool = False
+    not_before: int = 0
+
+    @property
+    def waiting_pages(self) -> int:
+        return sum(piece.pages for piece in self.waiting)

@@ -1,0 +1,57 @@
+"""The page hashes of one request, computed as SGLang's prefill node computes them.
+
+A page hash chains: sha256(hash before || token ids of the page), the first one seeded from extra_key and cache_salt.
+Under EAGLE a prefill node keys its radix tree by bigrams: page k covers the pairs (t[i], t[i+1]) for its positions i,
+so it needs the first token of page k + 1. SGLang's decode offload hashes plain tokens there and never hits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+
+class PageChain:
+    """Hashes of the pages 0, 1, 2, ... of a growing sequence of tokens. For one thread at a time."""
+
+    def __init__(self, page_size: int, *, bigrams: bool, extra_key: str | None, cache_salt: str | None) -> None:
+        self.page_size = page_size
+        self.bigrams = bigrams
+        self._extra_key = extra_key
+        self._cache_salt = cache_salt
+        self._hashes: list[str] = []
+
+    def __len__(self) -> int:
+        """Pages hashed so far."""
+        return len(self._hashes)
+
+    def tokens_for(self, first_page: int, end_page: int) -> slice:
+        """The tokens that the pages from ``first_page`` up to ``end_page`` are hashed from."""
+        return slice(first_page * self.page_size, end_page * self.page_size + self.bigrams)
+
+    def pages_in(self, tokens: int) -> int:
+        """Whole pages of a prompt of ``tokens`` tokens, as a prefill node stores it."""
+        return max(0, tokens - self.bigrams) // self.page_size
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Hash the next pages from exactly their tokens: ``tokens_for(len(self), ...)``."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        pages = (len(tokens) - self.bigrams) // self.page_size
+        if pages <= 0:
+            return
+        ids = tokens if isinstance(tokens, array) else array("q", tokens)
+        key = RadixKey(
+            ids[: pages * self.page_size + self.bigrams],
+            extra_key=self._extra_key,
+            is_bigram=self.bigrams,
+            cache_salt=self._cache_salt,
+        )
+        self._hashes += get_storage_hash_str(key, self._hashes[-1] if self._hashes else None, page_size=self.page_size)
+
+    def hashes(self, first_page: int, end_page: int) -> list[str]:
+        """Hashes of pages already hashed."""
+        if end_page > len(self._hashes):
+            raise IndexError(f"{end_page} pages asked for, {len(self._hashes)} hashed")
+        return self._hashes[first_page:end_page]

@@ -1,0 +1,161 @@
+"""The thread that writes a decode node's pages to the pool: hashing, looking, writing. Nothing else waits on a store.
+
+Jobs are done in the order in which they come, and reported in that order: ranks compare how many each has finished.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.pd.continuation import Continuation, Piece
+from hicache_ext.storage.store import SetResult
+
+logger = logging.getLogger(__name__)
+
+_PAGES_PER_CALL = 128
+
+
+class Pool(Protocol):
+    """What the thread needs of the backend."""
+
+    def stored_leading(self, keys: list[str]) -> int: ...
+
+    def stored(self, keys: list[str]) -> list[bool]: ...
+
+    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]: ...
+
+
+class Outcome(enum.IntEnum):
+    """How a job ended; of several ranks the smallest counts."""
+
+    FAILED = 0
+    PREFIX_MISSING = 1
+    WRITTEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """Consecutive pieces of one continuation, to be written at once."""
+
+    continuation: Continuation
+    pieces: list[Piece]
+    look_for_prefix: bool
+    """Write only if the prompt's pages are in the pool."""
+
+    @property
+    def pages(self) -> int:
+        return sum(piece.pages for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    job: WriteJob
+    outcome: Outcome
+    prefix_pages: int
+    """With PREFIX_MISSING: the leading pages that are there."""
+
+
+class PoolWriter:
+    """``submit`` and ``finished`` belong to the scheduler thread and never wait; everything else to the own thread."""
+
+    def __init__(self, pool: Pool, metrics: TierMetrics, *, writes: bool = True) -> None:
+        """``writes=False``: a rank whose pages another rank writes; its jobs end at once."""
+        self._pool = pool
+        self._metrics = metrics
+        self._writes = writes
+        self._jobs: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
+        self._finished: deque[Finished] = deque()
+        self._stopping = False
+        self._last_log = 0.0
+        self._thread = threading.Thread(target=self._run, name="hicache-ext-pd-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: WriteJob) -> None:
+        self._jobs.put(job)
+
+    @property
+    def finished_jobs(self) -> int:
+        """Jobs that ended and were not taken yet."""
+        return len(self._finished)
+
+    def take_finished(self, count: int) -> list[Finished]:
+        return [self._finished.popleft() for _ in range(count)]
+
+    def stop(self, timeout: float) -> bool:
+        """End the thread after the job under way; whether it ended. If not, host memory must stay."""
+        self._stopping = True
+        self._jobs.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._stopping:
+            try:
+                finished = self._write(job)
+            except (Exception, SystemExit) as error:  # without this thread nothing is ever written again
+                self._metrics.add("failure", type(error).__name__)
+                if time.monotonic() - self._last_log >= 1:
+                    self._last_log = time.monotonic()
+                    logger.exception("hicache_ext: a decode node's write failed")
+                finished = Finished(job, Outcome.FAILED, 0)
+            self._finished.append(finished)
+
+    def _write(self, job: WriteJob) -> Finished:
+        if not self._writes:
+            return Finished(job, Outcome.WRITTEN, 0)
+        continuation, pieces = job.continuation, job.pieces
+        chain = continuation.chain
+        first_page = pieces[0].first_page
+        if first_page and len(chain) < continuation.prompt_pages:
+            chain.extend(continuation.prompt[chain.tokens_for(len(chain), continuation.prompt_pages)])
+        if job.look_for_prefix:
+            present = self._pool.stored_leading(chain.hashes(0, continuation.prompt_pages))
+            if present < continuation.prompt_pages:
+                return Finished(job, Outcome.PREFIX_MISSING, present)
+        keys: list[str] = []
+        for piece in pieces:
+            if len(chain) < piece.first_page:
+                raise RuntimeError(f"pages {len(chain)} to {piece.first_page} of a request were never copied")
+            if len(chain) < piece.end_page:
+                chain.extend(piece.tokens[(len(chain) - piece.first_page) * chain.page_size :])
+            keys += chain.hashes(piece.first_page, piece.end_page)
+        host_indices = torch.cat([piece.host_indices for piece in pieces]).reshape(len(keys), chain.page_size)
+        for first in range(0, len(keys), _PAGES_PER_CALL):
+            end = first + _PAGES_PER_CALL
+            if not self._write_pages(keys[first:end], host_indices[first:end]):
+                return Finished(job, Outcome.FAILED, 0)
+        return Finished(job, Outcome.WRITTEN, 0)
+
+    def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> bool:
+        """Write those pages that are not in the pool; whether all of them are there now."""
+        absent = [page for page, known in enumerate(self._pool.stored(keys)) if not known]
+        self._metrics.add("page", "present", len(keys) - len(absent))
+        if not absent:
+            return True
+        results = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten())
+        self._count(results)
+        return all(result.durable for result in results)
+
+    def _count(self, results: Sequence[SetResult]) -> None:
+        amounts: dict[str, int] = {}
+        for result in results:
+            reason = "present" if result is SetResult.EXISTS else result.value
+            amounts[reason] = amounts.get(reason, 0) + 1
+        self._metrics.add("write", "calls")
+        self._metrics.add_many("page", amounts)
+
+
+def describe(metrics: TierMetrics) -> dict[str, Any]:
+    """The counters as ``event.reason: amount``, for logs."""
+    return {".".join(filter(None, key)): amount for key, amount in sorted(metrics.snapshot().items()) if amount}

@@ -1,0 +1,1 @@
+"""Pull or recompute: what tiers and prefill batches take, and the rule that compares them."""

@@ -1,0 +1,51 @@
+"""What a piece of work costs, learnt from how long earlier ones took: seconds = start-up + amount x per unit."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+_DECAY = 0.7
+"""Weight of all earlier observations against the newest: about three count, so that a tier that slows is noticed."""
+
+
+class LinearCost:
+    """A line through decayed observations. Thread-safe; an observation costs about a microsecond.
+
+    Where all amounts seen are alike, a line is not determined. Then a smaller amount is taken to cost as much as those
+    seen, and a larger one in proportion: the dear side of every line through them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._last = 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        with self._lock:
+            self._weight = self._weight * _DECAY + 1
+            self._x = self._x * _DECAY + amount
+            self._y = self._y * _DECAY + seconds
+            self._xx = self._xx * _DECAY + amount * amount
+            self._xy = self._xy * _DECAY + amount * seconds
+            self._last = time.monotonic()
+
+    def predict(self, amount: float) -> float | None:
+        """Seconds for ``amount``; None before the first observation."""
+        with self._lock:
+            if not self._weight:
+                return None
+            mean_x, mean_y = self._x / self._weight, self._y / self._weight
+            variance = self._xx / self._weight - mean_x * mean_x
+            covariance = self._xy / self._weight - mean_x * mean_y
+        if variance <= 0.05 * mean_x * mean_x:
+            return mean_y * max(1.0, amount / mean_x) if mean_x else mean_y
+        slope = max(0.0, covariance / variance)
+        start_up = mean_y - slope * mean_x
+        if start_up < 0:
+            return mean_y / mean_x * amount
+        return start_up + slope * amount
+
+    def age(self) -> float:
+        """Seconds since the last observation; infinite before the first."""
+        return time.monotonic() - self._last if self._last else float("inf")

@@ -1,0 +1,433 @@
+"""The decode writer against a stand-in for SGLang's manager and a pool in memory."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hicache_ext.testing.sglang_cpu import prepare_process
+
+prepare_process()
+
+from hicache_ext.config.pd import WriteConfig  # noqa: E402
+from hicache_ext.metrics import TierMetrics  # noqa: E402
+from hicache_ext.pd.decode_writer import DecodeWriter  # noqa: E402
+from hicache_ext.pd.page_chain import PageChain  # noqa: E402
+from hicache_ext.pd.pool_writer import PoolWriter  # noqa: E402
+from hicache_ext.storage.store import SetResult  # noqa: E402
+
+PAGE_SIZE = 4
+
+
+class FakePool:
+    """The backend: page key -> the device slots whose KV it got."""
+
+    def __init__(self, host: FakeHostPool) -> None:
+        self.pages: dict[str, list[int]] = {}
+        self.calls: list[int] = []
+        self.result = SetResult.STORED
+        self.raises = False
+        self._host = host
+
+    def stored(self, keys: list[str]) -> list[bool]:
+        if self.raises:
+            raise RuntimeError("a bug")
+        return [key in self.pages for key in keys]
+
+    def stored_leading(self, keys: list[str]) -> int:
+        known = self.stored(keys)
+        return known.index(False) if False in known else len(known)
+
+    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
+        self.calls.append(len(keys))
+        if self.result.durable:
+            for key, page in zip(keys, host_indices.reshape(len(keys), PAGE_SIZE).tolist(), strict=True):
+                self.pages[key] = [self._host.content[slot] for slot in page]
+        return [self.result] * len(keys)
+
+
+class FakeHostPool:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.free_slots = list(range(size))
+        self.content: dict[int, int] = {}
+
+    def available_size(self) -> int:
+        return len(self.free_slots)
+
+    def alloc(self, count: int) -> torch.Tensor | None:
+        if count > len(self.free_slots):
+            return None
+        taken, self.free_slots = self.free_slots[:count], self.free_slots[count:]
+        return torch.tensor(taken, dtype=torch.int64)
+
+    def free(self, indices: torch.Tensor) -> None:
+        slots = indices.tolist()
+        assert not set(slots) & set(self.free_slots), "freed twice"
+        self.free_slots += slots
+
+
+class FakeController:
+    """Copies device slot numbers as content; a copy is done when ``copies_end`` is set."""
+
+    def __init__(self, host: FakeHostPool) -> None:
+        self._host = host
+        self.ack_write_queue: list[Any] = []
+        self.copies_end = True
+
+    def write(self, device_indices: torch.Tensor, node_id: int) -> torch.Tensor | None:
+        host_indices = self._host.alloc(len(device_indices))
+        if host_indices is None:
+            return None
+        for slot, device in zip(host_indices.tolist(), device_indices.tolist(), strict=True):
+            self._host.content[slot] = device
+        event = SimpleNamespace(query=lambda: self.copies_end, synchronize=lambda: None)
+        self.ack_write_queue.append(SimpleNamespace(finish_event=event, node_ids=[node_id]))
+        return host_indices
+
+
+class FakeRequest:
+    def __init__(self, prompt: list[int], slot: int, **custom: Any) -> None:
+        self.origin_input_ids = array("q", prompt)
+        self.output_ids: list[int] = []
+        self.extra_key = None
+        self.cache_salt = None
+        self.kv = SimpleNamespace(req_pool_idx=slot)
+        self.sampling_params = SimpleNamespace(custom_params={"hicache_ext": custom} if custom else None)
+        self.finished_reason: Any = None
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+
+class FakeManager:
+    """SGLang's bookkeeping around the writer, as DecodeKVCacheOffloadManager does it."""
+
+    def __init__(self, host_slots: int) -> None:
+        self.page_size = PAGE_SIZE
+        # Row r holds device slots 1000 r, 1000 r + 1, ...
+        rows = torch.arange(100)[:, None] * 1000 + torch.arange(1000)[None, :]
+        self.req_to_token_pool = SimpleNamespace(req_to_token=rows.to(torch.int32))
+        self.decode_host_mem_pool = FakeHostPool(host_slots)
+        self.cache_controller = FakeController(self.decode_host_mem_pool)
+        self.ongoing_offload: dict[int, Any] = {}
+        self.inflight: dict[int, int] = {}
+        self.released: list[Any] = []
+
+    def _mark_offload_started(self, req: Any) -> None:
+        self.inflight[id(req)] = self.inflight.get(id(req), 0) + 1
+
+    def _mark_offload_finished(self, req: Any) -> None:
+        self.inflight[id(req)] -= 1
+
+    def _has_inflight_offload(self, req: Any) -> bool:
+        return self.inflight.get(id(req), 0) > 0
+
+    def _release_finished_req(self, req: Any) -> None:
+        if req.kv.req_pool_idx is not None:
+            self.released.append(req)
+            req.kv.req_pool_idx = None
+
+
+class Node:
+    """A decode node: the writer, and the scheduler's calls in the scheduler's order."""
+
+    def __init__(self, host_slots: int = 400, minimum: Any = None, **settings: Any) -> None:
+        self.manager = FakeManager(host_slots)
+        self.host = self.manager.decode_host_mem_pool
+        self.pool = FakePool(self.host)
+        self.metrics = TierMetrics("pd_write")
+        config = WriteConfig(**{"stride": 8, "prefix_grace": 0.0, "retry_within": 5.0, **settings})
+        self._pool_writer = PoolWriter(self.pool, self.metrics)
+        self.writer = DecodeWriter(self.manager, config, self._pool_writer, self.metrics, minimum=minimum)
+
+    def prefilled(self, request: FakeRequest) -> FakeRequest:
+        """The prefill node has written the prompt."""
+        for key in hashes(list(request.origin_input_ids)):
+            self.pool.pages[key] = [-1] * PAGE_SIZE
+        return request
+
+    def generate(self, request: FakeRequest, tokens: int, *, finish: bool = False, aborted: bool = False) -> None:
+        for number in range(tokens):
+            request.output_ids.append(number % 90 + 5)
+            self.writer.step()
+            if finish and number == tokens - 1:
+                request.finished_reason = FINISH_ABORT() if aborted else "length"
+                if not self.writer.request_advanced(request) and not self.manager._has_inflight_offload(request):
+                    self.manager._release_finished_req(request)
+            else:
+                self.writer.request_advanced(request)
+
+    def settle(self, until: Callable[[], bool] | None = None) -> None:
+        deadline = time.monotonic() + 10
+        while not (until or (lambda: self.writer.idle))():
+            assert time.monotonic() < deadline, "the writer never got there"
+            self.writer.step()
+            time.sleep(0.002)
+
+    def generated_pages(self, request: FakeRequest) -> list[str]:
+        """Keys of the whole pages after the prompt whose KV exists."""
+        tokens = [*request.origin_input_ids, *request.output_ids[:-1]]
+        return hashes(tokens)[len(request.origin_input_ids) // PAGE_SIZE :]
+
+
+class FINISH_ABORT:
+    pass
+
+
+def hashes(tokens: list[int]) -> list[str]:
+    chain = PageChain(PAGE_SIZE, bigrams=False, extra_key=None, cache_salt=None)
+    chain.extend(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE])
+    return chain.hashes(0, len(chain))
+
+
+@pytest.fixture
+def node_of() -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def make(**settings: Any) -> Node:
+        nodes.append(Node(**settings))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        assert node.writer.stop(10)
+
+
+def test_every_whole_page_of_a_continuation_reaches_the_pool_with_its_own_kv(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    request = node.prefilled(FakeRequest(list(range(10)), slot=3))
+    node.generate(request, 30, finish=True)
+    node.settle()
+    keys = node.generated_pages(request)
+    assert len(keys) == 7  # 10 + 29 tokens are 9 whole pages, 2 of them the prompt's
+    for number, key in enumerate(keys, start=2):
+        assert node.pool.pages[key] == [3000 + number * PAGE_SIZE + place for place in range(PAGE_SIZE)]
+    assert node.host.available_size() == node.host.size
+    assert node.manager.released == [request]
+
+
+def test_a_repeat_writes_nothing_again(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    for slot in (1, 2):
+        node.generate(node.prefilled(FakeRequest([7] * 8, slot)), 30, finish=True)
+        node.settle()
+    assert sum(node.pool.calls) == 7
+    assert node.metrics.value("page", "present") == 7
+
+
+def test_pages_are_written_several_at_a_time(node_of: Callable[..., Node]) -> None:
+    node = node_of(stride=32)
+    node.generate(node.prefilled(FakeRequest([7] * 8, 1)), 33, finish=True)
+    node.settle()
+    assert node.pool.calls == [8]
+
+
+def test_what_opted_out_or_is_too_short_or_was_aborted_is_not_written(node_of: Callable[..., Node]) -> None:
+    node = node_of(min_tokens=20, flush_on_abort=False)
+    node.generate(node.prefilled(FakeRequest([1] * 8, 1, store=False)), 40, finish=True)
+    node.generate(node.prefilled(FakeRequest([2] * 8, 2)), 20, finish=True)
+    stored_before = len(node.pool.pages)
+    node.generate(node.prefilled(FakeRequest([3] * 8, 3)), 21, finish=True, aborted=True)
+    node.settle()
+    assert len(node.pool.pages) == stored_before + 2  # the third prompt alone
+    assert len(node.manager.released) == 3
+    assert node.host.available_size() == node.host.size
+    assert node.metrics.value("request", "opted_out") == 1
+    assert node.metrics.value("request", "too_short") == 1
+
+
+def test_an_aborted_request_is_written_up_to_its_abort(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    request = node.prefilled(FakeRequest([3] * 8, 3))
+    node.generate(request, 14, finish=True, aborted=True)
+    node.settle()
+    assert all(key in node.pool.pages for key in node.generated_pages(request))
+
+
+def test_a_continuation_without_its_prompt_is_not_written(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    node.generate(FakeRequest([3] * 8, 3), 30, finish=True)
+    node.settle()
+    assert node.pool.pages == {}
+    assert 1 <= node.metrics.value("lost", "prefix_missing") <= 7
+    assert node.host.available_size() == node.host.size
+
+
+def test_a_prompt_that_comes_within_the_grace_is_waited_for(node_of: Callable[..., Node]) -> None:
+    node = node_of(prefix_grace=60.0)
+    request = FakeRequest([3] * 8, 3)
+    node.generate(request, 30, finish=True)
+    for _ in range(20):
+        node.writer.step()
+        time.sleep(0.005)
+    assert node.pool.pages == {}
+    node.prefilled(request)
+    node.settle()
+    assert all(key in node.pool.pages for key in node.generated_pages(request))
+
+
+@pytest.mark.parametrize("still_running", [True, False], ids=["running", "finished"])
+def test_a_missing_prompt_is_completed_by_the_decode_node(node_of: Callable[..., Node], still_running: bool) -> None:
+    node = node_of(missing_prefix="complete", stride=8)
+    request = FakeRequest(list(range(40, 52)), slot=5)
+    if still_running:
+        node.generate(request, 10)
+        node.settle()
+    node.generate(request, 10, finish=True)
+    node.settle()
+    tokens = [*request.origin_input_ids, *request.output_ids[:-1]]
+    for number, key in enumerate(hashes(tokens)):
+        assert node.pool.pages[key] == [5000 + number * PAGE_SIZE + place for place in range(PAGE_SIZE)]
+    assert node.host.available_size() == node.host.size
+
+
+def test_a_failed_write_is_tried_again_and_then_counted(node_of: Callable[..., Node]) -> None:
+    node = node_of(retries=2)
+    first = node.prefilled(FakeRequest([1] * 8, 1))
+    node.pool.result = SetResult.ERROR
+    node.generate(first, 12, finish=True)
+    node.settle(lambda: bool(node.pool.calls))
+    node.pool.result = SetResult.STORED
+    node.settle()
+    assert all(key in node.pool.pages for key in node.generated_pages(first))
+
+    node.pool.result = SetResult.TIMEOUT
+    node.pool.calls.clear()
+    node.generate(node.prefilled(FakeRequest([2] * 8, 2)), 12, finish=True)
+    node.settle()
+    assert node.pool.calls == [2, 2, 2]
+    assert node.metrics.value("lost", "failed") == 2
+    assert node.host.available_size() == node.host.size
+
+
+def test_a_pool_that_raises_ends_nothing(node_of: Callable[..., Node]) -> None:
+    node = node_of(retries=0)
+    node.pool.raises = True
+    node.generate(FakeRequest([1] * 8, 1), 12, finish=True)
+    node.settle()
+    node.pool.raises = False
+    request = node.prefilled(FakeRequest([2] * 8, 2))
+    node.generate(request, 12, finish=True)
+    node.settle()
+    assert all(key in node.pool.pages for key in node.generated_pages(request))
+    assert node.host.available_size() == node.host.size
+
+
+@pytest.mark.parametrize(("policy", "survivor"), [("oldest", 2), ("shortest", 1)])
+def test_a_full_host_pool_drops_by_policy_and_never_what_has_a_higher_priority(
+    node_of: Callable[..., Node], policy: str, survivor: int
+) -> None:
+    # Nothing leaves the room: the prompts are missing and waited for.
+    node = node_of(host_slots=48, drop=policy, prefix_grace=60.0)
+    requests = {
+        1: FakeRequest([1] * 8, 1),
+        2: FakeRequest([2] * 8, 2),
+        3: FakeRequest([3] * 8, 3, priority=1),
+    }
+    node.generate(requests[1], 17, finish=True)  # 16 slots
+    time.sleep(0.01)
+    node.generate(requests[2], 13, finish=True)  # 12
+    node.generate(requests[3], 17, finish=True)  # 16
+    node.writer.step()
+    node.settle(lambda: not node.writer._pages_in_flight)
+    newcomer = FakeRequest([4] * 8, 4)
+    node.generate(newcomer, 13, finish=True)  # 12, and 4 are free
+    node.writer.step()
+    for request in (*requests.values(), newcomer):
+        node.prefilled(request)
+    node.settle()
+    written = {
+        number for number, r in {**requests, 4: newcomer}.items() if node.generated_pages(r)[0] in node.pool.pages
+    }
+    assert written == {survivor, 3, 4}
+    assert node.host.available_size() == node.host.size
+
+
+def test_a_running_request_copies_again_what_was_dropped_of_it(node_of: Callable[..., Node]) -> None:
+    node = node_of(host_slots=24, prefix_grace=60.0)
+    running, other = FakeRequest([1] * 8, 1), FakeRequest([2] * 8, 2)
+    node.generate(running, 17)
+    node.settle(lambda: not node.writer._pages_in_flight)
+    node.generate(other, 17, finish=True)
+    assert node.metrics.value("dropped", "oldest") == 4
+    node.prefilled(other)
+    node.settle()
+    node.prefilled(running)
+    node.generate(running, 5, finish=True)
+    node.settle()
+    assert all(key in node.pool.pages for key in node.generated_pages(running))
+    assert node.host.available_size() == node.host.size
+
+
+def test_a_request_with_more_than_the_host_pool_is_released_and_counted(node_of: Callable[..., Node]) -> None:
+    node = node_of(host_slots=8, stride=800)
+    request = node.prefilled(FakeRequest([1] * 8, 1))
+    node.generate(request, 40, finish=True)
+    node.settle()
+    assert node.manager.released == [request]
+    assert node.metrics.value("lost", "no_host_memory") == 9
+
+
+def test_device_memory_is_released_once_and_only_after_the_last_copy(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    node.manager.cache_controller.copies_end = False
+    request = node.prefilled(FakeRequest([1] * 8, 1))
+    node.generate(request, 20, finish=True)
+    node.writer.step()
+    assert node.manager.released == []
+    assert node.manager.ongoing_offload
+    node.writer.finish_copies()  # retraction waits for them
+    assert node.manager.released == [request]
+    assert not node.manager.ongoing_offload
+    node.settle()
+    assert node.manager.released == [request]
+    assert node.host.available_size() == node.host.size
+
+
+def test_ranks_stay_in_step_whatever_their_own_pools_answer(node_of: Callable[..., Node]) -> None:
+    """Two ranks with one clock and one truth: the worse outcome counts on both, and their memory stays equal."""
+    ranks: list[Node] = []
+    said: list[list[int]] = []
+
+    def minimum(numbers: list[int]) -> list[int]:
+        return numbers
+
+    good, bad = node_of(minimum=minimum, retries=0), node_of(minimum=minimum, retries=0)
+    ranks += [good, bad]
+    bad.pool.result = SetResult.ERROR
+    requests = [node.prefilled(FakeRequest([1] * 8, 1)) for node in ranks]
+    for node, request in zip(ranks, requests, strict=True):
+        node.generate(request, 12, finish=True)
+
+    def agree_on(numbers: list[list[int]]) -> list[int]:
+        return [min(column) for column in zip(*numbers, strict=True)]
+
+    # Lock-step by hand: collect what each rank would say, then let both have the minimum.
+    deadline = time.monotonic() + 10
+    while not all(node.writer.idle for node in ranks):
+        assert time.monotonic() < deadline
+        rounds: list[list[list[int]]] = []
+        for node in ranks:
+            said = []
+            rounds.append(said)
+            node.writer._minimum = lambda numbers, said=said: said.append(numbers) or [0] * len(numbers)  # type: ignore[func-returns-value]
+            node.writer.step()
+        agreed = agree_on([one[0] for one in rounds])
+        if not agreed[1]:
+            for node in ranks:
+                node.writer._minimum = lambda numbers, agreed=agreed: agreed
+                node.writer.step()
+            continue
+        outcomes = iter([agreed, [0, 0], agreed, [0, 0]])
+        for node in ranks:
+            node.writer._minimum = lambda numbers, outcomes=outcomes: next(outcomes)
+            node.writer.step()
+    assert good.metrics.value("lost", "failed") == bad.metrics.value("lost", "failed") == 2
+    assert good.host.available_size() == bad.host.available_size() == good.host.size

@@ -1,0 +1,84 @@
+"""The hooks on SGLang's manager: they fit SGLang 0.5.23, refuse what would be useless, and never end a scheduler."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hicache_ext.testing.sglang_cpu import prepare_process
+
+prepare_process()
+
+from hicache_ext.config.pd import WriteConfig  # noqa: E402
+from hicache_ext.errors import UnsupportedError  # noqa: E402
+from hicache_ext.pd import sglang_hooks  # noqa: E402
+from hicache_ext.storage.pulling import prefill_cost  # noqa: E402
+
+
+class BrokenWriter:
+    def request_advanced(self, request: Any) -> bool:
+        raise RuntimeError("a bug")
+
+    def step(self) -> None:
+        raise RuntimeError("a bug")
+
+
+def manager(**attributes: Any) -> Any:
+    return SimpleNamespace(_hicache_ext_stopwatch=sglang_hooks.Stopwatch(), **attributes)
+
+
+@pytest.mark.parametrize("target", [*sglang_hooks.targets(), prefill_cost.RUN_TARGET, prefill_cost.RESULT_TARGET])
+def test_every_target_exists_in_this_sglang(target: str) -> None:
+    assert callable(pkgutil.resolve_name(target))
+
+
+def test_every_method_that_the_scheduler_calls_and_that_moves_pages_is_hooked() -> None:
+    """A new release that calls another method of the manager must be looked at."""
+    scheduler_side = {"offload_kv_cache", "check_offload_progress", "drain_before_retraction", "release_host_resources"}
+    untouched = {"finalize_release_on_finish", "has_inflight_device_transfer"}
+    cls = pkgutil.resolve_name(sglang_hooks.MANAGER)
+    public = {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+    assert public == scheduler_side | untouched
+    assert {target.rpartition(".")[2] for target in sglang_hooks.targets()} == scheduler_side | {"__init__"}
+
+
+@pytest.mark.parametrize("pool", ["DSATokenToKVPool", "HybridLinearKVPool"])
+def test_pools_that_a_prefill_node_could_not_use_are_refused(pool: str) -> None:
+    cls = pkgutil.resolve_name(f"sglang.srt.mem_cache.memory_pool.{pool}")
+    with pytest.raises(UnsupportedError, match=r"pd\.write\.enabled: false"):
+        sglang_hooks._refuse_what_prefill_cannot_use(object.__new__(cls), WriteConfig(), bigrams=False)
+
+
+def test_speculation_is_refused_unless_asked_for() -> None:
+    cls = pkgutil.resolve_name("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool")
+    pool = object.__new__(cls)
+    sglang_hooks._refuse_what_prefill_cannot_use(pool, WriteConfig(), bigrams=False)
+    with pytest.raises(UnsupportedError, match="EAGLE or MTP"):
+        sglang_hooks._refuse_what_prefill_cannot_use(pool, WriteConfig(), bigrams=True)
+    sglang_hooks._refuse_what_prefill_cannot_use(pool, WriteConfig(speculative="target_only"), bigrams=True)
+
+
+def test_without_our_writer_sglangs_own_methods_run_and_are_timed() -> None:
+    calls: list[str] = []
+    plain = manager()
+    assert sglang_hooks.around_offload(lambda *_: calls.append("offload") or True, plain, object()) is True  # type: ignore[func-returns-value]
+    sglang_hooks.around_check(lambda *_: calls.append("check"), plain)
+    sglang_hooks.around_drain(lambda *_: calls.append("drain"), plain)
+    assert calls == ["offload", "check", "drain"]
+    assert plain._hicache_ext_stopwatch.steps == 1
+    sglang_hooks.around_check(lambda *_: None, plain)
+    assert plain._hicache_ext_stopwatch.steps == 1  # nothing was running
+
+
+def test_a_bug_of_ours_releases_the_request_and_does_not_reach_the_scheduler(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = manager(_hicache_ext_writer=BrokenWriter())
+    assert sglang_hooks.around_offload(pytest.fail, broken, object()) is False
+    sglang_hooks.around_check(pytest.fail, broken)
+    assert "a request's KV will not be written" in caplog.text
+    assert "a step of the decode writer failed" in caplog.text

@@ -1,0 +1,185 @@
+"""Pull or recompute: decided by what was measured, explained, and never by a guess where nothing was measured."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hicache_ext.config.pd import PullConfig
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.pulling.linear_cost import LinearCost
+from hicache_ext.storage.pulling.measured_store import MeasuredStore
+from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
+from hicache_ext.storage.store import GetResult, PageBatch
+
+MIB = 2**20
+
+
+class FakeTier:
+    """A tier of which only reads and look-ups matter here."""
+
+    def __init__(self, name: str, results: GetResult = GetResult.HIT) -> None:
+        self.name = name
+        self.metrics = TierMetrics(name)
+        self.result = results
+        self.reads: list[int] = []
+        self.read = threading.Event()
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        self.reads.append(len(batch))
+        if len(self.reads) >= 2:
+            self.read.set()
+        return [self.result] * len(batch)
+
+    def contains(self, keys: list[bytes]) -> list[bool]:
+        return [True] * len(keys)
+
+    def count_leading(self, keys: list[bytes]) -> int:
+        return len(keys)
+
+
+def cost(start_up: float, per_unit: float) -> LinearCost:
+    line = LinearCost()
+    for amount in (1, 10, 100, 1000, 10_000):
+        line.observe(amount, start_up + amount * per_unit)
+    return line
+
+
+def rule_of(
+    *tiers: MeasuredStore, compute: LinearCost | None = None, mode: str = "adaptive", **settings: Any
+) -> PullRule:
+    config = PullConfig(**{"mode": mode, "min_tokens": 64, **settings})
+    return PullRule(config, lambda: tiers, compute or LinearCost())
+
+
+def tier_with(start_up: float, per_byte: float, name: str = "pool") -> MeasuredStore:
+    tier = MeasuredStore(FakeTier(name))  # type: ignore[arg-type]
+    for size in (MIB, 4 * MIB, 16 * MIB, 64 * MIB):
+        tier.read_cost.observe(size, start_up + size * per_byte)
+    return tier
+
+
+def test_a_line_is_learnt_and_follows_a_tier_that_slows() -> None:
+    line = cost(0.010, 0.001)
+    assert line.predict(500) == pytest.approx(0.510, rel=0.01)
+    for amount in (10, 100, 1000, 10, 100, 1000, 10, 100, 1000, 10, 100, 1000):
+        line.observe(amount, 0.1 + amount * 0.01)
+    assert line.predict(500) == pytest.approx(5.1, rel=0.1)
+
+
+def test_equal_amounts_give_the_dear_side() -> None:
+    line = LinearCost()
+    assert line.predict(5) is None
+    for _ in range(3):
+        line.observe(100, 0.5)
+    assert line.predict(10) == pytest.approx(0.5)
+    assert line.predict(200) == pytest.approx(1.0)
+
+
+def test_what_was_not_measured_is_pulled() -> None:
+    fresh = MeasuredStore(FakeTier("pool"))  # type: ignore[arg-type]
+    assert rule_of(fresh, prefill_rate=1000.0).decide(1024, MIB, [64]).reason == "unmeasured"
+    assert rule_of(tier_with(9, 9)).decide(1024, MIB, [64]).pull  # the prefill rate is not known
+
+
+def test_short_prefixes_are_computed_and_fixed_mode_measures_nothing() -> None:
+    slow = tier_with(100, 1)
+    assert not rule_of(slow, mode="fixed").decide(63, MIB, [4]).pull
+    assert rule_of(slow, mode="fixed").decide(64, MIB, [4]).pull
+
+
+def test_a_fast_tier_is_pulled_from_and_a_slow_one_is_not() -> None:
+    compute = cost(0.0, 0.001)  # 1,000 tokens a second
+    fast, slow = tier_with(0.001, 1e-9), tier_with(0.5, 1e-6)
+    assert rule_of(fast, compute=compute).decide(1024, 16 * MIB, [64]).pull
+    decision = rule_of(slow, compute=compute).decide(1024, 16 * MIB, [64])
+    assert (decision.pull, decision.reason) == (False, "dearer")
+    assert "recompute 1024 tokens: dearer, reading 17" in str(decision)
+
+
+@pytest.mark.parametrize("slowness", [1e-9, 1e-8, 3e-8, 5e-8, 6e-8, 7e-8, 1e-7, 1e-6])
+def test_no_decision_is_expected_to_cost_more_than_computing(slowness: float) -> None:
+    compute = cost(0.002, 0.001)
+    decision = rule_of(tier_with(0.001, slowness), compute=compute).decide(1024, 16 * MIB, [64])
+    chosen = decision.read_seconds if decision.pull else decision.compute_seconds
+    assert chosen is not None
+    assert chosen <= 1.05 * (0.002 + 1.024)
+
+
+def test_after_a_slow_phase_a_pull_must_be_clearly_cheaper() -> None:
+    tier = tier_with(0.0, 2e-7)
+    rule = rule_of(tier, prefill_rate=1000.0, hysteresis=0.2)
+    assert rule.decide(1000, 4_500_000, [60]).pull  # 0.9 s against 1 s
+    assert rule.decide(1000, 6_000_000, [60]).reason == "dearer"
+    assert rule.decide(1000, 4_500_000, [60]).reason == "not_cheaper_enough"
+    assert rule.decide(1000, 3_500_000, [60]).pull
+    assert rule.decide(1000, 4_500_000, [60]).pull
+
+
+def test_each_tier_counts_for_the_pages_it_has() -> None:
+    near, far = tier_with(0.0, 1e-9, "near"), tier_with(0.0, 1e-6, "far")
+    rule = rule_of(near, far, prefill_rate=1000.0)
+    assert rule.decide(1024, 16 * MIB, [64, 0]).pull
+    assert not rule.decide(1024, 16 * MIB, [0, 64]).pull
+    half = rule.decide(1024, 16 * MIB, [32, 32])
+    assert half.read_seconds == pytest.approx(8 * MIB * 1.001e-6, rel=0.01)
+
+
+def test_a_store_measures_hits_and_trouble_and_not_misses() -> None:
+    inner = FakeTier("pool", GetResult.MISS)
+    tier = MeasuredStore(inner)  # type: ignore[arg-type]
+    batch = PageBatch([b"k"], [[memoryview(bytearray(100))]])
+    tier.get(batch)
+    assert tier.read_cost.predict(100) is None
+    inner.result = GetResult.TIMEOUT
+    tier.get(batch)
+    assert tier.read_cost.predict(100) is not None
+    tier.contains([b"a", b"b"])
+    tier.count_leading([b"a"])
+    assert tier.take_found() == 3
+    assert tier.take_found() == 0
+
+
+def test_an_unused_tier_is_measured_in_the_background_and_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    inner = FakeTier("pool")
+    tier = MeasuredStore(inner)  # type: ignore[arg-type]
+    for size in (100, 10_000):
+        tier.read_cost.observe(size, 10.0)
+    rule = rule_of(tier, prefill_rate=1000.0, probe_interval=0.0)
+
+    def keys(count: int) -> list[bytes]:
+        return [bytes([number]) * 48 for number in range(count)]
+
+    def ask() -> int:
+        tier.count_leading(keys(64))
+        return rule.pages_to_pull(64, 16, 100, keys)
+
+    with caplog.at_level(logging.DEBUG, logger="hicache_ext.storage.pulling.rule"):
+        assert ask() == 0
+    assert "recompute 1024 tokens: dearer" in caplog.text
+    assert inner.read.wait(10)
+    wait_until(lambda: _asked_until_pulled(ask))
+    assert inner.reads[:2] == [1, 32]
+    assert rule.metrics.value("decision", "dearer") >= 1
+    assert rule.metrics.value("tokens", "recomputed") >= 1024
+    assert rule.metrics.value("tokens", "pulled") == 1024
+
+
+def _asked_until_pulled(ask: Callable[[], int]) -> bool:
+    return ask() == 64
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_mode_off_has_no_rule() -> None:
+    assert open_pull_rule(PullConfig(), list, LinearCost()) is None
