@@ -157,6 +157,11 @@ class Attachment:
                 if self._client is not None:
                     self._register(self._client, place)
 
+    def knows(self, segment: memoryview) -> bool:
+        """Whether ``register`` was given the memory of ``segment``."""
+        place = (address_of(segment), segment.nbytes)
+        return any(_contains(known, place) for known in self._memory)
+
     def _register(self, client: Any, place: tuple[int, int]) -> None:
         result = client.register_buffer(*place)
         if result != OK:

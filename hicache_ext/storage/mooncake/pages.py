@@ -114,6 +114,10 @@ class MooncakeStore:
         """Called when host pools are registered. RDMA needs it; TCP does not, and is told all the same."""
         self._attachment.register(regions)
 
+    def _known(self, segment: memoryview) -> bool:
+        """Prefetch, asynchronous writes and promotion bring memory of their own, which RDMA cannot reach."""
+        return self._tier.protocol == "tcp" or self._attachment.knows(segment)
+
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
@@ -140,7 +144,7 @@ class MooncakeStore:
             return results
         with self._scratch.lent() as scratch:
             for chosen in _without_repeats(batch.keys, positions):
-                for portion in portions(batch, chosen, scratch.memory):
+                for portion in portions(batch, chosen, scratch.memory, self._known):
                     if not self._get_portion(client, batch, portion, scratch, results):
                         return results
         return results
@@ -310,7 +314,7 @@ class MooncakeStore:
             self._writing |= claimed
         try:
             with self._scratch.lent() as scratch:
-                for portion in portions(batch, mine, scratch.memory):
+                for portion in portions(batch, mine, scratch.memory, self._known):
                     if not self._set_portion(client, batch, portion, scratch, results):
                         break
         finally:

@@ -59,23 +59,28 @@ class Portion:
         return sum(self.sizes[number])
 
 
-def portions(batch: PageBatch, positions: Sequence[int], scratch: memoryview) -> Iterator[Portion]:
-    """``positions`` of ``batch`` in order. Each portion uses ``scratch`` anew: finish it before asking for the next."""
+def portions(
+    batch: PageBatch, positions: Sequence[int], scratch: memoryview, known: Callable[[memoryview], bool]
+) -> Iterator[Portion]:
+    """``positions`` of ``batch`` in order. Each portion uses ``scratch`` anew: finish it before asking for the next.
+
+    ``known`` says whether the library can reach a segment where it lies.
+    """
     base = address_of(scratch)
     portion = Portion(first=True)
     used, limit, room = 0, FIRST_TRANSFERS, min(FIRST_BYTES, scratch.nbytes)
     for position in positions:
         segments, payload_bytes = batch.buffers[position], batch.sizes[position]
-        gather = portion.first or payload_bytes <= GATHER_BYTES or len(segments) > DIRECT_SEGMENTS
+        better = payload_bytes <= GATHER_BYTES or len(segments) > DIRECT_SEGMENTS or not all(map(known, segments))
         # A page that no scratch memory can hold goes as it lies.
         fits = HEADER_LENGTH + payload_bytes <= scratch.nbytes
-        gather = gather and fits
+        gather = fits and (portion.first or better)
         need = HEADER_LENGTH + (payload_bytes if gather else 0)
         transfers = 1 if gather else 1 + len(segments)
         if portion.positions and (used + need > room or portion.transfers + transfers > limit):
             yield portion
             portion, used, limit, room = Portion(), 0, TRANSFERS, scratch.nbytes
-            gather = fits and (payload_bytes <= GATHER_BYTES or len(segments) > DIRECT_SEGMENTS)
+            gather = fits and better
             need = HEADER_LENGTH + (payload_bytes if gather else 0)
             transfers = 1 if gather else 1 + len(segments)
         portion.positions.append(position)

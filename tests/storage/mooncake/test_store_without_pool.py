@@ -297,7 +297,7 @@ def test_large_pages_lie_where_they_are_and_small_or_scattered_ones_are_gathered
     pages = HostPages(sizes)
     batch = PageBatch(page_keys(len(sizes)), pages.buffers)
     seen = []
-    for portion in portions(batch, range(len(sizes)), scratch):
+    for portion in portions(batch, range(len(sizes)), scratch, lambda segment: True):
         assert sum(map(len, portion.sizes)) == portion.transfers <= (TRANSFERS if seen else FIRST_TRANSFERS)
         assert portion.first == (not seen)
         if portion.first:
@@ -315,6 +315,18 @@ def test_large_pages_lie_where_they_are_and_small_or_scattered_ones_are_gathered
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
         seen += portion.positions
     assert seen == list(range(len(sizes)))
+
+
+def test_memory_that_was_never_registered_goes_through_scratch_memory():
+    scratch = memoryview(bytearray(8 * GATHER_BYTES))
+    sizes = [[GATHER_BYTES, GATHER_BYTES]] * 6
+    pages = HostPages(sizes)
+    batch = PageBatch(page_keys(6), pages.buffers)
+    registered = {id(segment) for segment in pages.buffers[4]}
+    cut = list(portions(batch, range(6), scratch, lambda segment: id(segment) in registered))
+    assert [position for portion in cut for position in portion.positions] == list(range(6))
+    direct = [p for portion in cut for p, sizes in zip(portion.positions, portion.sizes, strict=True) if len(sizes) > 1]
+    assert direct == [4]
 
 
 def test_read_only_pages_can_be_stored(engine, store):
