@@ -27,6 +27,9 @@ from hicache_ext.testing.s3_server import ACCESS_KEY, S3Server
 from tests.storage.remote.object.bucket import RawBucket, s3_client
 from tests.storage.remote.object.fault_proxy import FaultProxy
 
+# Real servers.
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 1.0
 BOUND = 10 * TIMEOUT
 """Against hangs only: a loaded machine may be late."""

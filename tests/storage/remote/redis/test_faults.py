@@ -34,6 +34,9 @@ from hicache_ext.testing.redis_servers import (
 )
 from tests.storage.remote.redis.conftest import RawValues, settings_for
 
+# Real servers.
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 BOUND = 20.0
 """Seconds within which anything here must have ended: far above every timeout, far below for ever."""
@@ -464,7 +467,6 @@ def keys_by_server(cluster: RedisCluster, keys: list[bytes]) -> dict[int, list[b
     return owner
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["killed", "frozen"])
 def test_a_lost_cluster_node_costs_its_own_pages_only(cluster, open_store, loss):
     store = open_store(*cluster.servers[:2], timeout=2.0)
@@ -496,7 +498,6 @@ def test_a_lost_cluster_node_costs_its_own_pages_only(cluster, open_store, loss)
     wait_for_hits(store, keys)
 
 
-@pytest.mark.slow
 def test_a_cluster_node_that_is_replaced_by_another_is_found(cluster, open_store):
     store = open_store(cluster.servers[0])
     keys = page_keys(90)
@@ -545,7 +546,6 @@ def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(tmp_path, 
             known[forgetful.port] = halves
 
 
-@pytest.mark.slow
 def test_slots_that_move_are_followed(cluster, open_store):
     """ASK while a slot is on its way, MOVED once it is there; the store is never reopened."""
     store = open_store(cluster.servers[0])
@@ -577,13 +577,11 @@ def test_slots_that_move_are_followed(cluster, open_store):
     assert store.metrics.value("redirect", "moved") == moved
 
 
-@pytest.mark.slow
 def test_a_cluster_has_no_other_database(cluster, open_store):
     with pytest.raises(StoreSetupError, match="only database 0"):
         open_store(cluster.servers[0], database=1)
 
 
-@pytest.mark.slow
 def test_the_pages_of_one_conversation_are_spread_over_the_cluster(cluster, open_store: Callable):
     store = open_store(cluster.servers[0])
     store_pages(store, page_keys(300))

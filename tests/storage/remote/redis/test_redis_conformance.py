@@ -15,6 +15,9 @@ from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_s
 from hicache_ext.testing.redis_servers import RedisCluster, RedisServer
 from tests.storage.remote.redis.conftest import RawValues, settings_for
 
+# Real servers.
+pytestmark = pytest.mark.slow
+
 
 class TestRedisServer(PageStoreTests):
     @pytest.fixture
@@ -46,7 +49,6 @@ class TestRedisServerWithOneConnectionAndLittleInFlight(TestRedisServer):
         store.close()
 
 
-@pytest.mark.slow
 class TestRedisCluster(TestRedisServer):
     @pytest.fixture
     def servers(self, empty_cluster: RedisCluster) -> list[RedisServer]:
@@ -71,7 +73,6 @@ TestMachine = page_store_machine(_server_for_machine).TestCase
 TestMachine.settings = settings(
     max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestMachine.pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True, scope="module")
