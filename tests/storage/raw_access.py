@@ -91,6 +91,9 @@ class RawSlots:
                 change.remove(key)
             else:
                 slab, slot = -1, -1
+            if not change.slabs():
+                # Of several paths this one may have no page yet.
+                part.directory.create_slab_file(change.add_slab(-(-len(stored) // 4096) * 4096, 16))
             slot_size = next(s.slot_size for s in change.slabs() if slab in (-1, s.number))
             passed_over = []
             while True:
