@@ -13,11 +13,11 @@ import pytest
 
 from hicache_ext.storage.file.directory import PageDirectory
 from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.store import SetResult
+from hicache_ext.storage.store import PageBatch, SetResult
 from hicache_ext.storage.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.write_behind import AsyncStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, store_pages
+from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, payload_of, store_pages
 from hicache_ext.testing.conformance.second_reader import write_page_object
 from hicache_ext.testing.faults import (
     DroppingStore,
@@ -159,6 +159,15 @@ class TestAsyncStore(PageStoreTests):
         assert_hits(store, [key])
         assert store_pages(store, [key, sample]) == [SetResult.STORED] * 2
         assert raw.read(sample) == page
+
+    def test_the_first_writer_wins(self, store, raw):
+        """STORED or EXISTS, as far as the background has come; what is stored stays the first writer's."""
+        (key,) = page_keys(1)
+        store_pages(store, [key])
+        page = raw.read(key)
+        assert store.set(PageBatch([key], HostPages([[1000]], fill=0xEE).buffers))[0].durable
+        assert raw.read(key) == page
+        assert_hits(store, [key])
 
 
 class TestTieredStoreThatOnlyWritesInTheBackground(TestAsyncStore):
