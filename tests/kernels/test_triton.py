@@ -12,6 +12,8 @@ from hicache_ext.kernels.engine import Direction
 from hicache_ext.kernels.triton_engine import constants_of
 from tests.kernels.stacks import plain_memory
 
+pytestmark = pytest.mark.slow
+
 if importlib.util.find_spec("triton") is None:
     pytest.skip("missing: triton", allow_module_level=True)
 

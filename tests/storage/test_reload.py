@@ -26,6 +26,8 @@ from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_ke
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, eventually
 
+pytestmark = pytest.mark.slow
+
 Section = dict[str, Any]
 
 

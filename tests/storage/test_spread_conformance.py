@@ -12,6 +12,8 @@ from hicache_ext.storage.file.path_choice import PathChoice
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.raw_access import RawFiles, RawSlots
 
+pytestmark = pytest.mark.slow
+
 PATHS = ("a", "b")
 
 

@@ -21,6 +21,8 @@ from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.raw_access import RawFiles, RawObjects, RawSlots
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 LONG = 60.0
 """Seconds that no call here comes near: what is tested is that nothing else changes."""
