@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 # Imported by every process of the server at its start: its file tier hangs as long as the flag is there.
 _HOOK = """
 import hicache_ext.storage.registry as registry
-registry._OPENERS["file"] = ("hanging_file_tier", "open_tier")
+registry._OPENERS["file"] = ("hanging_file_tier", "open_tier", None)
 """
 _STORE = """
 import os, time
@@ -66,7 +66,7 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
     (hooks / "hanging_file_tier.py").write_text(_STORE)
     flag = tmp_path / "hang"
     config = file_tier_config(tmp_path / "l3")
-    config["hicache_ext"]["tiers"]["disk"] |= {"timeout": "500ms", "guards": {"slow_start": "1s"}}
+    config["hicache_ext"]["tiers"]["disk"] |= {"layout": "pages", "timeout": "500ms", "guards": {"slow_start": "1s"}}
     file = tmp_path / "hicache.yaml"
     file.write_text(yaml.safe_dump(config))
 
