@@ -550,10 +550,11 @@ class _SlabPart:
             )
             for page in written
         ]
+        # Before, and not after: what is stored now must not be evicted by the same call.
+        self._evict_ahead(change, batch, written)
         published = change.publish(tokens, pages, self._oldest())
         if published is None:
             return {}
-        self._evict_ahead(change, batch, written)
         return {
             page.position: SetResult.STORED if stored else SetResult.EXISTS
             for page, stored in zip(written, published, strict=True)
