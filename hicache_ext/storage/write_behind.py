@@ -13,12 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
 logger = logging.getLogger(__name__)
 
@@ -224,31 +224,13 @@ class WriteBehind:
         self._metrics.set_level("queue_bytes", self._queue, self._bytes)
 
 
-class AsyncStore:
+class AsyncStore(DelegatingStore):
     """A PageStore that writes to ``inner`` in the background. Closing it drains the queue and closes ``inner``."""
 
     def __init__(self, inner: PageStore, settings: QueueSettings | None = None) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._queue = WriteBehind(inner, settings or QueueSettings(), queue="async", metrics=inner.metrics)
         self._closed = False
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def metrics(self) -> TierMetrics:
-        return self.inner.metrics
-
-    def describe(self) -> StoreInfo:
-        return self.inner.describe()
-
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        self.inner.register_identity(digest, document)
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        if isinstance(self.inner, HostMemoryUser):
-            self.inner.register_host_memory(regions)
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         results = [self._get_waiting(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
