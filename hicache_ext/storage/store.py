@@ -80,6 +80,8 @@ class PageBatch:
 
     def select(self, positions: Iterable[int]) -> PageBatch:
         chosen = list(positions)
+        if chosen == list(range(len(self))):
+            return self
         return PageBatch([self.keys[i] for i in chosen], [self.buffers[i] for i in chosen])
 
     def payload_bytes(self, position: int) -> int:

@@ -175,7 +175,7 @@ class SpreadStore:
             return GetResult.HIT in answers
 
         with self._calls:
-            self._each_path(batch.keys, results, "get", lambda store, at: store.get(_selected(batch, at)), moved)
+            self._each_path(batch.keys, results, "get", lambda store, at: store.get(batch.select(at)), moved)
         self._count_rejected("get", results.count(GetResult.REJECTED))
         return results
 
@@ -186,7 +186,7 @@ class SpreadStore:
             return SetResult.STORED in answers
 
         with self._calls:
-            self._each_path(batch.keys, results, "set", lambda store, at: store.set(_selected(batch, at)), moved)
+            self._each_path(batch.keys, results, "set", lambda store, at: store.set(batch.select(at)), moved)
         return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -447,10 +447,6 @@ def _check_path(path: Path, had_manifest: bool) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _selected(batch: PageBatch, positions: Sequence[int]) -> PageBatch:
-    return batch if len(positions) == len(batch) else batch.select(positions)
 
 
 def _chosen(keys: Sequence[bytes], positions: Sequence[int]) -> Sequence[bytes]:
