@@ -1,6 +1,9 @@
 # `make demo` and `make test` set everything up by themselves (scripts/setup.sh).
 SHELL := /bin/bash
 PYTEST := .venv/bin/python -m pytest
+# Test files run beside each other; each file's tests in one process, because they share servers.
+WORKERS ?= 2
+BESIDE := -n $(WORKERS) --dist loadfile
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
@@ -15,7 +18,6 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
-
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes; writes docs/reports/soak.md"
 	@echo "make clean      remove .venv and everything the demo made"
 
@@ -29,11 +31,11 @@ demo: setup
 	@.venv/bin/hicache-ext demo $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGUMENTS)
 
 test: lint
-	$(PYTEST) -m "not slow" --cov --cov-report=
-	$(PYTEST) -m slow --cov --cov-append --cov-report=term:skip-covered
+	$(PYTEST) $(BESIDE) -m "not slow" --cov --cov-report=
+	$(PYTEST) $(BESIDE) -m slow --cov --cov-append --cov-report=term:skip-covered
 
 test-fast: setup-test
-	$(PYTEST) -m "not slow"
+	$(PYTEST) $(BESIDE) -m "not slow"
 
 test-radosgw: setup-test
 	$(PYTEST) tests/storage/remote/object/radosgw_suite.py
