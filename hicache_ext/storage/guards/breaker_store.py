@@ -34,6 +34,8 @@ _SLOWEST_BANDWIDTH = 100e6
 _TIMEOUT_SHARE = 0.9
 """A look-up that took this part of the timeout ran into it; it cannot say so itself."""
 _CLOSE_WAIT = 10.0
+_LEVELS = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+"""The states as the gauge ``breaker_state`` has them: the higher, the less is asked of the tier."""
 
 
 class BreakerStore(DelegatingStore):
@@ -56,6 +58,8 @@ class BreakerStore(DelegatingStore):
         self._lock = threading.Lock()
         self._prober: threading.Thread | None = None
         self._closing = threading.Event()
+        self._level_lock = threading.Lock()
+        self._publish_state()
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read went wrong."""
         self._opened_at = 0.0
@@ -186,8 +190,14 @@ class BreakerStore(DelegatingStore):
 
     # -- probing ---------------------------------------------------------------------------------------------------
 
+    def _publish_state(self) -> None:
+        # Of two changes that follow each other closely the one published last reads the newest state.
+        with self._level_lock:
+            self.metrics.set_level("breaker_state", "", _LEVELS[self.state])
+
     def _changed(self, state: BreakerState, reason: str) -> None:
         self.metrics.add("breaker", state.value)
+        self._publish_state()
         match state:
             case BreakerState.OPEN:
                 self._opened_at = self._clock()
