@@ -392,22 +392,26 @@ def _panels(measured: Sequence[Measured]) -> list[Panel]:
         ]
 
     return [
-        panel
-        for one in measured
-        for panel in (
+        *(
             Panel(
                 f"pages are in, {one.parallel} a round trip",
                 "place in the queue",
                 "s from the queue's arrival",
                 {name: line([played.done for played in of_name]) for name, of_name in one.rounds.items()},
-            ),
-            Panel(
-                f"inside when asked for, {one.parallel} a round trip",
-                "place in the queue",
-                "% of the pages",
-                {"prefetch": line([[100 * share for share in played.inside] for played in one.rounds["prefetch"]])},
-            ),
-        )
+            )
+            for one in measured
+        ),
+        Panel(
+            "prefetch: inside when asked for",
+            "place in the queue",
+            "% of the pages",
+            {
+                f"inside, {one.parallel} a round trip": line(
+                    [[100 * share for share in played.inside] for played in one.rounds["prefetch"]]
+                )
+                for one in measured
+            },
+        ),
     ]
 
 

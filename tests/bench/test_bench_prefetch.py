@@ -15,23 +15,9 @@ def test_a_small_run_writes_everything(tmp_path, monkeypatch, capsys):
     from benchmarks import bench_prefetch
 
     report = tmp_path / "prefetch.md"
-    words = [
-        "--requests",
-        "4",
-        "--tokens",
-        "320",
-        "--rounds",
-        "1",
-        "--latency",
-        "2",
-        "--tick",
-        "2",
-        "--parallel",
-        "8",
-        "--page-bytes",
-        "8192",
-    ]
-    monkeypatch.setattr(sys, "argv", ["bench_prefetch.py", *words, "--buffer", "1600000", "--report", str(report)])
+    small = ["--requests", "4", "--tokens", "320", "--rounds", "1", "--page-bytes", "8192", "--buffer", "1600000"]
+    near = ["--latency", "2", "--tick", "2", "--parallel", "8"]
+    monkeypatch.setattr(sys, "argv", ["bench_prefetch.py", *small, *near, "--report", str(report)])
     assert bench_prefetch.main() == 0
     text = report.read_text()
     assert capsys.readouterr().out.count("4 requests of 20 pages") == 1 and "4 requests of 20 pages" in text

@@ -87,6 +87,7 @@ class BreakerStore(DelegatingStore):
             [GetResult.ERROR] * len(batch),
             judge,
             len(batch),
+            self._judge_pages,
         )
 
     def set(self, batch: PageBatch) -> list[SetResult]:
@@ -143,6 +144,7 @@ class BreakerStore(DelegatingStore):
         failed: T,
         judge: Callable[[T, float], tuple[Outcome, str]],
         pages: int,
+        judge_pages: Callable[[int, T], None] = lambda ticket, answer: None,
     ) -> T:
         if self._closing.is_set():
             raise StoreClosedError(self.name)
@@ -161,6 +163,7 @@ class BreakerStore(DelegatingStore):
             self._breaker.record(ticket, Outcome.FAILED, f"a call raised {type(error).__name__}")
             return failed
         self._breaker.record(ticket, *judge(answer, self._clock() - begun))
+        judge_pages(ticket, answer)
         return answer
 
     # -- judgement -------------------------------------------------------------------------------------------------
@@ -179,6 +182,12 @@ class BreakerStore(DelegatingStore):
         if seconds > self._settings.slow_call + sum(batch.sizes) / _SLOWEST_BANDWIDTH:
             return Outcome.SLOW, f"a call took {seconds:.2g} s"
         return Outcome.GOOD, ""
+
+    def _judge_pages(self, ticket: int, results: Sequence[GetResult]) -> None:
+        """A damaged page is removed and computed again. Where most are, each read costs the transfer for nothing."""
+        damaged, good = results.count(GetResult.CORRUPT), results.count(GetResult.HIT)
+        if damaged or good:
+            self._breaker.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")
 
     def _judged_answer(self, found: bool, seconds: float) -> tuple[Outcome, str]:
         """Of a look-up: failures look like absence, so that only time and success speak."""
