@@ -7,7 +7,7 @@ BESIDE := -n $(WORKERS) --dist loadfile
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign soak clean
+.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
+	@echo "make trouble    a pool killed, frozen, slow and lying under two real servers, 8 minutes; writes docs/reports/pool-trouble.*"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes; writes docs/reports/soak.md"
 	@echo "make clean      remove .venv and everything the demo made"
 
@@ -58,7 +59,10 @@ kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
 
 guards-campaign: setup-test
-	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 3000 --seed 1 --report docs/reports/guards.md
+	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
+
+trouble: setup-test
+	.venv/bin/python -m tests.campaigns.pool_trouble --report docs/reports/pool-trouble.md
 
 soak: setup-test
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md

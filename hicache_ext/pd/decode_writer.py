@@ -36,6 +36,7 @@ _PAGES_PER_WRITE = 128
 _COPIES_PER_STEP = 8
 """Running requests whose copies one step starts: a batch that reaches its stride together is spread over some steps."""
 _LOG_INTERVAL = 60.0
+_LEVEL_INTERVAL = 1.0
 _FIRST_BACKOFF_MS = 250
 
 Minimum = Callable[[list[int]], list[int]]
@@ -87,6 +88,7 @@ class DecodeWriter:
         self._started = time.monotonic()
         self._now = 0
         self._last_log = self._started
+        self._last_levels = self._started - _LEVEL_INTERVAL
         self._last_logged: dict[str, Any] = {}
 
     @property
@@ -384,6 +386,10 @@ class DecodeWriter:
 
     def _log_sometimes(self) -> None:
         now = time.monotonic()
+        if now - self._last_levels >= _LEVEL_INTERVAL:
+            self._last_levels = now
+            for name, value in self._levels().items():
+                self.metrics.set_level(name, "", value)
         if now - self._last_log < _LOG_INTERVAL:
             return
         self._last_log = now
@@ -391,15 +397,22 @@ class DecodeWriter:
 
     def log_summary(self) -> None:
         """One line with all counters, if any has changed since the last one."""
-        pool = self._manager.decode_host_mem_pool
+        levels = self._levels()
         counters = {
             **describe(self.metrics),
-            "waiting.pages": self._room.pages + self._pages_in_flight,
-            "host.used_tokens": pool.size - pool.available_size(),
+            "waiting.pages": levels["waiting_pages"],
+            "host.used_tokens": levels["host_used_tokens"],
         }
         if counters != self._last_logged:
             self._last_logged = counters
             logger.info("hicache_ext: decode writer: %s", counters)
+
+    def _levels(self) -> dict[str, int]:
+        pool = self._manager.decode_host_mem_pool
+        return {
+            "waiting_pages": self._room.pages + self._pages_in_flight,
+            "host_used_tokens": pool.size - pool.available_size(),
+        }
 
 
 def _was_aborted(request: Any) -> bool:

@@ -238,7 +238,8 @@ def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWrit
         for backend in live_backends()
         if getattr(backend, "mem_pool_host", None) is manager.cache_controller.storage_host_pool
     )
-    metrics = TierMetrics("pd_write")
+    metrics = TierMetrics("pd_write", prefix="pd_write_")
+    backend.export_also(metrics)
 
     def minimum(numbers: list[int]) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64)

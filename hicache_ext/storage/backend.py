@@ -39,6 +39,7 @@ from hicache_ext.config import HicacheExtConfig, load_config
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
 from hicache_ext.kernels import sglang_hooks
+from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.metrics import TierMetrics, TransferSamples
 from hicache_ext.metrics_export import export_when_wanted
 from hicache_ext.plugin import check_sglang_version, missing_decode_hooks, missing_hooks
@@ -138,6 +139,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._suspended_because: str | None = None
         self._state_lock = threading.Lock()
         self._failures = TierMetrics("backend")
+        self._also_counted: list[TierMetrics] = []
         self._last_failure_log = 0.0
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
@@ -147,8 +149,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
         self._store = open_tiers(self._config)
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
-        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
         self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
+        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
@@ -639,8 +641,15 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._store.close()
         self._exporter.close()
 
+    def export_also(self, metrics: TierMetrics) -> None:
+        """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""
+        self._also_counted.append(metrics)
+
     def _export_sources(self) -> list[TierMetrics]:
-        return [self._failures, self._store.metrics, *[tier.metrics for tier in self._store.tiers]]
+        beside = [self._failures, kernel_metrics, *self._also_counted]
+        if self._pull_rule is not None:
+            beside.append(self._pull_rule.metrics)
+        return [*beside, self._store.metrics, *[tier.metrics for tier in self._store.tiers]]
 
     def _warn_about_missing_hooks(self) -> None:
         if self._facts.model_path is None:

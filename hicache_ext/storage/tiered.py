@@ -325,9 +325,10 @@ class TieredStore:
         if self._promoter is not None:
             self._promoter.forget(wanted)
         # A page of two tiers is one page: their own counts cannot be added.
-        present = [tier.contains(wanted) for tier in self._all]
+        absent = [False] * len(wanted)
+        present = [self._call(tier, "contains", partial(tier.contains, wanted), absent) for tier in self._all]
         for tier in self._all:
-            tier.remove(wanted)
+            self._call(tier, "remove", partial(tier.remove, wanted), 0)
         return sum(any(known) for known in zip(*present, strict=True))
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
@@ -335,7 +336,8 @@ class TieredStore:
         self._prefetcher.forget_identities(digests)
         if self._promoter is not None:
             self._promoter.forget_identities(digests)
-        return max((tier.clear(digests) for tier in self._all), default=0)
+        # A tier that raises must not keep the others from being cleared.
+        return max((self._call(tier, "clear", partial(tier.clear, digests), 0) for tier in self._all), default=0)
 
     def wait_until_written(self, timeout: float) -> bool:
         """Whether all that waits to be promoted or written in the background was done within ``timeout`` seconds."""

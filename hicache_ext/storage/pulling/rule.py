@@ -70,7 +70,7 @@ class PullRule:
         self._config = config
         self._in_use = tiers
         self._compute_cost = compute_cost
-        self.metrics = metrics or TierMetrics("pull")
+        self.metrics = metrics or TierMetrics("pull", prefix="pull_")
         self._was_too_dear = False
         self._probing = threading.Lock()
 

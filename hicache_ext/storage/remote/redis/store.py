@@ -119,6 +119,12 @@ class RedisPageStore:
         except StoreClosedError:
             pass
 
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        from hicache_ext.storage.remote.redis.identities import stored_identities
+
+        with self._entered():
+            return stored_identities(self._name, self._settings, self._topology.nodes)
+
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
