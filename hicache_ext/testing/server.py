@@ -284,6 +284,7 @@ class SglangServer:
             return
         # The main process alone, at first: it drains and ends its children. A scheduler that gets the signal with it
         # looks crashed to it, and costs 5 s of crash diagnostics.
+        self.thaw()
         deadline = time.monotonic() + self._stop_timeout
         _signal_process(process.pid, signal.SIGTERM)
         while time.monotonic() < deadline and (process.poll() is None or _session_members(process.pid)):
@@ -305,6 +306,16 @@ class SglangServer:
             time.sleep(0.02)
         process.wait()
         self._process = None
+
+    def freeze(self) -> None:
+        """Stop all its processes where they are, so that an idle server takes nothing from one that is measured."""
+        for pid in _session_members(self.pid):
+            _signal_process(pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on; does nothing to a server that is not frozen."""
+        for pid in _session_members(self.pid):
+            _signal_process(pid, signal.SIGCONT)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

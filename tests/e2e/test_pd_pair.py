@@ -7,15 +7,20 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from hicache_ext.testing.network_namespace import missing_for_namespaces
+from hicache_ext.cli.main import main
+from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
+from hicache_ext.testing.network_namespace import NetworkNamespace, missing_for_namespaces
 from hicache_ext.testing.pd_pair import PdPair
+from hicache_ext.testing.redis_servers import RedisServer, redis_program
 from hicache_ext.testing.server import ServerError
 from tests.e2e.conftest import file_tier_config
 
@@ -29,19 +34,63 @@ def shared_directory(directory: Path) -> dict[str, Any]:
     return file_tier_config(directory / "pool")
 
 
-# A pool more is one line more: a function from a directory to the operator's document.
-POOLS: dict[str, Callable[[Path], dict[str, Any]]] = {"shared directory": shared_directory}
+@contextmanager
+def redis_pool(directory: Path) -> Iterator[dict[str, Any]]:
+    with RedisServer(directory / "redis") as server:
+        yield {"type": "redis", "url": server.url, "timeout": "2s"}
 
 
-@pytest.fixture(autouse=True)
+@contextmanager
+def mooncake_pool(directory: Path) -> Iterator[dict[str, Any]]:
+    with MooncakeServers(directory / "mooncake") as servers:
+        yield {"type": "mooncake", "master": servers.master, "local_hostname": "127.0.0.1", "timeout": "2s"}
+
+
+# A pool more is one line more: what the machine lacks for it, and its servers with its tier. The nodes start with the
+# directory and are told to change over.
+OTHER_POOLS: dict[str, tuple[Callable[[], str | None], Callable[[Path], AbstractContextManager[dict[str, Any]]]]] = {
+    "redis": (lambda: None if redis_program() else "redis-server", redis_pool),
+    "mooncake": (missing_mooncake, mooncake_pool),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _namespaces() -> None:
     if missing := missing_for_namespaces():
         pytest.skip(f"missing: {missing}")
 
 
-@pytest.fixture(params=sorted(POOLS))
-def pool(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    return POOLS[request.param](tmp_path)
+@dataclass(frozen=True)
+class RunningPair:
+    """A pair over a shared directory, and what its nodes were given."""
+
+    pair: PdPair
+    directory: Path
+    document: dict[str, Any]
+
+    @property
+    def decode_log(self) -> Path:
+        return self.directory / "decode.log"
+
+    def change_pool(self, name: str, tier: dict[str, Any]) -> None:
+        """Have both running nodes use another pool, as ``hicache-ext reload`` does."""
+        document = {**self.document, "hicache_ext": {"tiers": {name: tier}}}
+        file = as_file(self.directory, document).removeprefix("@")
+        assert main(["reload", file]) == 0
+
+
+@pytest.fixture(scope="module")
+def running(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
+    directory = tmp_path_factory.mktemp("pair")
+    # Keys that SGLang takes out on a prefill node and leaves in on a decode node, in a file that it cannot read there.
+    document = {**shared_directory(directory), "prefetch_threshold": 64, "prefetch_timeout_base": 2}
+    config = as_file(directory, document)
+    with PdPair(tiny_model, directory=directory, prefill_config=config, decode_config=config) as pair:
+        yield RunningPair(pair, directory, document)
+    counters = writer_counters(directory / "decode.log")
+    assert counters["request.opted_out"] == 1
+    assert counters["host.used_tokens"] == 0
+    assert not error_lines(directory / "decode.log")
 
 
 def as_file(directory: Path, document: dict[str, Any], name: str = "hicache.yaml") -> str:
@@ -57,6 +106,14 @@ def writer_counters(log: Path) -> dict[str, int]:
     counters = ast.literal_eval(lines[-1])
     assert isinstance(counters, dict)
     return counters
+
+
+@contextmanager
+def pool_in(namespace: NetworkNamespace, pool: AbstractContextManager[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """``pool`` served inside the pair's network: processes inherit that of the thread which starts them."""
+    with ExitStack() as stack:
+        tier = namespace.run(lambda: stack.enter_context(pool))
+        yield tier
 
 
 def error_lines(log: Path) -> list[str]:
@@ -77,42 +134,52 @@ def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> Any
         time.sleep(0.2)
 
 
-def test_the_second_turn_restores_what_the_decode_node_wrote(
-    tiny_model: Path, tmp_path: Path, pool: dict[str, Any]
-) -> None:
-    # Keys that SGLang takes out on a prefill node and leaves in on a decode node, in a file that it cannot read there.
-    config = as_file(tmp_path, {**pool, "prefetch_threshold": 64, "prefetch_timeout_base": 2})
-    with PdPair(tiny_model, directory=tmp_path, prefill_config=config, decode_config=config) as pair:
+def test_the_second_turn_restores_what_the_decode_node_wrote(running: RunningPair) -> None:
+    pair = running.pair
+    first = pair.generate(PROMPT, 80)
+    assert (first.cached_tokens, len(first.output_ids)) == (0, 80)
+    next_turn = [*PROMPT, *first.output_ids, *range(24)]
+    # Another salt is another namespace: nothing of it is stored.
+    cold = pair.generate(next_turn, 16, cache_salt="cold")
+    assert cold.cached_tokens == 0
+
+    warm = restored(pair, next_turn, 704)
+    assert warm.cached.storage == 704
+    assert warm.cached.storage_backend == "HiCacheExtBackend"
+    assert warm.output_ids == cold.output_ids
+
+    # In a namespace, too; and by a request that wants none of its KV stored.
+    salted = pair.generate(PROMPT, 80, cache_salt="tenant")
+    assert salted.output_ids == first.output_ids
+    in_namespace = restored(pair, next_turn, 704, cache_salt="tenant")
+    assert in_namespace.cached.storage == 704
+    assert in_namespace.output_ids == cold.output_ids
+
+    private = {"custom_params": {"hicache_ext": {"store": False}}}
+    secret = pair.generate(PROMPT, 80, cache_salt="private", sampling=private)
+    assert secret.output_ids == first.output_ids
+    pair.generate(PROMPT, 80, cache_salt="later")
+    unstored = restored(pair, next_turn, 640, cache_salt="private")
+    assert unstored.cached.storage == 640
+    assert unstored.output_ids == cold.output_ids
+
+
+@pytest.mark.parametrize("pool", sorted(OTHER_POOLS))
+def test_the_second_turn_is_restored_from_other_pools(running: RunningPair, pool: str, tmp_path: Path) -> None:
+    pair, (missing, serve) = running.pair, OTHER_POOLS[pool]
+    if lacking := missing():
+        pytest.skip(f"missing: {lacking}")
+    with pool_in(pair.namespace, serve(tmp_path)) as tier:
+        running.change_pool(pool, tier)
+        pair.prefill.flush_cache()
         first = pair.generate(PROMPT, 80)
         assert (first.cached_tokens, len(first.output_ids)) == (0, 80)
         next_turn = [*PROMPT, *first.output_ids, *range(24)]
-        # Another salt is another namespace: nothing of it is stored.
         cold = pair.generate(next_turn, 16, cache_salt="cold")
         assert cold.cached_tokens == 0
-
         warm = restored(pair, next_turn, 704)
         assert warm.cached.storage == 704
-        assert warm.cached.storage_backend == "HiCacheExtBackend"
         assert warm.output_ids == cold.output_ids
-
-        # In a namespace, too; and by a request that wants none of its KV stored.
-        salted = pair.generate(PROMPT, 80, cache_salt="tenant")
-        assert salted.output_ids == first.output_ids
-        in_namespace = restored(pair, next_turn, 704, cache_salt="tenant")
-        assert in_namespace.cached.storage == 704
-        assert in_namespace.output_ids == cold.output_ids
-
-        private = {"custom_params": {"hicache_ext": {"store": False}}}
-        secret = pair.generate(PROMPT, 80, cache_salt="private", sampling=private)
-        assert secret.output_ids == first.output_ids
-        pair.generate(PROMPT, 80, cache_salt="later")
-        unstored = restored(pair, next_turn, 640, cache_salt="private")
-        assert unstored.cached.storage == 640
-        assert unstored.output_ids == cold.output_ids
-    counters = writer_counters(tmp_path / "decode.log")
-    assert counters["request.opted_out"] == 1
-    assert counters["host.used_tokens"] == 0
-    assert not error_lines(tmp_path / "decode.log")
 
 
 @pytest.mark.parametrize("retractions", [False, True], ids=["aborts", "aborts and retractions"])
