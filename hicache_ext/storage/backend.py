@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -49,7 +50,7 @@ from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_
 from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.pulling.prefill_cost import prefill_cost
-from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
+from hicache_ext.storage.pulling.rule import open_pull_rule
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 
 logger = logging.getLogger(__name__)
@@ -264,21 +265,19 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         if self._unavailable or not keys:
             return 0
         pool = self._pools.get(_KV)
+        if self._pull_rule is None or pool is None or pool.pages is None:
+            return self._leading_of_any_kind(pool, keys)
+        parts = len(pool.digests)
+        with self._pull_rule.looking_up(len(keys), pool.pages.page_size, pool.pages.page_bytes, parts) as asked:
+            leading = 0 if asked is None else self._leading_of_any_kind(pool, keys)
+        return 0 if asked is None else self._pull_rule.pages_to_pull(asked, leading, partial(_probe_keys, pool, keys))
+
+    def _leading_of_any_kind(self, pool: _BoundPool | None, keys: Sequence[str]) -> int:
         leading = self._leading(pool, keys) if pool is not None and pool.pages is not None else 0
-        if leading < len(keys):
-            # Pages that came as flat tensors; where there are none this costs one look-up.
+        if leading < len(keys) and (self._flat is not None or self._scheduler is None):
+            # Pages that came as flat tensors; a server has them only where SGLang uses the generic calls.
             leading = max(leading, self._leading(self._flat_pool(), keys))
-        return leading if self._pull_rule is None else self._worth_pulling(self._pull_rule, pool, keys, leading)
-
-    def _worth_pulling(self, rule: PullRule, pool: _BoundPool | None, keys: Sequence[str], leading: int) -> int:
-        """``leading``, or 0 where computing these pages is cheaper than reading them."""
-        if pool is None or pool.pages is None:
-            return leading
-
-        def store_keys(count: int) -> list[bytes]:
-            return [digest + page_hash_bytes(key) for key in keys[:count] for digest in pool.digests]
-
-        return rule.pages_to_pull(leading, pool.pages.page_size, pool.pages.page_bytes, store_keys)
+        return leading
 
     @_answering(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
@@ -670,6 +669,11 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         if now - self._last_failure_log >= 1.0:
             self._last_failure_log = now
             logger.error("hicache_ext: %s failed and is answered as a miss: %s", call, error, exc_info=error)
+
+
+def _probe_keys(pool: _BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
+    """Store keys of the first ``count`` pages, of their first parts."""
+    return [pool.digests[0] + page_hash_bytes(key) for key in keys[:count]]
 
 
 def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence[bool]) -> list[bool]:
