@@ -77,6 +77,7 @@ class Measured:
     """Of one arm: tokens per second by batch, and the scheduler's microseconds by step of each batch."""
 
     rates: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     steps: list[list[float]] = field(default_factory=list)
 
 
@@ -163,9 +164,10 @@ def _measure(pair: PdPair, nodes: dict[str, SglangServer], directory: Path, dead
         dying = threading.Timer(half_a_batch, tier_faults.direct, (fault_file, "dead"))
         if arm.dies:
             dying.start()
-        started = time.monotonic()
+        started, cpu_before = time.monotonic(), node.cpu_seconds()
         rate = _decode_batch(pair, node, f"{round_number}-{name}")
         half_a_batch = (time.monotonic() - started) / 2
+        cpu_seconds = node.cpu_seconds() - cpu_before
         dying.cancel()
         tier_faults.direct(fault_file, "")
         time.sleep(SETTLE if arm.fault or arm.dies else 0.3)
@@ -173,10 +175,13 @@ def _measure(pair: PdPair, nodes: dict[str, SglangServer], directory: Path, dead
         costs, offsets[arm.node] = step_costs.read_step_costs(directory / f"{arm.node}.steps", offsets.get(arm.node, 0))
         if counts:
             measured[name].rates.append(rate)
+            measured[name].cpu_seconds.append(cpu_seconds)
             measured[name].steps.append(costs)
-            print(f"round {round_number - 1} {name:<32} {rate:8.1f} tokens/s", flush=True)
+            print(f"round {round_number - 1} {name:<32} {rate:8.1f} tokens/s, {cpu_seconds:.2f} CPU s", flush=True)
     whole = min(len(arm.rates) for arm in measured.values())
-    return {name: Measured(arm.rates[:whole], arm.steps[:whole]) for name, arm in measured.items()}
+    return {
+        name: Measured(arm.rates[:whole], arm.cpu_seconds[:whole], arm.steps[:whole]) for name, arm in measured.items()
+    }
 
 
 def _decode_batch(pair: PdPair, node: SglangServer, salt: str) -> float:
@@ -217,10 +222,11 @@ def _said(log: Path, pattern: str) -> str:
 
 
 def _table(measured: dict[str, Measured]) -> Table:
-    base = measured[WITHOUT].rates
+    base = measured[WITHOUT]
     rows = []
     for name, arm in measured.items():
-        ratio = Spread.of([rate / other for rate, other in zip(arm.rates, base, strict=True)])
+        ratio = _paired(arm.rates, base.rates)
+        cpu_ratio = _paired(arm.cpu_seconds, base.cpu_seconds)
         rate = Spread.of(arm.rates)
         steps = [cost for batch in arm.steps for cost in batch]
         means = [statistics.fmean(batch) for batch in arm.steps if batch]
@@ -228,15 +234,25 @@ def _table(measured: dict[str, Measured]) -> Table:
             (
                 name,
                 f"{number(rate.median)} ({number(rate.lower)} to {number(rate.upper)})",
-                "" if name == WITHOUT else f"{ratio.median:.3f} ({ratio.lower:.3f} to {ratio.upper:.3f})",
+                "" if name == WITHOUT else ratio,
+                number(statistics.median(arm.cpu_seconds)),
+                "" if name == WITHOUT else cpu_ratio,
                 number(statistics.median(means)) if means else "-",
                 number(float(np.percentile(steps, 50))) if steps else "-",
                 number(float(np.percentile(steps, 99))) if steps else "-",
                 number(max(steps)) if steps else "-",
             )
         )
-    headers = ("decode node", "tokens/s", "paired ratio", "us a step, mean", "median", "99 %", "most")
-    return Table(f"Medians (quartiles) of {len(base)} rounds", headers, tuple(rows))
+    headers = (
+        *("decode node", "tokens/s", "paired ratio", "CPU s", "paired ratio"),
+        *("us a step, mean", "median", "99 %", "most"),
+    )
+    return Table(f"Medians (quartiles) of {len(base.rates)} rounds", headers, tuple(rows))
+
+
+def _paired(values: Sequence[float], base: Sequence[float]) -> str:
+    spread = Spread.of([value / other for value, other in zip(values, base, strict=True)])
+    return f"{spread.median:.3f} ({spread.lower:.3f} to {spread.upper:.3f})"
 
 
 def _report(file: Path, table: Table, measured: dict[str, Measured], said: str, facts: dict[str, Any]) -> None:
@@ -245,9 +261,10 @@ def _report(file: Path, table: Table, measured: dict[str, Measured], said: str, 
 `{command_line(["python -m tests.campaigns.decode_throughput", "--report", str(file)])}`, {today()[:10]}, \
 {facts["cpus"]} cores, Linux {facts["kernel"]}, SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
 of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16, stride {STRIDE}. How it is \
-measured stands at the top of that file. A paired ratio is that of two batches of one round; the second server without offload \
-shows what is noise. The last four columns are microseconds of the scheduler thread that offload took, by step: all \
-requests of the batch advance by one token in a step.
+measured stands at the top of that file. A paired ratio is that of two batches of one round; the second server without \
+offload shows what is noise. CPU time is that of all processes of the decode node during a batch; it says more than the \
+rate where something else works on the machine. The last four columns are microseconds of the scheduler thread that \
+offload took, by step: all requests of the batch advance by one token in a step.
 
 {table.markdown()}
 
