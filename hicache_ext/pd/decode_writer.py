@@ -29,6 +29,7 @@ from hicache_ext.pd.page_chain import PageChain
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
 from hicache_ext.pd.request_options import options_of
 from hicache_ext.pd.waiting_room import WaitingRoom
+from hicache_ext.storage.hints.sender import HintSender
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ _COPIES_PER_STEP = 8
 """Running requests whose copies one step starts: a batch that reaches its stride together is spread over some steps."""
 _LOG_INTERVAL = 60.0
 _FIRST_BACKOFF_MS = 250
+_HINTS_TIMEOUT = 2.0
 
 Minimum = Callable[[list[int]], list[int]]
 """The element-wise minimum over the ranks."""
@@ -69,6 +71,7 @@ class DecodeWriter:
         *,
         bigrams: bool = False,
         minimum: Minimum | None = None,
+        hints: HintSender | None = None,
     ) -> None:
         self._manager = manager
         self._config = config
@@ -76,6 +79,7 @@ class DecodeWriter:
         self.metrics = metrics
         self._bigrams = bigrams
         self._minimum = minimum
+        self._hints = hints
         self._page_size = manager.page_size
         self._stride = max(1, config.stride // self._page_size) * self._page_size
         self._room = WaitingRoom(config.drop)
@@ -291,6 +295,9 @@ class DecodeWriter:
                 continuation.prefix_known = True
                 continuation.attempts = 0
                 self._free(job.pieces)
+                if self._hints is not None and _is_last(job):
+                    # Nothing follows, so that the storage thread is done with the chain.
+                    self._hints.announce(continuation.chain.hashes(0, job.pieces[-1].end_page))
             elif continuation.closed or job.pieces[0].epoch < continuation.started_over:
                 self._free(job.pieces)
             elif finished.outcome is Outcome.PREFIX_MISSING:
@@ -344,6 +351,8 @@ class DecodeWriter:
 
     def stop(self, timeout: float) -> bool:
         """End the storage thread; whether it ended, so that host memory may go."""
+        if self._hints is not None:
+            self._hints.close(_HINTS_TIMEOUT)
         return self._writer.stop(timeout)
 
     # -- host memory -----------------------------------------------------------------------------------------------
@@ -400,6 +409,12 @@ class DecodeWriter:
         if counters != self._last_logged:
             self._last_logged = counters
             logger.info("hicache_ext: decode writer: %s", counters)
+
+
+def _is_last(job: WriteJob) -> bool:
+    """Whether all that a finished request generated has been written with this run."""
+    continuation = job.continuation
+    return continuation.finished and job.pieces[-1].end_page == continuation.copied_pages
 
 
 def _was_aborted(request: Any) -> bool:

@@ -254,4 +254,5 @@ def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWrit
         metrics,
         bigrams=bigrams,
         minimum=minimum if manager.tp_world_size > 1 else None,
+        hints=backend.hint_sender(metrics),
     )

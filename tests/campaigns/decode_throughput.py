@@ -262,9 +262,9 @@ def _report(file: Path, table: Table, measured: dict[str, Measured], said: str, 
 {facts["cpus"]} cores, Linux {facts["kernel"]}, SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
 of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16, stride {STRIDE}. How it is \
 measured stands at the top of that file. A paired ratio is that of two batches of one round; the second server without \
-offload shows what is noise. CPU time is that of all processes of the decode node during a batch; it says more than the \
-rate where something else works on the machine. The last four columns are microseconds of the scheduler thread that \
-offload took, by step: all requests of the batch advance by one token in a step.
+offload shows what is noise. CPU time is that of all processes of the decode node during a batch; it says more than \
+the rate where something else works on the machine. The last four columns are microseconds of the scheduler thread \
+that offload took, by step: all requests of the batch advance by one token in a step.
 
 {table.markdown()}
 

@@ -41,7 +41,9 @@ from hicache_ext.testing import tier_faults
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 
-PROMPT_TOKENS = 2048
+PROMPT_TOKENS = 4096
+PAGE_SIZE = 32
+"""SGLang asks for 128 pages at once: a prompt is one look-up and one read."""
 PROMPTS = 3
 SHARES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 1.0, 2.0, 0.0)
 """What each call takes longer, in units of the recompute time. A pull is a look-up and a read: dear from 0.5 on."""
@@ -85,13 +87,14 @@ def main() -> None:
 @contextmanager
 def _servers(directory: Path) -> Iterator[dict[str, SglangServer]]:
     """All three, frozen."""
-    model = make_tiny_model(directory / "model", layers=4, hidden_size=256)
+    model = make_tiny_model(directory / "model", layers=8, hidden_size=256)
     fault = {tier_faults.VARIABLE: f"file:{directory / 'fault'}"}
 
     def server(name: str, pull: dict[str, Any] | None) -> SglangServer:
         return SglangServer(
             model,
             log_file=directory / f"{name}.log",
+            page_size=PAGE_SIZE,
             storage_backend=None if pull is None else "dynamic",
             extra_config=None if pull is None else _config(directory, pull),
             environment=fault,

@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from hicache_ext.cli.main import main
+from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.config.model import ExtraConfig
 from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
 from hicache_ext.testing.network_namespace import NetworkNamespace, missing_for_namespaces
 from hicache_ext.testing.pd_pair import PdPair
@@ -35,6 +37,11 @@ def shared_directory(directory: Path) -> dict[str, Any]:
 
 
 @contextmanager
+def directory_pool(directory: Path) -> Iterator[dict[str, Any]]:
+    yield {"type": "file", "path": str(directory / "pool"), "capacity": "256MiB", "layout": "pages"}
+
+
+@contextmanager
 def redis_pool(directory: Path) -> Iterator[dict[str, Any]]:
     with RedisServer(directory / "redis") as server:
         yield {"type": "redis", "url": server.url, "timeout": "2s"}
@@ -46,10 +53,10 @@ def mooncake_pool(directory: Path) -> Iterator[dict[str, Any]]:
         yield {"type": "mooncake", "master": servers.master, "local_hostname": "127.0.0.1", "timeout": "2s"}
 
 
-# A pool more is one line more: what the machine lacks for it, and its servers with its tier. The nodes start with the
-# directory and are told to change over.
+# A pool more is one line more: what the machine lacks for it, and its servers with its tier. The nodes start with Redis
+# and are told to change over.
 OTHER_POOLS: dict[str, tuple[Callable[[], str | None], Callable[[Path], AbstractContextManager[dict[str, Any]]]]] = {
-    "redis": (lambda: None if redis_program() else "redis-server", redis_pool),
+    "shared directory": (lambda: None, directory_pool),
     "mooncake": (missing_mooncake, mooncake_pool),
 }
 
@@ -62,35 +69,54 @@ def _namespaces() -> None:
 
 @dataclass(frozen=True)
 class RunningPair:
-    """A pair over a shared directory, and what its nodes were given."""
+    """A pair over Redis, and what its nodes were given; the prefill node has a directory of its own in front."""
 
     pair: PdPair
     directory: Path
     document: dict[str, Any]
 
-    @property
-    def decode_log(self) -> Path:
-        return self.directory / "decode.log"
-
     def change_pool(self, name: str, tier: dict[str, Any]) -> None:
-        """Have both running nodes use another pool, as ``hicache-ext reload`` does."""
+        """Have both running nodes use another pool and nothing else, as ``hicache-ext reload`` does."""
         document = {**self.document, "hicache_ext": {"tiers": {name: tier}}}
         file = as_file(self.directory, document).removeprefix("@")
         assert main(["reload", file]) == 0
+
+    def pages_near_prefill(self) -> int:
+        return len(list((self.directory / "near" / "pages").rglob("*.page")))
 
 
 @pytest.fixture(scope="module")
 def running(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
     directory = tmp_path_factory.mktemp("pair")
-    # Keys that SGLang takes out on a prefill node and leaves in on a decode node, in a file that it cannot read there.
-    document = {**shared_directory(directory), "prefetch_threshold": 64, "prefetch_timeout_base": 2}
-    config = as_file(directory, document)
-    with PdPair(tiny_model, directory=directory, prefill_config=config, decode_config=config) as pair:
-        yield RunningPair(pair, directory, document)
+    if redis_program() is None:
+        pytest.skip("missing: redis-server")
+    with NetworkNamespace() as namespace, pool_in(namespace, redis_pool(directory)) as pool:
+        near = {"type": "file", "path": str(directory / "near"), "capacity": "64MiB", "layout": "pages"}
+        section = {
+            "tiers": {"near": near, "pool": pool},
+            "store_locations": ["pool"],
+            "promote_to": "near",
+            "roles": {"decode": {"retrieve_locations": []}},
+            "pd": {"hints": {"enabled": True, "interval": "100ms"}},
+        }
+        # Keys that SGLang takes out on a prefill node and leaves in on a decode node, in a file that it cannot read.
+        document = {**ExtraConfig.around(section), "prefetch_threshold": 64, "prefetch_timeout_base": 2}
+        config = as_file(directory, document)
+        with PdPair(
+            tiny_model,
+            directory=directory,
+            prefill_config=config,
+            decode_config=config,
+            prefill_arguments=("--enable-metrics",),
+            namespace=namespace,
+        ) as pair:
+            yield RunningPair(pair, directory, document)
     counters = writer_counters(directory / "decode.log")
     assert counters["request.opted_out"] == 1
+    assert counters["hint.sent"] > 0
     assert counters["host.used_tokens"] == 0
-    assert not error_lines(directory / "decode.log")
+    for log in ("decode.log", "prefill.log"):
+        assert not error_lines(directory / log)
 
 
 def as_file(directory: Path, document: dict[str, Any], name: str = "hicache.yaml") -> str:
@@ -123,6 +149,18 @@ def error_lines(log: Path) -> list[str]:
     return [line for line in text.splitlines() if re.search(trouble, line, re.IGNORECASE)]
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def hits_from(pair: PdPair, tier: str) -> float:
+    """Pages that the prefill node has had from a tier; exported once a second."""
+    return read_samples(pair.prefill.get("/metrics")).total("hicache_ext_hit_from_total", reason=tier)
+
+
 def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> Any:
     """The first answer whose prompt comes from storage as far as expected: writing takes its moment."""
     deadline = time.monotonic() + 20
@@ -139,13 +177,19 @@ def test_the_second_turn_restores_what_the_decode_node_wrote(running: RunningPai
     first = pair.generate(PROMPT, 80)
     assert (first.cached_tokens, len(first.output_ids)) == (0, 80)
     next_turn = [*PROMPT, *first.output_ids, *range(24)]
+
+    # The decode node has said what is in the pool: before anybody asks, all of it lies in front of the prefill node.
+    wait_until(lambda: running.pages_near_prefill() == 44)
+    pair.prefill.flush_cache()
+    warm = pair.generate(next_turn, 16)
+    assert warm.cached.storage == 704
+    assert warm.cached.storage_backend == "HiCacheExtBackend"
+    wait_until(lambda: hits_from(pair, "near") == 44)
+    assert hits_from(pair, "pool") == 0
+
     # Another salt is another namespace: nothing of it is stored.
     cold = pair.generate(next_turn, 16, cache_salt="cold")
     assert cold.cached_tokens == 0
-
-    warm = restored(pair, next_turn, 704)
-    assert warm.cached.storage == 704
-    assert warm.cached.storage_backend == "HiCacheExtBackend"
     assert warm.output_ids == cold.output_ids
 
     # In a namespace, too; and by a request that wants none of its KV stored.

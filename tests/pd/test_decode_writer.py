@@ -138,14 +138,14 @@ class FakeManager:
 class Node:
     """A decode node: the writer, and the scheduler's calls in the scheduler's order."""
 
-    def __init__(self, host_slots: int = 400, minimum: Any = None, **settings: Any) -> None:
+    def __init__(self, host_slots: int = 400, minimum: Any = None, hints: Any = None, **settings: Any) -> None:
         self.manager = FakeManager(host_slots)
         self.host = self.manager.decode_host_mem_pool
         self.pool = FakePool(self.host)
         self.metrics = TierMetrics("pd_write")
         config = WriteConfig(**{"stride": 8, "prefix_grace": 0.0, "retry_within": 5.0, **settings})
         self._pool_writer = PoolWriter(self.pool, self.metrics)
-        self.writer = DecodeWriter(self.manager, config, self._pool_writer, self.metrics, minimum=minimum)
+        self.writer = DecodeWriter(self.manager, config, self._pool_writer, self.metrics, minimum=minimum, hints=hints)
 
     def prefilled(self, request: FakeRequest) -> FakeRequest:
         """The prefill node has written the prompt."""
@@ -211,6 +211,39 @@ def test_every_whole_page_of_a_continuation_reaches_the_pool_with_its_own_kv(nod
         assert node.pool.pages[key] == [3000 + number * PAGE_SIZE + place for place in range(PAGE_SIZE)]
     assert node.host.available_size() == node.host.size
     assert node.manager.released == [request]
+
+
+class FakeHints:
+    def __init__(self) -> None:
+        self.announced: list[list[str]] = []
+
+    def announce(self, page_hashes: list[str]) -> None:
+        self.announced.append(page_hashes)
+
+    def close(self, timeout: float) -> None:
+        pass
+
+
+def test_a_conversation_is_announced_whole_once_its_last_page_is_written(node_of: Callable[..., Node]) -> None:
+    hints = FakeHints()
+    node = node_of(hints=hints, retries=0)
+    request = node.prefilled(FakeRequest(list(range(10)), slot=3))
+    node.generate(request, 25)
+    node.settle()
+    assert node.pool.calls
+    assert hints.announced == []
+    node.generate(request, 5, finish=True)
+    node.settle()
+    tokens = [*request.origin_input_ids, *request.output_ids[:-1]]
+    assert hints.announced == [hashes(tokens)]
+    # What could not be written, or could not be found, is no promise.
+    unfound, refused = FakeRequest([9] * 8, 4), node.prefilled(FakeRequest([8] * 8, 5))
+    node.generate(unfound, 30, finish=True)
+    node.settle()
+    node.pool.result = SetResult.REJECTED
+    node.generate(refused, 30, finish=True)
+    node.settle()
+    assert len(hints.announced) == 1
 
 
 def test_a_repeat_writes_nothing_again(node_of: Callable[..., Node]) -> None:

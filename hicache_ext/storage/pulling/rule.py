@@ -24,8 +24,8 @@ from functools import partial
 from hicache_ext.config.pd import PullConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.pulling.linear_cost import LinearCost
 from hicache_ext.storage.pulling.measured_store import LookUp, MeasuredStore
+from hicache_ext.storage.pulling.sized_cost import SizedCost
 from hicache_ext.storage.store import PageBatch, PageStore
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ Tiers = Callable[[], Sequence[PageStore]]
 """The tiers in use, which a reload may exchange."""
 
 
-def open_pull_rule(config: PullConfig, tiers: Tiers, compute_cost: LinearCost) -> PullRule | None:
+def open_pull_rule(config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> PullRule | None:
     """The rule over those of ``tiers()`` that are measured; None with mode off."""
     return None if config.mode == "off" else PullRule(config, tiers, compute_cost)
 
@@ -84,7 +84,7 @@ class PullRule:
         self,
         config: PullConfig,
         tiers: Tiers,
-        compute_cost: LinearCost,
+        compute_cost: SizedCost,
         metrics: TierMetrics | None = None,
     ) -> None:
         self._config = config
@@ -164,7 +164,7 @@ class PullRule:
     def _compute_seconds(self, tokens: int) -> float | None:
         if self._config.prefill_rate is not None:
             return tokens / self._config.prefill_rate
-        return self._compute_cost.predict(tokens)
+        return self._compute_cost.saved_by(tokens)
 
     def _bound(self, computing: float) -> float:
         return computing * (1 - self._config.hysteresis) if self._was_too_dear else computing

@@ -15,6 +15,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.pulling.linear_cost import LinearCost
 from hicache_ext.storage.pulling.measured_store import LookUp, MeasuredStore
 from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
+from hicache_ext.storage.pulling.sized_cost import SizedCost
 from hicache_ext.storage.store import GetResult, PageBatch
 
 MIB = 2**20
@@ -65,11 +66,18 @@ def cost(start_up: float, per_unit: float) -> LinearCost:
     return line
 
 
+def compute_cost(start_up: float, per_token: float) -> SizedCost:
+    known = SizedCost()
+    for amount in (1, 10, 100, 1000, 10_000):
+        known.observe(amount, start_up + amount * per_token)
+    return known
+
+
 def rule_of(
-    *tiers: MeasuredStore, compute: LinearCost | None = None, mode: str = "adaptive", **settings: Any
+    *tiers: MeasuredStore, compute: SizedCost | None = None, mode: str = "adaptive", **settings: Any
 ) -> PullRule:
     config = PullConfig(**{"mode": mode, "min_tokens": 64, **settings})
-    return PullRule(config, lambda: tiers, compute or LinearCost())
+    return PullRule(config, lambda: tiers, compute or SizedCost())
 
 
 def tier_with(start_up: float, per_byte: float, name: str = "pool") -> MeasuredStore:
@@ -85,6 +93,21 @@ def test_a_line_is_learnt_and_follows_a_tier_that_slows() -> None:
     for amount in (10, 100, 1000, 10, 100, 1000, 10, 100, 1000, 10, 100, 1000):
         line.observe(amount, 0.1 + amount * 0.01)
     assert line.predict(500) == pytest.approx(5.1, rel=0.1)
+
+
+def test_what_a_long_prefix_costs_is_not_worn_away_by_many_short_ones() -> None:
+    known = SizedCost()
+    assert known.predict(100) is None
+    known.observe(2048, 0.5)
+    assert known.predict(4096) == 0.5  # the cheap side, until it was tried
+    assert known.predict(1024) == 0.25
+    for _ in range(100):
+        known.observe(16, 0.020)
+    assert known.predict(2048) == 0.5
+    assert known.predict(1032) == pytest.approx(0.26)
+    assert known.predict(4080) == pytest.approx(0.98)
+    assert known.saved_by(2048) == pytest.approx(0.48)  # the rest takes its 20 ms either way
+    assert known.saved_by(16) == 0.020
 
 
 def test_equal_amounts_give_the_dear_side() -> None:
@@ -110,7 +133,7 @@ def test_short_prefixes_are_computed_and_fixed_mode_measures_nothing() -> None:
 
 
 def test_a_fast_tier_is_pulled_from_and_a_slow_one_is_not() -> None:
-    compute = cost(0.0, 0.001)  # 1,000 tokens a second
+    compute = compute_cost(0.0, 0.001)  # 1,000 tokens a second
     fast, slow = tier_with(0.001, 1e-9), tier_with(0.5, 1e-6)
     assert rule_of(fast, compute=compute).decide(1024, 16 * MIB, {fast: 64}).pull
     decision = rule_of(slow, compute=compute).decide(1024, 16 * MIB, {slow: 64})
@@ -120,7 +143,7 @@ def test_a_fast_tier_is_pulled_from_and_a_slow_one_is_not() -> None:
 
 @pytest.mark.parametrize("slowness", [1e-9, 1e-8, 3e-8, 5e-8, 6e-8, 7e-8, 1e-7, 1e-6])
 def test_no_decision_is_expected_to_cost_more_than_computing(slowness: float) -> None:
-    compute = cost(0.002, 0.001)
+    compute = compute_cost(0.002, 0.001)
     tier = tier_with(0.001, slowness)
     decision = rule_of(tier, compute=compute).decide(1024, 16 * MIB, {tier: 64})
     chosen = decision.read_seconds if decision.pull else decision.compute_seconds
@@ -242,4 +265,4 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_mode_off_has_no_rule() -> None:
-    assert open_pull_rule(PullConfig(), list, LinearCost()) is None
+    assert open_pull_rule(PullConfig(), list, SizedCost()) is None
