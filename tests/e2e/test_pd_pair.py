@@ -19,6 +19,7 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.page_hashes import page_hashes
 from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
 from hicache_ext.testing.network_namespace import NetworkNamespace, missing_for_namespaces
 from hicache_ext.testing.pd_pair import PdPair
@@ -30,10 +31,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
 PROMPT = [(11 * position * position + 5 * position) % 250 for position in range(640)]
-
-
-def shared_directory(directory: Path) -> dict[str, Any]:
-    return file_tier_config(directory / "pool")
 
 
 @contextmanager
@@ -56,7 +53,7 @@ def mooncake_pool(directory: Path) -> Iterator[dict[str, Any]]:
 # A pool more is one line more: what the machine lacks for it, and its servers with its tier. The nodes start with Redis
 # and are told to change over.
 OTHER_POOLS: dict[str, tuple[Callable[[], str | None], Callable[[Path], AbstractContextManager[dict[str, Any]]]]] = {
-    "shared directory": (lambda: None, directory_pool),
+    "directory": (lambda: None, directory_pool),
     "mooncake": (missing_mooncake, mooncake_pool),
 }
 
@@ -114,7 +111,6 @@ def running(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     counters = writer_counters(directory / "decode.log")
     assert counters["request.opted_out"] == 1
     assert counters["hint.sent"] > 0
-    assert counters["host.used_tokens"] == 0
     for log in ("decode.log", "prefill.log"):
         assert not error_lines(directory / log)
 
@@ -226,10 +222,10 @@ def test_the_second_turn_is_restored_from_other_pools(running: RunningPair, pool
         assert warm.output_ids == cold.output_ids
 
 
-@pytest.mark.parametrize("retractions", [False, True], ids=["aborts", "aborts and retractions"])
-def test_fifty_conversations_give_all_host_memory_back(tiny_model: Path, tmp_path: Path, retractions: bool) -> None:
-    """Host memory of a fraction of what is generated, requests cut off at random: nothing leaks, no error lines."""
-    document = shared_directory(tmp_path)
+def test_fifty_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny_model: Path, tmp_path: Path) -> None:
+    """Requests are cut off at random and retracted, host memory holds a fraction of what is generated: nothing leaks,
+    every page in the pool can be reached from its conversation's first one, no error lines."""
+    document = file_tier_config(tmp_path / "pool", layout="pages")
     document["hicache_ext"]["pd"] = {"write": {"stride": 32, "drop": "shortest"}}
     config = as_file(tmp_path, document)
     generator = random.Random(6)
@@ -245,11 +241,10 @@ def test_fifty_conversations_give_all_host_memory_back(tiny_model: Path, tmp_pat
         prefill_config=config,
         decode_config=config,
         decode_arguments=("--hicache-ratio", "0.05"),
-        decode_environment=(
-            {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"} if retractions else None
-        ),
+        decode_environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"},
     ) as pair:
-        before = [pair.generate(prompt, 120, cache_salt="before").output_ids for prompt, _ in plans[:3]]
+        # What would be answered without an abort, in a namespace of its own.
+        whole = [pair.generate(prompt, 120, cache_salt="whole").output_ids for prompt, _ in plans[:3]]
 
         def talk(number: int) -> None:
             prompt, aborts = plans[number]
@@ -274,13 +269,22 @@ def test_fifty_conversations_give_all_host_memory_back(tiny_model: Path, tmp_pat
         assert len(answers) >= 25
         for number in range(3):
             pair.prefill.flush_cache()
-            assert pair.generate(plans[number][0], 120).output_ids == before[number]
+            assert pair.generate(plans[number][0], 120).output_ids == whole[number]
         time.sleep(6)  # what waits for a prompt that was never written is given up after the grace
         assert pair.generate([1, 2, 3] * 10, 4).output_ids
+        stored = {bytes.fromhex(file.stem) for file in (tmp_path / "pool" / "pages").rglob("*.page")}
+        conversations = [[*prompt, *answers.get(number, ())] for number, (prompt, _) in enumerate(plans)]
     counters = writer_counters(tmp_path / "decode.log")
     assert counters["host.used_tokens"] == 0
     assert counters["waiting.pages"] == 0
     assert counters["page.stored"] > 0
-    log = (tmp_path / "decode.log").read_text(errors="replace")
-    assert ("Testing retraction" in log) == retractions
-    assert not error_lines(tmp_path / "decode.log")
+    assert "Testing retraction" in (tmp_path / "decode.log").read_text(errors="replace")
+    for log in ("decode.log", "prefill.log"):
+        assert not error_lines(tmp_path / log)
+    continued = 0
+    for (prompt, _), tokens in zip(plans, conversations, strict=True):
+        present = [page in stored for page in page_hashes(tokens, PAGE_SIZE)]
+        leading = present.index(False) if False in present else len(present)
+        assert not any(present[leading:]), "pages behind a gap can never be found"
+        continued += leading > len(prompt) // PAGE_SIZE
+    assert continued >= 25
