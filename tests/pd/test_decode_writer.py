@@ -78,18 +78,25 @@ class FakeController:
 
     def __init__(self, host: FakeHostPool) -> None:
         self._host = host
+        self.write_queue: list[Any] = []
         self.ack_write_queue: list[Any] = []
         self.copies_end = True
+        self.operations: list[int] = []
+        """Copies in each operation."""
+        self.raises = False
 
-    def write(self, device_indices: torch.Tensor, node_id: int) -> torch.Tensor | None:
-        host_indices = self._host.alloc(len(device_indices))
-        if host_indices is None:
-            return None
-        for slot, device in zip(host_indices.tolist(), device_indices.tolist(), strict=True):
-            self._host.content[slot] = device
+    def start_writing(self) -> None:
+        operations = list(self.write_queue)
+        self.write_queue.clear()
+        if self.raises:
+            raise RuntimeError("a bug")
+        for operation in operations:
+            for slot, device in zip(operation.host_indices.tolist(), operation.device_indices.tolist(), strict=True):
+                self._host.content[slot] = device
         event = SimpleNamespace(query=lambda: self.copies_end, synchronize=lambda: None)
-        self.ack_write_queue.append(SimpleNamespace(finish_event=event, node_ids=[node_id]))
-        return host_indices
+        numbers = [number for operation in operations for number in operation.node_ids]
+        self.operations.append(len(numbers))
+        self.ack_write_queue.append(SimpleNamespace(finish_event=event, node_ids=numbers))
 
 
 class FakeRequest:
@@ -253,6 +260,30 @@ def test_a_repeat_writes_nothing_again(node_of: Callable[..., Node]) -> None:
         node.settle()
     assert sum(node.pool.calls) == 7
     assert node.metrics.value("page", "present") == 7
+
+
+def test_requests_that_are_due_together_are_copied_in_one_operation(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    requests = [node.prefilled(FakeRequest([7 + slot] * 8, slot)) for slot in range(1, 5)]
+    for number in range(20):
+        for request in requests:
+            request.output_ids.append(number + 5)
+            node.writer.request_advanced(request)
+        node.writer.step()
+    node.settle()
+    assert set(node.manager.cache_controller.operations) == {4}
+    assert all(page in node.pool.pages for request in requests for page in node.generated_pages(request)[:4])
+
+
+def test_a_copy_that_is_refused_leaks_nothing_and_keeps_no_request(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    request = node.prefilled(FakeRequest([7] * 8, 1))
+    node.manager.cache_controller.raises = True
+    node.generate(request, 30, finish=True)
+    node.settle()
+    assert node.manager.released == [request]
+    assert node.host.available_size() == node.host.size
+    assert not node.pool.calls
 
 
 def test_pages_are_written_several_at_a_time(node_of: Callable[..., Node]) -> None:

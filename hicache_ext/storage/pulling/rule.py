@@ -30,6 +30,8 @@ from hicache_ext.storage.store import PageBatch, PageStore
 
 logger = logging.getLogger(__name__)
 
+_MARGIN = 0.1
+"""A pull must be expected to be cheaper by this share: what SGLang does around a read is in no tier's measurement."""
 _PROBE_PAGES = (1, 32)
 """Two sizes determine the line: what a read costs to start, and what each byte costs."""
 
@@ -167,7 +169,8 @@ class PullRule:
         return self._compute_cost.saved_by(tokens)
 
     def _bound(self, computing: float) -> float:
-        return computing * (1 - self._config.hysteresis) if self._was_too_dear else computing
+        margin = max(_MARGIN, self._config.hysteresis) if self._was_too_dear else _MARGIN
+        return computing * (1 - margin)
 
     def _read_seconds(self, size: int, found: Mapping[MeasuredStore, int]) -> float | None:
         total = sum(found.values())

@@ -154,11 +154,12 @@ def test_no_decision_is_expected_to_cost_more_than_computing(slowness: float) ->
 def test_after_a_slow_phase_a_pull_must_be_clearly_cheaper() -> None:
     tier = tier_with(0.0, 2e-7)
     rule = rule_of(tier, prefill_rate=1000.0, hysteresis=0.2)
-    assert rule.decide(1000, 4_500_000, {tier: 60}).pull  # 0.9 s against 1 s
+    assert rule.decide(1000, 4_400_000, {tier: 60}).pull  # 0.88 s against 1 s
     assert rule.decide(1000, 6_000_000, {tier: 60}).reason == "dearer"
     assert rule.decide(1000, 4_500_000, {tier: 60}).reason == "not_cheaper_enough"
     assert rule.decide(1000, 3_500_000, {tier: 60}).pull
-    assert rule.decide(1000, 4_500_000, {tier: 60}).pull
+    assert rule.decide(1000, 4_400_000, {tier: 60}).pull
+    assert rule.decide(1000, 4_800_000, {tier: 60}).reason == "not_cheaper_enough"
 
 
 def test_each_tier_counts_for_the_pages_it_has() -> None:
