@@ -47,8 +47,7 @@ from hicache_ext.testing.tiny_model import make_tiny_model
 
 BATCH = 6
 PROMPT_TOKENS = 96
-TOKENS = 256
-STRIDE = 32
+TOKENS = 512
 SETTLE = 2.0
 """Seconds after a batch over a faulty pool: what waits is written, the breaker closes."""
 WITHOUT = "without offload"
@@ -84,12 +83,13 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode throughput with and without the decode writer.")
     parser.add_argument("--minutes", type=float, default=11, help="until the last round begins")
+    parser.add_argument("--stride", type=int, default=256, help="pd.write.stride; SGLang's own is one page")
     parser.add_argument("--report", type=Path, help="a .md file to write; the figures go beside it as .json")
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     with terminated_in_order(), tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        with _nodes(directory) as (pair, nodes):
+        with _nodes(directory, arguments.stride) as (pair, nodes):
             measured = _measure(pair, nodes, directory, deadline)
         said = _said(directory / "writer.log", r"decode writer: (\{.*\})")
         facts = machine_facts(directory, ("sglang", "torch"))
@@ -99,18 +99,18 @@ def main() -> None:
     print(table.text())
     print(said)
     if arguments.report is not None:
-        _report(arguments.report, table, measured, said, facts)
+        _report(arguments.report, arguments.stride, table, measured, said, facts)
 
 
 @contextmanager
-def _nodes(directory: Path) -> Iterator[tuple[PdPair, dict[str, SglangServer]]]:
+def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, SglangServer]]]:
     """The pair and its decode nodes, all warm; those that are not needed at once are frozen."""
     model = make_tiny_model(directory / "model")
     small = ("--max-total-tokens", "8192")
     pair = PdPair(
         model,
         directory=directory,
-        prefill_config=_config(directory, writes=True),
+        prefill_config=_config(directory, stride),
         decode_offload=False,
         decode_arguments=small,
     )
@@ -130,8 +130,8 @@ def _nodes(directory: Path) -> Iterator[tuple[PdPair, dict[str, SglangServer]]]:
     nodes = {
         "without": pair.decode,
         "second": node("second", None),
-        "sglang": node("sglang", _config(directory, writes=False)),
-        "writer": node("writer", _config(directory, writes=True), fault),
+        "sglang": node("sglang", _config(directory, None)),
+        "writer": node("writer", _config(directory, stride), fault),
     }
     with pair:
         try:
@@ -208,12 +208,11 @@ def _all_at_once(calls: Sequence[Callable[[], Any]]) -> None:
         thread.join()
 
 
-def _config(directory: Path, *, writes: bool) -> dict[str, Any]:
-    section: dict[str, Any] = {
-        "tiers": {"pool": {"type": "file", "path": str(directory / "pool"), "capacity": "1GiB"}},
-        "pd": {"write": {"enabled": writes, "stride": STRIDE}},
-    }
-    return ExtraConfig.around(section)
+def _config(directory: Path, stride: int | None) -> dict[str, Any]:
+    """Without a stride it is SGLang's own offload that writes."""
+    pool = {"type": "file", "path": str(directory / "pool"), "capacity": "1GiB"}
+    write = {"enabled": False} if stride is None else {"stride": stride}
+    return ExtraConfig.around({"tiers": {"pool": pool}, "pd": {"write": write}})
 
 
 def _said(log: Path, pattern: str) -> str:
@@ -255,12 +254,14 @@ def _paired(values: Sequence[float], base: Sequence[float]) -> str:
     return f"{spread.median:.3f} ({spread.lower:.3f} to {spread.upper:.3f})"
 
 
-def _report(file: Path, table: Table, measured: dict[str, Measured], said: str, facts: dict[str, Any]) -> None:
+def _report(
+    file: Path, stride: int, table: Table, measured: dict[str, Measured], said: str, facts: dict[str, Any]
+) -> None:
     text = f"""# Decode throughput with the decode writer
 
 `{command_line(["python -m tests.campaigns.decode_throughput", "--report", str(file)])}`, {today()[:10]}, \
 {facts["cpus"]} cores, Linux {facts["kernel"]}, SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
-of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16, stride {STRIDE}. How it is \
+of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16, stride {stride}. How it is \
 measured stands at the top of that file. A paired ratio is that of two batches of one round; the second server without \
 offload shows what is noise. CPU time is that of all processes of the decode node during a batch; it says more than \
 the rate where something else works on the machine. The last four columns are microseconds of the scheduler thread \
@@ -274,7 +275,7 @@ The writer's counters at the end, all its arms together: `{said}`
     document = {
         "date": today(),
         "machine": facts,
-        "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS, "generated": TOKENS, "stride": STRIDE},
+        "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS, "generated": TOKENS, "stride": stride},
         "arms": {name: {**asdict(ARMS[name]), **asdict(arm)} for name, arm in measured.items()},
     }
     write_json(file.with_suffix(".json"), document)

@@ -121,7 +121,7 @@ class PullRule:
         computing = self._compute_seconds(keys * asked.page_tokens)
         if looking is None or reading is None or computing is None:
             return True
-        return looking + reading <= self._bound(computing)
+        return looking + reading <= self._bound(computing, keys * asked.page_tokens)
 
     def pages_to_pull(self, asked: Asked, pages: int, keys: Callable[[int], list[bytes]]) -> int:
         """``pages``, which were found, or 0 if they should be computed.
@@ -156,7 +156,7 @@ class PullRule:
         reading, computing = self._read_seconds(size, found), self._compute_seconds(tokens)
         if reading is None or computing is None:
             return Decision(True, "unmeasured", tokens, reading, computing)
-        if reading <= self._bound(computing):
+        if reading <= self._bound(computing, tokens):
             self._was_too_dear = False
             return Decision(True, "cheaper", tokens, reading, computing)
         self._was_too_dear = True
@@ -168,9 +168,10 @@ class PullRule:
             return tokens / self._config.prefill_rate
         return self._compute_cost.saved_by(tokens)
 
-    def _bound(self, computing: float) -> float:
+    def _bound(self, computing: float, tokens: int) -> float:
         margin = max(_MARGIN, self._config.hysteresis) if self._was_too_dear else _MARGIN
-        return computing * (1 - margin)
+        doubt = self._compute_cost.doubt(tokens) if self._config.prefill_rate is None else 1.0
+        return computing * (1 - margin) / doubt
 
     def _read_seconds(self, size: int, found: Mapping[MeasuredStore, int]) -> float | None:
         total = sum(found.values())

@@ -68,7 +68,7 @@ def cost(start_up: float, per_unit: float) -> LinearCost:
 
 def compute_cost(start_up: float, per_token: float) -> SizedCost:
     known = SizedCost()
-    for amount in (1, 10, 100, 1000, 10_000):
+    for amount in (1, 10, 100, 1000, 10_000) * 2:
         known.observe(amount, start_up + amount * per_token)
     return known
 
@@ -108,6 +108,29 @@ def test_what_a_long_prefix_costs_is_not_worn_away_by_many_short_ones() -> None:
     assert known.predict(4080) == pytest.approx(0.98)
     assert known.saved_by(2048) == pytest.approx(0.48)  # the rest takes its 20 ms either way
     assert known.saved_by(16) == 0.020
+
+
+def test_too_high_a_figure_for_computing_is_found_out() -> None:
+    now = 0.0
+    known = SizedCost(lambda: now)
+    known.observe(2048, 10.0)  # the first batch of its size
+    tier = tier_with(1.0, 0.0)
+    rule = rule_of(tier, compute=known)
+    assert not rule.decide(2048, MIB, {tier: 128}).pull
+    known.observe(2048, 0.5)
+    known.observe(2048, 0.5)
+    assert known.predict(2048) == pytest.approx(1.355)
+    known.observe(2048, 0.9)
+    assert known.predict(2048) == pytest.approx(1.0365)  # falls fast
+    known.observe(2048, 5.0)
+    assert known.predict(2048) == pytest.approx(2.22555)  # rises slowly
+    fast = tier_with(0.8, 0.0)
+    rule = rule_of(fast, compute=known)
+    assert rule.decide(2048, MIB, {fast: 128}).pull
+    now = 3600.0
+    assert rule.decide(2048, MIB, {fast: 128}).reason == "not_cheaper_enough"  # computed once, which measures it
+    known.observe(2048, 2.2)
+    assert rule.decide(2048, MIB, {fast: 128}).pull
 
 
 def test_equal_amounts_give_the_dear_side() -> None:
