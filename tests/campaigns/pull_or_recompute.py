@@ -45,9 +45,9 @@ PROMPT_TOKENS = 4096
 PAGE_SIZE = 32
 """SGLang asks for 128 pages at once: a prompt is one look-up and one read."""
 PROMPTS = 3
-SHARES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 1.0, 2.0, 0.0)
+SHARES = (0.0, 0.1, 0.25, 0.4, 0.6, 1.0, 2.0, 0.0)
 """What each call takes longer, in units of the recompute time. A pull is a look-up and a read: dear from 0.5 on."""
-FEWEST_ROUNDS = 4
+FEWEST_ROUNDS = 3
 RECOMPUTE, PULL, ADAPTIVE = "recompute", "always pull", "adaptive"
 
 
