@@ -7,7 +7,8 @@ BESIDE := -n $(WORKERS) --dist loadfile
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak clean
+.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
+.PHONY: decode-throughput pull-or-recompute clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -20,6 +21,8 @@ help:
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
 	@echo "make trouble    a pool killed, frozen, slow and lying under two real servers, 8 minutes; writes docs/reports/pool-trouble.*"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes; writes docs/reports/soak.md"
+	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes docs/reports/"
+	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes docs/reports/"
 	@echo "make clean      remove .venv and everything the demo made"
 
 setup:
@@ -66,6 +69,12 @@ trouble: setup-test
 
 soak: setup-test
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
+
+decode-throughput: setup-test
+	.venv/bin/python -m tests.campaigns.decode_throughput --minutes 10.5 --report docs/reports/decode-throughput.md
+
+pull-or-recompute: setup-test
+	.venv/bin/python -m tests.campaigns.pull_or_recompute --minutes 7 --report docs/reports/pull-or-recompute.md
 
 clean:
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -25,6 +25,7 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.pd.decode_writer import DecodeWriter
 from hicache_ext.pd.pool_writer import PoolWriter
+from hicache_ext.storage.launch_facts import configuration_given_as
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     try:
         # Some of SGLang reads the flag again while it builds the pools (allocator: shm), so the flag itself is changed.
         get_context().override("hicache_ext", **{_CONFIG_FIELD: json.dumps(extra_config)})
-        original(manager, *arguments, **keywords)
+        with configuration_given_as(written):
+            original(manager, *arguments, **keywords)
     finally:
         get_context().override("hicache_ext", **{_CONFIG_FIELD: written})
     if not config.pd.write.enabled:
@@ -253,4 +255,5 @@ def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWrit
         metrics,
         bigrams=bigrams,
         minimum=minimum if manager.tp_world_size > 1 else None,
+        hints=backend.hint_sender(metrics),
     )

@@ -35,6 +35,9 @@ _T = TypeVar("_T")
 
 _WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR)
 _REMEMBERED_PLACES = 65536
+_BROUGHT_AT_ONCE = 64
+_PATIENCE = 1.0
+"""Seconds for which pages that nobody has asked for yet step aside for demand reads, before each portion."""
 _HELPERS = 4
 """Threads that read or write one tier while the calling thread does another."""
 
@@ -317,6 +320,50 @@ class TieredStore:
         written = [*self._sync, *self._async]
         pool = [tier for tier in written if tier.describe().shared] or written
         return max((tier.count_leading(keys) for tier in pool), default=0)
+
+    def bring_inward(self, keys: Sequence[bytes]) -> Counter[str]:
+        """Promote what ``promote_to`` lacks of the leading run of ``keys``, before anybody asks for it.
+
+        How many pages were present, fetched, absent (with all behind a gap) and dropped (the promotion queue was full).
+        Steps aside for demand reads, and waits for outer tiers: not for SGLang's threads.
+        """
+        self._check_open()
+        outcomes: Counter[str] = Counter()
+        size = self._page_bytes.get(keys[0][:IDENTITY_LENGTH], 0) if keys else 0
+        if self._promoter is None or not size:
+            outcomes["dropped"] += len(keys)
+            return outcomes
+        for first in range(0, len(keys), _BROUGHT_AT_ONCE):
+            portion = keys[first : first + _BROUGHT_AT_ONCE]
+            self._gate.wait_for_quiet(_PATIENCE)
+            if self._closed or not self._bring_portion(self._promoter, portion, size, outcomes):
+                outcomes["absent"] += len(keys) - outcomes.total()
+                break
+        return outcomes
+
+    def _bring_portion(self, promoter: Promoter, keys: Sequence[bytes], size: int, outcomes: Counter[str]) -> bool:
+        """Whether none of ``keys`` was absent."""
+        here = promoter.target.contains(keys)
+        missing = [key for key, known in zip(keys, here, strict=True) if not known]
+        outcomes["present"] += len(keys) - len(missing)
+        if not missing:
+            return True
+        read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]))
+        for number in range(self._inner_tiers, len(self._retrieve)):
+            wanted = [p for p, result in enumerate(read.results) if result is not GetResult.HIT]
+            if wanted:
+                tier = self._retrieve[number]
+                call = partial(tier.get, read.batch.select(wanted))
+                for position, result in zip(
+                    wanted, self._call(tier, "get", call, [GetResult.ERROR] * len(wanted)), strict=True
+                ):
+                    read.note(position, number, tier, result)
+        leading = read.leading()
+        taken = promoter.promote(read.batch, list(range(leading)))
+        outcomes["fetched"] += taken
+        outcomes["dropped"] += leading - taken
+        outcomes["absent"] += len(missing) - leading
+        return leading == len(missing)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         self._check_open()
