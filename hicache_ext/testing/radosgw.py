@@ -66,8 +66,10 @@ class Radosgw:
                   "--fsid", cluster, monmap)  # fmt: skip
         self._run("ceph-mon", "-c", str(self._conf), "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
         self._serve("ceph-mon", "-i", "a")
-        self._ceph("osd", "new", str(uuid.uuid4()))
-        self._run("ceph-osd", "-c", str(self._conf), "-i", "0", "--mkfs")
+        daemon = str(uuid.uuid4())
+        self._ceph("osd", "new", daemon)
+        # The monitor ignores a daemon that does not come with the id it was told.
+        self._run("ceph-osd", "-c", str(self._conf), "-i", "0", "--mkfs", "--osd-uuid", daemon)
         self._serve("ceph-osd", "-i", "0")
         self._wait_for_osd()
         self._serve("radosgw", "-n", "client.admin", "-k", keyring)
