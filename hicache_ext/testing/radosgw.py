@@ -81,6 +81,7 @@ class Radosgw:
 
     def _write_conf(self, cluster: str) -> None:
         place = self.directory
+        # crc: the gateway wants an encrypted way to the monitor, for which there is no key without a login.
         self._conf.write_text(
             f"""[global]
 fsid = {cluster}
@@ -94,6 +95,7 @@ log_file = {place}/$name.log
 auth_cluster_required = none
 auth_service_required = none
 auth_client_required = none
+ms_mon_client_mode = crc
 osd_pool_default_size = 1
 osd_pool_default_min_size = 1
 osd_pool_default_pg_num = 8
