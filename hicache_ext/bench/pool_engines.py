@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import itertools
 import os
+import queue
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,8 @@ from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, Page
 _SEGMENTS = 2
 """Segments of a page, as K and V are."""
 _STAMP = 8
+REDIS_CONNECTIONS = 4
+"""Of the bare sockets: the default of the tier."""
 OBJECT_REQUESTS = 32
 """Requests at once of every object contender: the default of the tier."""
 _LEASE_MS = 5000
@@ -331,61 +335,67 @@ class RedisPy:
 
 
 class BareSockets:
-    """What the server takes and gives at most: a socket per client thread, and no look at what comes back."""
+    """What the server takes and gives at most: as many connections as ours has, and no look at what comes back."""
 
     def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
-        self._port: int = server.port
-        self._sockets: dict[int, socket.socket] = {}
-        self._scratch = bytearray(1 << 16)
+        self._idle: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(REDIS_CONNECTIONS)]
+        for connection in self._connections:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._idle.put(connection)
+        self._threads = ThreadPoolExecutor(REDIS_CONNECTIONS)
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
-        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
-        buffers: list[memoryview] = []
-        for key, page in zip(keys, pages.sources, strict=True):
-            buffers += [memoryview(head % (len(key), key, pages.payload)), page.data, memoryview(b"\r\n")]
-        connection = self._of_thread(pages)
-        while buffers:
-            buffers = after(buffers, connection.sendmsg(buffers[:IOV_MAX]))
-        self._receive(connection, len(b"+OK\r\n") * len(keys))
-        return len(keys)
+        def write(connection: socket.socket, share: Sequence[int]) -> None:
+            buffers: list[memoryview] = []
+            for number in share:
+                key = keys[number]
+                head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, pages.payload)
+                buffers += [memoryview(head), pages.sources[number].data, memoryview(b"\r\n")]
+            while buffers:
+                buffers = after(buffers, connection.sendmsg(buffers[:IOV_MAX]))
+            _fill(connection, [memoryview(bytearray(len(b"+OK\r\n") * len(share)))])
+
+        return self._shared(len(keys), write)
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
-        connection = self._of_thread(pages)
-        connection.sendall(b"".join([b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys]))
-        head = memoryview(bytearray(len(b"$%d\r\n" % pages.payload)))
-        end = memoryview(bytearray(2))
-        buffers = [part for page in pages.targets for part in (head, page.data, end)]
-        while buffers:
-            received = connection.recvmsg_into(buffers[:IOV_MAX])[0]
-            if not received:
-                raise BenchmarkError("bare sockets: the server closed the connection")
-            buffers = after(buffers, received)
-        return len(keys)
+        def read(connection: socket.socket, share: Sequence[int]) -> None:
+            requests = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(keys[number]), keys[number]) for number in share]
+            connection.sendall(b"".join(requests))
+            head, end = memoryview(bytearray(len(b"$%d\r\n" % pages.payload))), memoryview(bytearray(2))
+            _fill(connection, [part for number in share for part in (head, pages.targets[number].data, end)])
 
-    def _of_thread(self, pages: Pages) -> socket.socket:
-        connection = self._sockets.get(pages.seed)
-        if connection is None:
-            connection = socket.create_connection(("127.0.0.1", self._port))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sockets[pages.seed] = connection
-        return connection
+        return self._shared(len(keys), read)
 
-    def _receive(self, connection: socket.socket, count: int) -> None:
-        while count > 0:
-            received = connection.recv_into(self._scratch, min(count, len(self._scratch)))
-            if not received:
-                raise BenchmarkError("bare sockets: the server closed the connection")
-            count -= received
+    def _shared(self, count: int, work: Callable[[socket.socket, Sequence[int]], None]) -> int:
+        """``work`` for ``count`` pages, an equal share of them on each connection."""
+
+        def use_one(share: Sequence[int]) -> None:
+            connection = self._idle.get()
+            work(connection, share)
+            self._idle.put(connection)
+
+        cuts = [count * number // REDIS_CONNECTIONS for number in range(REDIS_CONNECTIONS + 1)]
+        list(self._threads.map(use_one, (range(a, b) for a, b in itertools.pairwise(cuts) if a < b)))
+        return count
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        connection = next(iter(self._sockets.values()))
         words = b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
-        connection.sendall(b"*%d\r\n$3\r\nDEL\r\n%b" % (len(keys) + 1, words))
-        self._receive(connection, len(b":%d\r\n" % len(keys)))
+        self._connections[0].sendall(b"*%d\r\n$3\r\nDEL\r\n%b" % (len(keys) + 1, words))
+        _fill(self._connections[0], [memoryview(bytearray(len(b":%d\r\n" % len(keys))))])
 
     def close(self) -> None:
-        for connection in self._sockets.values():
+        self._threads.shutdown()
+        for connection in self._connections:
             connection.close()
+
+
+def _fill(connection: socket.socket, buffers: list[memoryview]) -> None:
+    while buffers:
+        received = connection.recvmsg_into(buffers[:IOV_MAX])[0]
+        if not received:
+            raise BenchmarkError("bare sockets: the server closed the connection")
+        buffers = after(buffers, received)
 
 
 # -- Mooncake ----------------------------------------------------------------------------------------------------------

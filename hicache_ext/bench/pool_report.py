@@ -16,10 +16,11 @@ Each tier against its engine's own client in the same run: the same pages, betwe
 server that is another process, over loopback. Rounds are interleaved, {warm_ups} warm-up round thrown away, {rounds}
 measured: medians, quartiles in brackets. A batch of {batch} pages is one call; with several threads each makes its own
 calls at the same time. What was read is compared byte for byte outside the timed part. The engines' own clients do
-without header and checksum, and without the copy into host memory where they receive into buffers of their own.
-Redis-py sends from memoryviews, without a copy. Bare sockets know nothing but the bytes of the requests: what the server
-itself can do, on one connection a thread; ratios are not to them. CPU is this process's, not the server's. MB are 10^6 bytes of payload. The ratio is to the best of the engine's own
-clients at that point; above 1 is faster. Client and server share the machine's CPUs.
+without header and checksum, and without the copy into host memory where they receive into buffers of their own;
+redis-py sends from memoryviews, without a copy. Bare sockets send the bytes of the requests and look at nothing, on as
+many connections as our tier: what the server itself can do; ratios are not to them. CPU is this process's, not the
+server's. MB are 10^6 bytes of payload. The ratio is to the best of the engine's own clients at that point; above 1 is
+faster. Client and server share the machine's CPUs.
 """
 
 

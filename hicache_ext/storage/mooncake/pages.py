@@ -15,11 +15,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicache_ext import envelope
+from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
+from hicache_ext.storage.file.parallel import Workers
 from hicache_ext.storage.mooncake import engine
 from hicache_ext.storage.mooncake.attachment import Attachment
 from hicache_ext.storage.mooncake.transfers import (
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _FULL_ATTEMPTS = 3
 _FULL_PAUSE = 0.02
 """Seconds between two attempts of a page for which there was no room: the master evicts meanwhile."""
@@ -47,6 +51,10 @@ _NO_SPACE_PAUSE = 1.0
 """Seconds without writes after the pool was full in spite of that."""
 _SLOW_FAILURE = 0.5
 """A failed transfer that took this long was waited for: its holder is frozen."""
+COPY_THREADS = 2
+"""That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
+_ALONE_BYTES = 1 << 20
+"""Less than that is not worth waking another thread."""
 _TRUSTED = 1.0
 """Seconds for which a transfer that went well stands for the next one: a batch then needs no small first call."""
 _FIRST_LOOK = 32
@@ -71,7 +79,7 @@ _SET_RESULTS = {
 
 class MooncakeStore:
     """See the module docstring. Threads: any. Every call ends by the tier's timeout, and a batch's memory is touched
-    by the calling thread alone."""
+    only by the calling thread and by those it waits for."""
 
     def __init__(self, name: str, tier: MooncakeTierConfig, attachment: Attachment, *, checksum: bool = True) -> None:
         """``checksum`` False leaves payloads unchecked: for measuring what the checksum costs, never for serving."""
@@ -82,6 +90,11 @@ class MooncakeStore:
         self._checksum = checksum
         self._scratch = ScratchPool(attachment.register)
         self._trusted_until = 0.0
+        try:
+            self._copying = Workers(f"hicache-{name}-copy", COPY_THREADS)
+        except RuntimeError as error:
+            attachment.close()
+            raise StoreSetupError(name, f"no threads: {error}") from None
         self._no_writes_until = 0.0
         self._writing: set[bytes] = set()
         self._writing_ended = threading.Condition()
@@ -191,6 +204,9 @@ class MooncakeStore:
             for position in portion.positions:
                 results[position] = GetResult.TIMEOUT
             return False
+        whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
+        reasons = self._for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
+        reason_of = dict(zip(whole, reasons, strict=True))
         bad: dict[str, str] = {}
         failed = False
         for number, (position, code) in enumerate(zip(portion.positions, codes, strict=True)):
@@ -201,7 +217,7 @@ class MooncakeStore:
                 failed = size is None or size in engine.MASTER_LOST or size == expected
                 code = size if size is not None and size >= 0 and size != expected else code
             if code >= 0:
-                reason = self._received(portion.objects[number], batch, position) if code == expected else "length"
+                reason = reason_of.get(number, "length")
                 results[position] = GetResult.CORRUPT if reason else GetResult.HIT
                 if reason:
                     bad[names[number]] = reason
@@ -220,8 +236,14 @@ class MooncakeStore:
             self._attachment.report(size)
         return size
 
-    def _received(self, page_object: memoryview, batch: PageBatch, position: int) -> str | None:
+    def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], T]) -> list[T]:
+        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES:
+            return [work(number) for number in numbers]
+        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
+
+    def _received(self, batch: PageBatch, portion: Portion, number: int) -> str | None:
         """Copy a page from scratch into host memory if it is the right one; why it is not otherwise."""
+        position, page_object = portion.positions[number], portion.objects[number]
         key, payload = batch.keys[position], page_object[HEADER_LENGTH:]
         header = bytes(page_object[:HEADER_LENGTH])
         if not (self._checksum and envelope.is_page(header, HEADER_LENGTH, key, len(payload), [payload])):
@@ -376,13 +398,8 @@ class MooncakeStore:
         results: list[SetResult],
     ) -> bool:
         """Write the pages of one portion; whether it makes sense to go on."""
-        for position, page_object in zip(portion.positions, portion.objects, strict=True):
-            payload = page_object[HEADER_LENGTH:]
-            gather(batch.buffers[position], payload)
-            # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
-            header = envelope.encode_header(batch.keys[position], [payload], checksum=self._checksum)
-            page_object[:HEADER_LENGTH] = header
         waiting = list(range(len(portion.positions)))
+        self._for_each_page(portion, waiting, lambda number: self._prepare(batch, portion, number))
         for attempt in range(1, _FULL_ATTEMPTS + 1):
             keys = [batch.keys[portion.positions[number]] for number in waiting]
             put = functools.partial(
@@ -416,6 +433,15 @@ class MooncakeStore:
         self._metrics.add("rejected", "full", len(waiting))
         self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
         return False
+
+    def _prepare(self, batch: PageBatch, portion: Portion, number: int) -> None:
+        """Copy a page into scratch memory, behind its header."""
+        position, page_object = portion.positions[number], portion.objects[number]
+        payload = page_object[HEADER_LENGTH:]
+        gather(batch.buffers[position], payload)
+        # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
+        header = envelope.encode_header(batch.keys[position], [payload], checksum=self._checksum)
+        page_object[:HEADER_LENGTH] = header
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -489,6 +515,7 @@ class MooncakeStore:
 
     def close(self) -> None:
         self._attachment.close()
+        self._copying.close()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._attachment.engine.tier.timeout
