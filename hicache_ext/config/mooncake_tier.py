@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, WithJsonSchema
 
@@ -108,6 +108,8 @@ _SIZE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"ty
 
 class MooncakeTierConfig(RemoteTierConfig):
     """A Mooncake Store cluster."""
+
+    keeps_timeout: ClassVar[bool] = True
 
     type: Annotated[Literal["mooncake"], Allowed("mooncake")] = "mooncake"
     master: Annotated[
