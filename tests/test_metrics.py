@@ -150,7 +150,13 @@ _MADE_NAMES = {
     ("kernels/selection.py", "str(direction)"): tuple(Direction),
     ("pd/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
 }
-_PREFIXES = {"pd/": "pd_write_", "kernels/": "copy_", "storage/pulling/": "pull_"}
+_PREFIXES = {
+    "pd/": "pd_write_",
+    "kernels/": "copy_",
+    "storage/pulling/": "pull_",
+    "storage/hints/sender": "pd_write_",
+    "storage/hints/": "hints_",
+}
 
 
 def counted_in_the_package():

@@ -159,8 +159,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._store = open_tiers(self._config)
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
         self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
-        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
         self._hints = self._hint_receiver()
+        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
@@ -702,6 +702,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         beside = [self._failures, kernel_metrics, *self._also_counted]
         if self._pull_rule is not None:
             beside.append(self._pull_rule.metrics)
+        if self._hints is not None:
+            beside.append(self._hints.metrics)
         return [*beside, self._store.metrics, *[tier.metrics for tier in self._store.tiers]]
 
     def _warn_about_missing_hooks(self) -> None:

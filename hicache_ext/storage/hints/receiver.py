@@ -42,7 +42,7 @@ class HintReceiver:
         self._limits = limits
         self._most_pages = most_pages
         self._interval = interval
-        self.metrics = TierMetrics("hints")
+        self.metrics = TierMetrics("hints", prefix="hints_")
         self._last_log = time.monotonic()
         self._last_logged: dict[str, int] = {}
         self._closing = threading.Event()
