@@ -3,9 +3,10 @@
 
 SGLang's two storage threads are played exactly: one asks exists() for request after request, the other reads the hits
 one at a time, at most 128 pages a call; in between, the scheduler takes note of hits once every ``--tick``. All
-contenders read the same bytes from page files on the same disk, behind a pool whose round trip takes ``--latency`` and
-carries ``--parallel`` pages: 128 is a store that answers any call at once (Redis), 16 one with that many connections
-(an object store). HiCacheFile is given the same, although it reads page after page: a file system with that latency
+contenders read the same bytes from page files on the same disk; one of them writes them to a near tier in the
+background besides, as a node with a disk of its own does. The pool's round trip takes ``--latency`` and carries
+``--parallel`` pages: 128 is a store that answers any call at once (Redis), 16 one with that many connections (an object
+store). HiCacheFile is given the same, although it reads page after page: a file system with that latency
 would cost it ``--latency`` a page. Contenders take turns, round by round; the first round warms up and checks every
 byte.
 
@@ -26,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,12 +60,13 @@ from hicache_ext.bench.harness import (
 from hicache_ext.errors import HicacheExtError
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.prefetch import PrefetchSettings
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, StoreInfo
 from hicache_ext.storage.tiered import TieredStore, TieringSettings
 from hicache_ext.testing.faults import PageStoreWrapper
 
 IDENTITY = bytes(16)
 MOST_PAGES_A_CALL = 128
+PREFETCH, PROMOTION, NO_PREFETCH = "prefetch", "prefetch and promotion", "no prefetch"
 CAPACITY = 64 << 30
 _WASTE_SHARE = 8
 """Of the buffer, that the run with aborted requests gets."""
@@ -99,6 +101,9 @@ class Pool(PageStoreWrapper):
         self._latency = latency
         self._parallel = parallel
 
+    def describe(self) -> StoreInfo:
+        return replace(super().describe(), shared=True)
+
     def get(self, batch: PageBatch) -> list[GetResult]:
         time.sleep(self._latency * -(-len(batch) // self._parallel))
         return super().get(batch)
@@ -109,14 +114,13 @@ class Pool(PageStoreWrapper):
 
 
 class OurReader:
-    """An empty near tier that pages are promoted to, and the pool behind it."""
+    """The pool, alone or behind an empty near tier that pages are promoted to."""
 
-    def __init__(self, pool: PageStore, near: PageStore, host: HostBuffers, buffer: int, lifetime: float) -> None:
+    def __init__(self, pool: PageStore, near: PageStore | None, host: HostBuffers, settings: PrefetchSettings) -> None:
         self._host = host
-        self._near = near
         self._pool = pool
-        settings = TieringSettings(prefetch=PrefetchSettings(buffer=buffer, lifetime=lifetime))
-        self._store = TieredStore([self._near, self._pool], [self._near], promote_to=self._near, settings=settings)
+        inner = [] if near is None else [near]
+        self._store = TieredStore([*inner, pool], inner, promote_to=near, settings=TieringSettings(prefetch=settings))
         self._store.register_identity(IDENTITY, {"pool": {"segments": [host.payload]}})
 
     def exists(self, keys: Sequence[str]) -> int:
@@ -275,14 +279,17 @@ def _measure_pool(
     host, latency = theirs.host, arguments.latency / 1000
     numbers = iter(range(1_000_000))
 
-    def ours(buffer: int, lifetime: float = 60.0) -> OurReader:
+    def ours(buffer: int, lifetime: float = 60.0, *, near: PageStore | None = None) -> OurReader:
         pool = Pool(PageFileStore("pool", [directory / "pool"], capacity=None), latency, parallel)
-        near = PageFileStore("near", [directory / f"near-{parallel}-{next(numbers)}"], capacity=None)
-        return OurReader(pool, near, host, buffer, lifetime)
+        return OurReader(pool, near, host, PrefetchSettings(buffer, lifetime, arguments.streams))
+
+    def empty_near_tier() -> PageStore:
+        return PageFileStore("near", [directory / f"near-{parallel}-{next(numbers)}"], capacity=None)
 
     contenders: dict[str, Callable[[], Reader]] = {
-        "prefetch": lambda: ours(arguments.buffer),
-        "no prefetch": lambda: ours(0),
+        PREFETCH: lambda: ours(arguments.buffer),
+        PROMOTION: lambda: ours(arguments.buffer, near=empty_near_tier()),
+        NO_PREFETCH: lambda: ours(0),
         "HiCacheFile": lambda: SglangReader(theirs, latency, parallel),
     }
     rounds: dict[str, list[Round]] = {name: [] for name in contenders}
@@ -299,7 +306,7 @@ def _measure_pool(
 
 def _table(arguments: argparse.Namespace, measured: Measured) -> Table:
     pages = arguments.tokens // PAGE_SIZE
-    base = Spread.of([float(np.mean(played.done)) for played in measured.rounds["no prefetch"]]).median
+    base = Spread.of([float(np.mean(played.done)) for played in measured.rounds[NO_PREFETCH]]).median
     rows = []
     for name, of_name in measured.rounds.items():
         first = Spread.of([played.done[0] for played in of_name])
@@ -310,8 +317,8 @@ def _table(arguments: argparse.Namespace, measured: Measured) -> Table:
         rows.append(
             (
                 name,
-                f"{inside:.0f} %" if name == "prefetch" else "-",
-                f"{100 * joined / (pages * arguments.requests):.0f} %" if name == "prefetch" else "-",
+                f"{inside:.0f} %" if name in (PREFETCH, PROMOTION) else "-",
+                f"{100 * joined / (pages * arguments.requests):.0f} %" if name in (PREFETCH, PROMOTION) else "-",
                 number(first.median * 1000),
                 number(mean.median * 1000),
                 f"{number(mean.lower * 1000)}-{number(mean.upper * 1000)}",
@@ -407,7 +414,7 @@ def _panels(measured: Sequence[Measured]) -> list[Panel]:
             "% of the pages",
             {
                 f"inside, {one.parallel} a round trip": line(
-                    [[100 * share for share in played.inside] for played in one.rounds["prefetch"]]
+                    [[100 * share for share in played.inside] for played in one.rounds[PREFETCH]]
                 )
                 for one in measured
             },
@@ -481,6 +488,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--tick", type=float, default=20.0, help="of SGLang's scheduler, in ms")
     parser.add_argument("--buffer", type=int, default=256 << 20, help="of the prefetch, in bytes")
+    parser.add_argument("--streams", type=int, default=PrefetchSettings().streams, help="of the prefetch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where the pages go (default: the temporary one)")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="FILE.json and FILE.png are written beside it")

@@ -227,10 +227,11 @@ class Prefetcher:
     def _run(self) -> None:
         while self._wait_for_work():
             self._gate.wait_for_quiet(_PATIENCE)
-            with self._condition:
-                pages = self._next_pages()
-            if pages:
-                self._fetch(pages)
+            with self._gate.fetch():
+                with self._condition:
+                    pages = self._next_pages()
+                if pages:
+                    self._fetch(pages)
 
     def _wait_for_work(self) -> bool:
         """Return True when there may be something to fetch, False at the end."""

@@ -11,11 +11,12 @@ from hicache_ext.storage.store import PageBatch, PageStore, SetResult
 from hicache_ext.storage.write_behind import QueueSettings, WriteBehind
 
 _PATIENCE = 1.0
-"""Seconds for which a batch of promotions steps aside for demand reads."""
+"""Seconds for which a batch of promotions steps aside for demand reads and for what is fetched ahead of them."""
 
 
 class Promoter:
-    """Copies pages into a bounded queue and writes them to ``target`` when no demand read is under way.
+    """Copies pages into a bounded queue and writes them to ``target`` when neither a demand read nor a prefetch is
+    under way.
 
     The caller says which pages: those of the contiguous prefix of a read, from a tier further out than ``target``.
     A page that waits already is not queued again, whoever asks. Counted in the metrics of ``target``, event
@@ -30,7 +31,7 @@ class Promoter:
             settings,
             queue="promotion",
             metrics=target.metrics,
-            before_batch=lambda: gate.wait_for_quiet(_PATIENCE),
+            before_batch=lambda: gate.wait_until_idle(_PATIENCE),
             written=self._count_written,
         )
 

@@ -159,7 +159,9 @@ class TieredStore:
         try:
             self._read_known_places(read, [position for position, page in enumerate(staged) if page is None])
             self._walk(read, [position for position, page in enumerate(staged) if page is None])
-            self._take_staged(read, staged)
+            with self._gate.demand():
+                # Pages fetched ahead lay further out, too: what is promoted steps aside.
+                self._take_staged(read, staged)
         finally:
             self._prefetcher.end_demand(batch.keys, staged)
         leading = read.leading()

@@ -22,7 +22,7 @@ def test_a_small_run_writes_everything(tmp_path, monkeypatch, capsys):
     text = report.read_text()
     assert capsys.readouterr().out.count("4 requests of 20 pages") == 1 and "4 requests of 20 pages" in text
     (pool,) = json.loads(report.with_suffix(".json").read_text())["pools"]
-    assert list(pool["rounds"]) == ["prefetch", "no prefetch", "HiCacheFile"]
+    assert list(pool["rounds"]) == ["prefetch", "prefetch and promotion", "no prefetch", "HiCacheFile"]
     (played,) = pool["rounds"]["prefetch"]
     # Whatever was ahead of the read was used: nobody aborted.
     assert played["prefetch useful"] == played["prefetch fetched"] > 0

@@ -300,11 +300,11 @@ def _grown(before: Samples, after: Samples) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trouble", type=float, default=30.0, help="seconds of each trouble (default: %(default)s)")
+    parser.add_argument("--trouble", type=float, default=25.0, help="seconds of each trouble (default: %(default)s)")
     parser.add_argument(
-        "--healthy", type=float, default=12.0, help="seconds after each recovery (default: %(default)s)"
+        "--healthy", type=float, default=10.0, help="seconds after each recovery (default: %(default)s)"
     )
-    parser.add_argument("--period", type=float, default=0.6, help="seconds from burst to burst (default: %(default)s)")
+    parser.add_argument("--period", type=float, default=0.7, help="seconds from burst to burst (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=768, help="of each prompt (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=5.0, help="of the pool, seconds (default: the tier's own)")
     parser.add_argument("--delay", type=float, default=2.0, help="seconds a call when slow (default: %(default)s)")

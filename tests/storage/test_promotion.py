@@ -131,10 +131,30 @@ def test_promotion_steps_aside_for_demand(near, far):
     assert order == ["demand", "background"]
 
 
+def test_promotion_steps_aside_for_prefetch_and_prefetch_does_not_for_itself():
+    gate = DemandGate()
+    order = []
+
+    def promotion():
+        gate.wait_until_idle(30)
+        order.append("promotion")
+
+    with gate.fetch():
+        thread = threading.Thread(target=promotion)
+        thread.start()
+        gate.wait_for_quiet(30)
+        order.append("another fetch")
+        thread.join(0.05)
+        order.append("fetched")
+    thread.join(30)
+    assert order == ["another fetch", "fetched", "promotion"]
+
+
 def test_endless_demand_does_not_keep_the_background_from_working_for_ever():
     gate = DemandGate()
     with gate.demand():
         gate.wait_for_quiet(0.01)
+        gate.wait_until_idle(0.01)
 
 
 def test_removed_and_cleared_pages_are_not_promoted_afterwards(tiered, near, far):

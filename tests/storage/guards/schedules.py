@@ -222,12 +222,14 @@ class TiersMachine(RuleBasedStateMachine):
         pages = HostPages([_SIZES] * len(keys), fill=fill)
         self._will_be_written(keys, fill, near=True)
         before = pages.snapshot()
+        # A damaged page EXISTS until it is read, and is gone from then on.
+        damaged = {key for key in keys if any(bottom.objects.get(key) in self.damaged for bottom in self.bottoms)}
         results = self.store.set(PageBatch(keys, pages.buffers))
         assert len(results) == len(keys) and all(isinstance(result, SetResult) for result in results)
         assert pages.snapshot() == before, "a write changed the pages"
         if "near" not in self.arrangement.background_writes:
             for key, result in zip(keys, results, strict=True):
-                if result.durable and not self.removing:
+                if result.durable and not self.removing and key not in damaged:
                     assert any(key in bottom.objects for bottom in self.bottoms), "STORED, and nobody has it"
                     self.durable.add(key)
         for number in range(len(keys)):
