@@ -260,7 +260,8 @@ def _report(
     text = f"""# Decode throughput with the decode writer
 
 `python -m tests.campaigns.decode_throughput --minutes {arguments.minutes:g} --report {file}`, {today()[:10]}, \
-{facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
+{facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, \
+SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
 of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16, stride {stride}. How it is \
 measured stands at the top of that file. A paired ratio is that of two batches of one round; the second server without \
 offload shows what is noise. CPU time is that of all processes of the decode node during a batch; it says more than \

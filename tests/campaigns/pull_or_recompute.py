@@ -199,7 +199,8 @@ def _report(file: Path, minutes: float, table: Table, steps: list[Step], facts: 
     file.write_text(f"""# Pull or recompute over a tier that slows
 
 `python -m tests.campaigns.pull_or_recompute --minutes {minutes:g} --report {file}`, {today()[:10]}, \
-{facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, prompts \
+{facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, \
+SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, prompts \
 of {PROMPT_TOKENS} tokens. How it is measured stands at the top of that file. Ratios are medians (quartiles) of ratios \
 within a round; "pulled" counts requests of the adaptive server.
 
