@@ -65,6 +65,8 @@ logger = logging.getLogger(__name__)
 _KV = PoolName.KV.value
 _HINTS_TIMEOUT = 5.0
 """Seconds that close() waits for a hint that is being followed."""
+_HINT_MEMORY = 32 * 1024 * 1024
+"""Bytes of pages that are on their way at once because of a hint."""
 _LOOK_UP_PORTION = 512
 """Keys of a chain converted and looked up at once."""
 
@@ -538,10 +540,16 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         """Pages that are likely to be asked for soon, to the tier ``promote_to`` [hints' thread]."""
         pool = self._pools.get(_KV)
         outcomes: Counter[str] = Counter()
-        if self._unavailable or pool is None:
+        if pool is None or pool.pages is None:
             return outcomes
-        for digest in pool.digests:
-            outcomes += self._store.bring_inward([digest + page_hash for page_hash in page_hashes])
+        at_once = max(1, min(_LOOK_UP_PORTION, _HINT_MEMORY // pool.pages.page_bytes))
+        for first in range(0, len(page_hashes), at_once):
+            if self._unavailable or outcomes["absent"] or outcomes["dropped"]:
+                outcomes["dropped"] += len(page_hashes) - first
+                break
+            for digest in pool.digests:
+                keys = [digest + page_hash for page_hash in page_hashes[first : first + at_once]]
+                outcomes.update(self._store.bring_inward(keys))
         return outcomes
 
     # -- generic calls: flat tensors -------------------------------------------------------------------------------

@@ -35,9 +35,8 @@ _T = TypeVar("_T")
 
 _WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR)
 _REMEMBERED_PLACES = 65536
-_BROUGHT_AT_ONCE = 64
 _PATIENCE = 1.0
-"""Seconds for which pages that nobody has asked for yet step aside for demand reads, before each portion."""
+"""Seconds for which pages that nobody has asked for yet step aside for demand reads, and for earlier promotions."""
 _HELPERS = 4
 """Threads that read or write one tier while the calling thread does another."""
 
@@ -327,45 +326,35 @@ class TieredStore:
         """Promote what ``promote_to`` lacks of the leading run of ``keys``, before anybody asks for it.
 
         How many pages were present, fetched, absent (with all behind a gap) and dropped (the promotion queue was full).
-        Steps aside for demand reads, and waits for outer tiers: not for SGLang's threads.
+        Takes as much memory as the pages are long. Steps aside for demand reads and waits for tiers: not for SGLang's
+        threads.
         """
         self._check_open()
-        outcomes: Counter[str] = Counter()
+        promoter = self._promoter
         size = self._page_bytes.get(keys[0][:IDENTITY_LENGTH], 0) if keys else 0
-        if self._promoter is None or not size:
-            outcomes["dropped"] += len(keys)
-            return outcomes
-        for first in range(0, len(keys), _BROUGHT_AT_ONCE):
-            portion = keys[first : first + _BROUGHT_AT_ONCE]
-            self._gate.wait_for_quiet(_PATIENCE)
-            if self._closed or not self._bring_portion(self._promoter, portion, size, outcomes):
-                outcomes["absent"] += len(keys) - outcomes.total()
-                break
-        return outcomes
-
-    def _bring_portion(self, promoter: Promoter, keys: Sequence[bytes], size: int, outcomes: Counter[str]) -> bool:
-        """Whether none of ``keys`` was absent."""
+        if promoter is None or not size:
+            return Counter(dropped=len(keys))
+        promoter.wait_until_written(_PATIENCE)
+        self._gate.wait_for_quiet(_PATIENCE)
         here = promoter.target.contains(keys)
         missing = [key for key, known in zip(keys, here, strict=True) if not known]
-        outcomes["present"] += len(keys) - len(missing)
-        if not missing:
-            return True
         read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]))
         for number in range(self._inner_tiers, len(self._retrieve)):
-            wanted = [p for p, result in enumerate(read.results) if result is not GetResult.HIT]
-            if wanted:
-                tier = self._retrieve[number]
-                call = partial(tier.get, read.batch.select(wanted))
-                for position, result in zip(
-                    wanted, self._call(tier, "get", call, [GetResult.ERROR] * len(wanted)), strict=True
-                ):
+            positions = [p for p, result in enumerate(read.results) if result is not GetResult.HIT]
+            if positions:
+                # Not _read_tier: this is no demand.
+                tier, failed = self._retrieve[number], [GetResult.ERROR] * len(positions)
+                results = self._call(tier, "get", partial(tier.get, read.batch.select(positions)), failed)
+                for position, result in zip(positions, results, strict=True):
                     read.note(position, number, tier, result)
         leading = read.leading()
-        taken = promoter.promote(read.batch, list(range(leading)))
-        outcomes["fetched"] += taken
-        outcomes["dropped"] += leading - taken
-        outcomes["absent"] += len(missing) - leading
-        return leading == len(missing)
+        taken = promoter.promote(read.batch, list(range(leading))) if leading else 0
+        return Counter(
+            present=len(keys) - len(missing),
+            fetched=taken,
+            dropped=leading - taken,
+            absent=len(missing) - leading,
+        )
 
     def remove(self, keys: Sequence[bytes]) -> int:
         self._check_open()

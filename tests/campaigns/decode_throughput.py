@@ -31,7 +31,6 @@ import numpy as np
 from hicache_ext.bench.harness import (
     Spread,
     Table,
-    command_line,
     interleaved,
     machine_facts,
     number,
@@ -99,7 +98,7 @@ def main() -> None:
     print(table.text())
     print(said)
     if arguments.report is not None:
-        _report(arguments.report, arguments.stride, table, measured, said, facts)
+        _report(arguments, table, measured, said, facts)
 
 
 @contextmanager
@@ -255,12 +254,14 @@ def _paired(values: Sequence[float], base: Sequence[float]) -> str:
 
 
 def _report(
-    file: Path, stride: int, table: Table, measured: dict[str, Measured], said: str, facts: dict[str, Any]
+    arguments: argparse.Namespace, table: Table, measured: dict[str, Measured], said: str, facts: dict[str, Any]
 ) -> None:
+    file, stride = arguments.report, arguments.stride
     text = f"""# Decode throughput with the decode writer
 
-`{command_line(["python -m tests.campaigns.decode_throughput", "--report", str(file)])}`, {today()[:10]}, \
-{facts["cpus"]} cores, Linux {facts["kernel"]}, SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
+`python -m tests.campaigns.decode_throughput --minutes {arguments.minutes:g} --report {file}`, {today()[:10]}, \
+{facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, \
+SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
 of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16, stride {stride}. How it is \
 measured stands at the top of that file. A paired ratio is that of two batches of one round; the second server without \
 offload shows what is noise. CPU time is that of all processes of the decode node during a batch; it says more than \

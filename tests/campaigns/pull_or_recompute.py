@@ -28,7 +28,6 @@ from hicache_ext.bench.harness import (
     Panel,
     Spread,
     Table,
-    command_line,
     interleaved,
     machine_facts,
     plot,
@@ -81,7 +80,7 @@ def main() -> None:
     table = _table(steps)
     print(table.text())
     if arguments.report is not None:
-        _report(arguments.report, table, steps, facts)
+        _report(arguments.report, arguments.minutes, table, steps, facts)
 
 
 @contextmanager
@@ -188,7 +187,7 @@ def _ratio(spread: Spread) -> str:
     return f"{spread.median:.2f} ({spread.lower:.2f} to {spread.upper:.2f})"
 
 
-def _report(file: Path, table: Table, steps: list[Step], facts: dict[str, Any]) -> None:
+def _report(file: Path, minutes: float, table: Table, steps: list[Step], facts: dict[str, Any]) -> None:
     picture = file.with_suffix(".png")
     spreads = {name: [Spread.of(step.seconds[name]) for step in steps] for name in steps[0].seconds}
     names = [f"{step.delay * 1e3:.0f}" + (" again" if step is steps[-1] else "") for step in steps]
@@ -199,8 +198,9 @@ def _report(file: Path, table: Table, steps: list[Step], facts: dict[str, Any]) 
     plot(picture, [Panel("Time to first token", "ms that each call of the tier takes longer", "ms", lines)])
     file.write_text(f"""# Pull or recompute over a tier that slows
 
-`{command_line(["python -m tests.campaigns.pull_or_recompute", "--report", str(file)])}`, {today()[:10]}, \
-{facts["cpus"]} cores, Linux {facts["kernel"]}, SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, prompts \
+`python -m tests.campaigns.pull_or_recompute --minutes {minutes:g} --report {file}`, {today()[:10]}, \
+{facts["cpus"]} cores, Linux {facts["kernel"].partition("-")[0]}, \
+SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, prompts \
 of {PROMPT_TOKENS} tokens. How it is measured stands at the top of that file. Ratios are medians (quartiles) of ratios \
 within a round; "pulled" counts requests of the adaptive server.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -15,12 +16,15 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 
 prepare_process()
 
+from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
+
 from hicache_ext.config.pd import WriteConfig  # noqa: E402
 from hicache_ext.metrics import TierMetrics  # noqa: E402
 from hicache_ext.pd.decode_writer import DecodeWriter  # noqa: E402
 from hicache_ext.pd.page_chain import PageChain  # noqa: E402
 from hicache_ext.pd.pool_writer import PoolWriter  # noqa: E402
 from hicache_ext.storage.store import SetResult  # noqa: E402
+from hicache_ext.testing.host_pools import mha_pools  # noqa: E402
 
 PAGE_SIZE = 4
 
@@ -273,6 +277,55 @@ def test_requests_that_are_due_together_are_copied_in_one_operation(node_of: Cal
     node.settle()
     assert set(node.manager.cache_controller.operations) == {4}
     assert all(page in node.pool.pages for request in requests for page in node.generated_pages(request)[:4])
+
+
+class BytesPool(FakePool):
+    """Keeps the bytes that lie in SGLang's own host pool."""
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self.bytes: dict[str, torch.Tensor] = {}
+
+    def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
+        for key, slots in zip(keys, host_indices.reshape(len(keys), PAGE_SIZE), strict=True):
+            self.bytes[key] = self._host.kv_buffer[:, slots].clone()  # type: ignore[attr-defined]
+            self.pages[key] = []
+        return [SetResult.STORED] * len(keys)
+
+
+def test_sglangs_own_controller_copies_the_requests_of_a_step_each_to_its_pages(
+    node_of: Callable[..., Node],
+) -> None:
+    pools = mha_pools(page_size=PAGE_SIZE, pages=64)
+    for buffer in (*pools.device.k_buffer, *pools.device.v_buffer):
+        buffer.copy_(torch.randn(buffer.shape))
+    allocator = SimpleNamespace(get_kvcache=lambda: pools.device, set_hicache_transfer_done_event=lambda *_: None)
+    controller = HiCacheController(allocator, pools.host, PAGE_SIZE, None, threading.Event(), io_backend="kernel")
+    node = node_of()
+    node.manager.cache_controller, node.manager.decode_host_mem_pool = controller, pools.host
+    node.pool = BytesPool(pools.host)
+    node._pool_writer._pool = node.pool
+    rows = torch.arange(5)[:, None] * 48 + torch.arange(48)[None, :]
+    node.manager.req_to_token_pool.req_to_token = rows
+    free = pools.host.available_size()
+    requests = [node.prefilled(FakeRequest([7 + slot] * 8, slot)) for slot in range(1, 5)]
+    for number in range(30):
+        for request in requests:
+            request.output_ids.append(number + 5)
+            if number == 29:
+                request.finished_reason = "length"
+            node.writer.request_advanced(request)
+        node.writer.step()
+    node.settle()
+    for slot, request in enumerate(requests, start=1):
+        keys = node.generated_pages(request)
+        assert len(keys) == 7
+        for place, key in enumerate(keys, start=2):
+            slots = rows[slot][place * PAGE_SIZE : (place + 1) * PAGE_SIZE]
+            for half, layers in enumerate((pools.device.k_buffer, pools.device.v_buffer)):
+                for layer, buffer in enumerate(layers):
+                    assert torch.equal(node.pool.bytes[key][half, :, layer], buffer[slots])
+    assert pools.host.available_size() == free
 
 
 def test_a_copy_that_is_refused_leaks_nothing_and_keeps_no_request(node_of: Callable[..., Node]) -> None:

@@ -191,9 +191,11 @@ class PullRule:
         In the background, one probe at once. What a tier lacks measures its look-ups alone.
         """
         stale = [tier for tier in unused if tier.age() >= self._config.probe_interval]
-        if not stale or not self._probing.acquire(blocking=False):
+        if not stale:
             return
         probed = keys(min(asked.pages, _PROBE_PAGES[-1]))
+        if not self._probing.acquire(blocking=False):
+            return
 
         def measure() -> None:
             try:

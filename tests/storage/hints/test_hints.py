@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -250,11 +251,11 @@ def test_pages_come_inward_up_to_the_first_gap_and_once() -> None:
         [near, middle, far], [far], promote_to=near, settings=TieringSettings(prefetch=PrefetchSettings(buffer=0))
     )
     store.register_identity(keys[0][:16], {"pool": {"segments": [1000]}})
-    assert store.bring_inward(keys) == {"present": 10, "fetched": 140, "absent": 50, "dropped": 0}
+    assert store.bring_inward(keys) == Counter(present=10, fetched=140, absent=50)
     assert store.wait_until_written(30)
     assert set(near.objects) == set(keys[:150])
     assert_hits(near, keys[:150])
-    assert store.bring_inward(keys[:150]) == {"present": 150}
+    assert store.bring_inward(keys[:150]) == Counter(present=150)
     store.close()
 
 
@@ -263,6 +264,6 @@ def test_without_a_nearer_tier_nothing_is_brought() -> None:
     store = TieredStore([far], [far])
     keys = page_keys(3)
     store.register_identity(keys[0][:16], {"pool": {"segments": [1000]}})
-    assert store.bring_inward(keys) == {"dropped": 3}
-    assert store.bring_inward([]) == {"dropped": 0}
+    assert store.bring_inward(keys) == Counter(dropped=3)
+    assert store.bring_inward([]) == Counter()
     store.close()

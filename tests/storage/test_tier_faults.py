@@ -1,0 +1,67 @@
+"""The rig's faults reach the tiers of a server: they once hooked a name that had moved, and everything was healthy."""
+
+from __future__ import annotations
+
+import pkgutil
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.config import load_config
+from hicache_ext.config.model import ExtraConfig
+from hicache_ext.storage import live_tiers
+from hicache_ext.storage.store import SetResult
+from hicache_ext.testing import step_costs, tier_faults
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+from hicache_ext.testing.memory_store import MemoryPageStore
+
+
+def test_what_is_hooked_is_what_opens_the_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, name = tier_faults._TARGET.rpartition(".")
+    assert pkgutil.resolve_name(module) is live_tiers
+    original = live_tiers.open_tier
+    monkeypatch.setenv(tier_faults.VARIABLE, "dead")
+    monkeypatch.setattr(live_tiers, name, lambda *arguments: tier_faults.after_open(original(*arguments), *arguments))
+    tier = {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}
+    config = load_config(ExtraConfig.around({"tiers": {"disk": tier}}))
+    opened = live_tiers.open_live_tiers(config.tiers)
+    assert store_pages(opened["disk"].guarded.store, page_keys(2)) == [SetResult.ERROR] * 2
+    live_tiers.close_unused(opened.values())
+
+
+def test_a_file_says_what_is_wrong_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, keys = tmp_path / "fault", page_keys(2)
+    monkeypatch.setenv(tier_faults.VARIABLE, f"file:{fault}")
+    store = tier_faults.after_open(MemoryPageStore())
+    assert store_pages(store, keys[:1]) == [SetResult.STORED]
+    tier_faults.direct(fault, "dead")
+    assert store_pages(store, keys[1:]) == [SetResult.ERROR]
+    assert store.count_leading(keys) == 0
+    tier_faults.direct(fault, "slow:0.2")
+    started = time.monotonic()
+    assert store.contains(keys) == [True, False]
+    assert time.monotonic() - started >= 0.2
+    tier_faults.direct(fault, "")
+    assert_hits(store, keys[:1])
+    tier_faults.direct(fault, "confused")
+    with pytest.raises(ValueError, match="slow:SECONDS, dead or file:PATH"):
+        store.contains(keys)
+
+
+def test_step_costs_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hicache_ext.pd.sglang_hooks import Stopwatch
+
+    assert pkgutil.resolve_name(step_costs._TARGET) is Stopwatch.step_ends
+    file = tmp_path / "steps"
+    monkeypatch.setenv(step_costs.VARIABLE, str(file))
+    assert step_costs.read_step_costs(file, 0) == ([], 0)
+    stopwatch = Stopwatch()
+    for seconds in (0.001, 0.002, None, 0.003, None):
+        if seconds is not None:
+            stopwatch.add(seconds, requests=1)
+        step_costs.before_step_ends(stopwatch)
+        stopwatch.step_ends()
+    costs, offset = step_costs.read_step_costs(file, 0)
+    assert costs == [1000.0, 2000.0, 3000.0]
+    assert step_costs.read_step_costs(file, offset) == ([], offset)
