@@ -47,9 +47,9 @@ def _program() -> str | None:
     return shutil.which("s3rver")
 
 
-# What S3 promises and s3rver does not keep: no reader sees an object half written, a write that was answered can be read,
-# and there are no directories. s3rver writes objects and their facts in place, answers before they are written, removes
-# empty directories, and ends with an unhandled error when a write was about to use one.
+# What S3 promises and s3rver does not keep: no reader sees half an object, what was written can be read once that was
+# answered, and there are no directories. s3rver writes objects and their facts in place, answers before they are there,
+# removes empty directories, and ends with an unhandled error when a write was about to use one.
 _AS_S3 = """
 const fs = require("fs"), Module = require("module"), { Writable } = require("stream");
 let number = 0;
