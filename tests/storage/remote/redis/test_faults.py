@@ -577,13 +577,13 @@ def test_slots_that_move_are_followed(cluster, open_store):
     assert store.metrics.value("redirect", "moved") == moved
 
 
-def test_a_cluster_has_no_other_database(cluster, open_store):
+def test_a_cluster_has_no_other_database(empty_cluster, open_store):
     with pytest.raises(StoreSetupError, match="only database 0"):
-        open_store(cluster.servers[0], database=1)
+        open_store(empty_cluster.servers[0], database=1)
 
 
-def test_the_pages_of_one_conversation_are_spread_over_the_cluster(cluster, open_store: Callable):
-    store = open_store(cluster.servers[0])
+def test_the_pages_of_one_conversation_are_spread_over_the_cluster(empty_cluster, open_store: Callable):
+    store = open_store(empty_cluster.servers[0])
     store_pages(store, page_keys(300))
-    counts = [int(server.command("DBSIZE")[1:]) for server in cluster.servers]
+    counts = [int(server.command("DBSIZE")[1:]) for server in empty_cluster.servers]
     assert sum(counts) == 300 and min(counts) > 50
