@@ -49,6 +49,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--total", metavar="SIZE", help="bytes each mode moves in a round (default: 64MiB)")
     parser.add_argument("--batch", type=_positive, help="pages per call at most (default: 128, 16 MiB of them at most)")
     parser.add_argument("--rounds", type=_positive, help="measured rounds, after one warm-up round (default: 5)")
+    parser.add_argument(
+        "--minutes",
+        type=_positive,
+        default=15,
+        help="a longer run has fewer rounds, and says so (default: 15)",
+    )
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it works, no more")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
@@ -66,6 +72,7 @@ class Settings:
     total: int
     batch: int
     rounds: int
+    minutes: int
     warm_ups: int = 1
 
     @classmethod
@@ -79,6 +86,7 @@ class Settings:
             total=parse_size(arguments.total or ("2MiB" if quick else "64MiB"), "--total"),
             batch=arguments.batch or (8 if quick else 128),
             rounds=arguments.rounds or (2 if quick else 5),
+            minutes=arguments.minutes,
         )
 
     def case(self, payload: int, threads: int) -> Case:
@@ -96,13 +104,14 @@ def run(arguments: argparse.Namespace) -> int:
     engines = [engine for engine in all_engines() if engine.name in settings.engines]
     contenders = [contender for engine in engines for contender in engine.contenders]
     results = Results(frozenset(c.name for c in contenders if c.ours), frozenset(c.name for c in contenders if c.floor))
+    clock = _Clock(60.0 * settings.minutes, len(engines) * len(settings.payloads) * len(settings.threads))
     for engine in engines:
         if engine.missing:
             results.leave_out(engine.name, "", engine.missing)
             continue
         try:
             with terminated_in_order(), serving(engine) as place:
-                _measure_engine(engine, place, settings, results)
+                _measure_engine(engine, place, settings, clock, results)
         except BenchmarkError as error:
             results.leave_out(engine.name, "", f"failed: {error}")
             results.failures.append(str(error))
@@ -117,7 +126,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if results.failures else 0
 
 
-def _measure_engine(engine: Engine, place: Any, settings: Settings, results: Results) -> None:
+class _Clock:
+    """Shares the time of a run among its points."""
+
+    def __init__(self, seconds: float, points: int) -> None:
+        self._end = time.monotonic() + seconds
+        self._points = points
+        self._until = 0.0
+
+    def begin_point(self) -> None:
+        now = time.monotonic()
+        self._until = now + max(0.0, self._end - now) / max(1, self._points)
+        self._points -= 1
+
+    @property
+    def over(self) -> bool:
+        """The point has had its share."""
+        return time.monotonic() >= self._until
+
+
+def _measure_engine(engine: Engine, place: Any, settings: Settings, clock: _Clock, results: Results) -> None:
     able = {contender.name: contender for contender in engine.contenders if contender.missing is None}
     for contender in engine.contenders:
         if contender.missing:
@@ -125,10 +153,11 @@ def _measure_engine(engine: Engine, place: Any, settings: Settings, results: Res
     for payload in settings.payloads:
         for threads in settings.threads:
             case = settings.case(payload, threads)
+            clock.begin_point()
             memory = [Pages(payload, case.batch, seed) for seed in range(threads)]
             with ExitStack() as stack:
                 clients = _open(engine, able, place, memory, results, stack)
-                _take_turns(engine, able, clients, case, memory, settings, results)
+                _take_turns(engine, able, clients, case, memory, settings, clock, results)
 
 
 def _open(
@@ -157,12 +186,17 @@ def _take_turns(
     case: Case,
     memory: Sequence[Pages],
     settings: Settings,
+    clock: _Clock,
     results: Results,
 ) -> None:
     title = f"{engine.name}, pages of {format_size(case.payload)}, {case.threads} thread(s)"
     shown = 0
     for round_number, name, counts in interleaved(list(clients), settings.rounds, settings.warm_ups):
         if round_number != shown:
+            if clock.over and shown > settings.warm_ups:
+                print(f"  {title}: no time for more than {shown - settings.warm_ups} rounds", flush=True)
+                results.shortened.append(f"{title}: {shown - settings.warm_ups} rounds for want of time")
+                break
             shown = round_number
             print(f"  {title}: round {shown} of {settings.warm_ups + settings.rounds}", flush=True)
         if name not in able:
@@ -193,6 +227,7 @@ def _write(arguments: argparse.Namespace, settings: Settings, machine: dict[str,
         "machine": machine,
         "settings": asdict(settings),
         "failures": results.failures,
+        "shortened": results.shortened,
         "results": list(entries(results)),
     }
     if arguments.json:

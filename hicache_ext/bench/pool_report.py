@@ -58,6 +58,8 @@ class Results:
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
     """(engine, contender) -> why it has no figures; the contender is "" for a whole engine."""
     failures: list[str] = field(default_factory=list)
+    shortened: list[str] = field(default_factory=list)
+    """Points with fewer rounds than asked for, and why."""
 
     def add(self, point: Point, contender: str, sample: Sample) -> None:
         self.samples.setdefault(point, {}).setdefault(contender, []).append(sample)
@@ -129,7 +131,7 @@ def markdown(document: Mapping[str, Any], results: Results, command: str) -> str
         f"    {command}",
         "",
         _METHOD.format(**document["settings"]),
-        *(f"- {reason}" for reason in absent(results)),
+        *(f"- {reason}" for reason in [*absent(results), *results.shortened]),
         "",
         *(f"{table.markdown()}\n" for table in tables(results)),
     ]

@@ -47,6 +47,36 @@ def _program() -> str | None:
     return shutil.which("s3rver")
 
 
+# What S3 promises and s3rver does not keep: no reader sees half an object, what was written can be read once that was
+# answered, and there are no directories. s3rver writes objects and their facts in place, answers before they are there,
+# removes empty directories, and ends with an unhandled error when a write was about to use one.
+_AS_S3 = """
+const fs = require("fs"), Module = require("module"), { Writable } = require("stream");
+let number = 0;
+function replace(path, data) {
+  const part = `${path}.part${number++}`;
+  fs.writeFileSync(part, data);
+  fs.renameSync(part, path);
+}
+const load = Module._load;
+Module._load = function (name) {
+  const loaded = load.apply(this, arguments);
+  if (name === "fs-extra") {
+    loaded.rmdir = async () => {};
+    loaded.writeFile = async (path, data) => replace(path, data);
+    loaded.createWriteStream = (path) => {
+      const chunks = [];
+      return new Writable({
+        write(chunk, encoding, done) { chunks.push(chunk); done(); },
+        final(done) { replace(path, Buffer.concat(chunks)); done(); },
+      });
+    };
+  }
+  return loaded;
+};
+"""
+
+
 class S3Server:
     """One server with one bucket. One thread at a time."""
 
@@ -87,6 +117,8 @@ class S3Server:
         if program is None:
             raise S3ServerError(f"missing: {missing_s3_server()}")
         self.directory.mkdir(parents=True, exist_ok=True)
+        preload = self._log.with_name("as_s3.js")
+        preload.write_text(_AS_S3)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -96,6 +128,7 @@ class S3Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, "NODE_OPTIONS": f"--require {preload}"},
             )
         deadline = time.monotonic() + _START_TIMEOUT
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,22 @@ def test_a_server_that_does_not_start_is_a_failure(
     monkeypatch.setattr(pool_command, "all_engines", lambda: [Engine("redis", serve, ())])
     assert main(["bench", "pool", "--quick"]) == 1
     assert "FAILED: redis: no port" in capsys.readouterr().err
+
+
+def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spies = tuple(Contender(name, "memory", lambda place, memory: _Spy(), ours=True) for name in ("one", "two"))
+    engine = Engine("redis", lambda directory: nullcontext(), spies)
+    monkeypatch.setattr(pool_command, "all_engines", lambda: [engine])
+    monkeypatch.setattr(pool_command._Clock, "over", True)
+    report, text = tmp_path / "pool.json", tmp_path / "pool.md"
+    words = ["--rounds", "7", "--payload", "64KiB", "--threads", "1", "--total", "1MiB"]
+    assert main(["bench", "pool", *words, "--json", str(report), "--markdown", str(text)]) == 0
+    document = json.loads(report.read_text())
+    assert {entry["summary"]["rounds"] for entry in document["results"]} == {1}
+    assert document["shortened"][0] in text.read_text()
+    assert "no time for more than 1 rounds" in capsys.readouterr().out
 
 
 @pytest.mark.slow

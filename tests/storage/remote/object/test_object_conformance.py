@@ -37,8 +37,6 @@ class _ObjectStoreTests(PageStoreTests):
 class TestObjectStoreOnS3(_ObjectStoreTests):
     """Without conditional create, which s3rver lacks."""
 
-    replaces_objects_whole = False  # s3rver writes the object's file in place
-
     @pytest.fixture
     def medium(self, s3_server: S3Server) -> Medium:
         return s3_medium(s3_server)

@@ -104,14 +104,14 @@ def test_a_server_killed_while_pages_are_written_keeps_none_in_part(server, open
 
 
 def test_a_frozen_server_costs_one_deadline_and_then_nothing(server, open_store):
-    store = open_store(server, timeout=0.5)
+    store = open_store(server, timeout=1.0)
     keys = page_keys(40)
-    store_pages(store, keys)
+    wait_for_hits(store, keys)
     server.freeze()
     try:
         with Bound():
             assert set(read_pages(store, keys)[0]) == {GetResult.TIMEOUT}
-            for _ in range(200):
+            for _ in range(50):
                 assert read_pages(store, keys)[0] == [GetResult.ERROR] * 40
                 assert store.count_leading(keys) == 0
         assert store.metrics.value("error", "down") >= 40
@@ -469,7 +469,8 @@ def keys_by_server(cluster: RedisCluster, keys: list[bytes]) -> dict[int, list[b
 
 @pytest.mark.parametrize("loss", ["killed", "frozen"])
 def test_a_lost_cluster_node_costs_its_own_pages_only(cluster, open_store, loss):
-    store = open_store(*cluster.servers[:2], timeout=2.0)
+    # Long enough for nodes that are only slow; the frozen one costs it once.
+    store = open_store(*cluster.servers[:2], timeout=3.0)
     keys = page_keys(90)
     store_pages(store, keys)
     owned = keys_by_server(cluster, keys)
@@ -481,7 +482,7 @@ def test_a_lost_cluster_node_costs_its_own_pages_only(cluster, open_store, loss)
         lost.freeze()
     try:
         with Bound():
-            for _ in range(30):
+            for _ in range(10):
                 results = dict(zip(keys, read_pages(store, keys)[0], strict=True))
                 assert {results[key] for key in owned[0] + owned[1]} == {GetResult.HIT}
                 assert {results[key] for key in owned[2]} <= {GetResult.ERROR, GetResult.TIMEOUT}
@@ -577,13 +578,13 @@ def test_slots_that_move_are_followed(cluster, open_store):
     assert store.metrics.value("redirect", "moved") == moved
 
 
-def test_a_cluster_has_no_other_database(cluster, open_store):
+def test_a_cluster_has_no_other_database(empty_cluster, open_store):
     with pytest.raises(StoreSetupError, match="only database 0"):
-        open_store(cluster.servers[0], database=1)
+        open_store(empty_cluster.servers[0], database=1)
 
 
-def test_the_pages_of_one_conversation_are_spread_over_the_cluster(cluster, open_store: Callable):
-    store = open_store(cluster.servers[0])
+def test_the_pages_of_one_conversation_are_spread_over_the_cluster(empty_cluster, open_store: Callable):
+    store = open_store(empty_cluster.servers[0])
     store_pages(store, page_keys(300))
-    counts = [int(server.command("DBSIZE")[1:]) for server in cluster.servers]
+    counts = [int(server.command("DBSIZE")[1:]) for server in empty_cluster.servers]
     assert sum(counts) == 300 and min(counts) > 50
