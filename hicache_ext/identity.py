@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,20 @@ class PageIdentity:
     def digest(self) -> bytes:
         """16 bytes: the first half of SHA-256 over a domain prefix and ``canonical()``."""
         return hashlib.sha256(_DIGEST_DOMAIN + self.canonical()).digest()[:DIGEST_LENGTH]
+
+
+def page_hashes(keys: Sequence[str]) -> list[bytes]:
+    """``page_hash_bytes`` of each key; a list of SGLang's page hashes is converted at once."""
+    text = "".join(keys)
+    if set(map(len, keys)) == {64}:
+        try:
+            raw = bytes.fromhex(text)
+        except ValueError:
+            raw = b""
+        # Not so with capitals, or with blanks, which fromhex() skips.
+        if raw.hex() == text:
+            return [raw[begin : begin + 32] for begin in range(0, len(raw), 32)]
+    return [page_hash_bytes(key) for key in keys]
 
 
 def page_hash_bytes(key: str) -> bytes:

@@ -262,9 +262,13 @@ class SpreadStore:
         def one(which: int) -> None:
             number, positions = split[which]
             answers = self._call(number, kind, lambda store: call(store, positions), moved)
-            if answers is not None:
-                for position, answer in zip(positions, answers, strict=True):
-                    results[position] = answer
+            if answers is None:
+                return
+            if len(positions) == len(results):
+                results[:] = answers
+                return
+            for position, answer in zip(positions, answers, strict=True):
+                results[position] = answer
 
         if self._workers is None or len(split) < 2:
             for which in range(len(split)):
