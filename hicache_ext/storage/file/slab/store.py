@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -254,6 +255,9 @@ class _SlabPart:
         self._metrics = store.metrics
         self._io = SlotIo(directory, store.plan, store.metrics)
         self._pins = PinnedPages(store.name, directory.path, capacity // 2, self._index.occupied_by)
+        # A read through the page cache is mostly work of a processor: more threads only take it from each other.
+        processors = len(os.sched_getaffinity(0))
+        self._readers = store.threads if store.plan.read == "direct" else min(store.threads, processors)
         self._touches = Touches(store.name, self._write_touches)
         self._slabs = {slab.number: slab for slab in self._index.slabs()}
         # A slab of another slot size that holds colder pages than those evicted here.
@@ -295,8 +299,9 @@ class _SlabPart:
         doubtful = [(page, "length") for page in located if page.length != _shape(sizes[page.position]).length]
         if doubtful:
             located = [page for page in located if page.length == _shape(sizes[page.position]).length]
-        runs = self._runs(batch, located)
-        for of_run in self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results)):
+        readers = self._readers
+        runs = self._runs(batch, located, readers)
+        for of_run in self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
             doubtful += of_run
         moved = []
         for page, reason in doubtful:
@@ -434,7 +439,7 @@ class _SlabPart:
         self._metrics.add("rejected", "capacity", len(positions) - len(taken))
         if not taken:
             return
-        runs = self._runs(batch, taken)
+        runs = self._runs(batch, taken, self._store.threads)
         written: list[Located] = []
         published: dict[int, SetResult] = {}
         try:
@@ -660,11 +665,11 @@ class _SlabPart:
         ttl = self._store.ttl
         return b"" if ttl is None else CREATED.pack(max(0, int(time.time() - ttl)))
 
-    def _runs(self, batch: PageBatch, pages: list[Located]) -> list[list[Located]]:
+    def _runs(self, batch: PageBatch, pages: list[Located], threads: int) -> list[list[Located]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
         if not pages:
             return []
-        longest = max(1, -(-len(pages) // (2 * self._store.threads)))
+        longest = max(1, -(-len(pages) // (2 * threads)))
         runs: list[list[Located]] = []
         run: list[Located] = []
         # The place right behind the run. Only full slots have no gap between them.
