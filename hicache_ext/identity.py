@@ -99,7 +99,13 @@ class PageIdentity:
 
 
 def page_hashes(keys: Sequence[str]) -> list[bytes]:
-    """``page_hash_bytes`` of each key; a list of SGLang's page hashes is converted at once."""
+    """``page_hash_bytes`` of each key."""
+    joined = joined_page_hashes(keys)
+    return [joined[begin : begin + 32] for begin in range(0, len(joined), 32)]
+
+
+def joined_page_hashes(keys: Sequence[str]) -> bytes:
+    """``page_hash_bytes`` of each key, one behind the other; SGLang's page hashes are converted all at once."""
     text = "".join(keys)
     if set(map(len, keys)) == {64}:
         try:
@@ -108,8 +114,8 @@ def page_hashes(keys: Sequence[str]) -> list[bytes]:
             raw = b""
         # Not so with capitals, or with blanks, which fromhex() skips.
         if raw.hex() == text:
-            return [raw[begin : begin + 32] for begin in range(0, len(raw), 32)]
-    return [page_hash_bytes(key) for key in keys]
+            return raw
+    return b"".join([page_hash_bytes(key) for key in keys])
 
 
 def page_hash_bytes(key: str) -> bytes:

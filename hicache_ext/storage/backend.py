@@ -36,8 +36,17 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
+from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes, page_hashes
+from hicache_ext.identity import (
+    ModelIdentity,
+    PageIdentity,
+    PoolIdentity,
+    Shard,
+    joined_page_hashes,
+    page_hash_bytes,
+    page_hashes,
+)
 from hicache_ext.kernels import sglang_hooks
 from hicache_ext.metrics import TierMetrics, TransferSamples
 from hicache_ext.metrics_export import export_when_wanted
@@ -50,7 +59,7 @@ from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_la
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.pulling.prefill_cost import prefill_cost
 from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, SetResult
 
 logger = logging.getLogger(__name__)
 
@@ -335,13 +344,13 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         # SGLang asks for a long chain 128 pages at a time: after a call that found all, the next goes on with it.
         done, portion = 0, _LOOK_UP_PORTION if self._found_all else _FIRST_LOOK_UP
         while done < len(keys):
-            hashes = page_hashes(keys[done : done + portion])
-            leading = len(hashes)
+            hashes = joined_page_hashes(keys[done : done + portion])
+            leading = asked = len(hashes) // PAGE_HASH_LENGTH
             for digest in pool.digests:
                 with self._patience():
-                    leading = self._store.count_leading([digest + page_hash for page_hash in hashes[:leading]])
+                    leading = self._store.count_leading(PageKeys(digest, hashes[: leading * PAGE_HASH_LENGTH]))
             done += leading
-            if leading < len(hashes):
+            if leading < asked:
                 break
             portion = _LOOK_UP_PORTION
         self._found_all = done == len(keys)

@@ -18,10 +18,11 @@ The implementer guarantees:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
+from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.metrics import TierMetrics
 
 
@@ -53,6 +54,41 @@ class SetResult(enum.Enum):
     @property
     def durable(self) -> bool:
         return self in (SetResult.STORED, SetResult.EXISTS)
+
+
+class PageKeys(Sequence[bytes]):
+    """The keys of pages of one identity, for a question about a long chain: a key is made when it is asked for, or all
+    of them at once with what a store puts in front of its keys."""
+
+    __slots__ = ("_hashes", "identity")
+
+    def __init__(self, identity: bytes, hashes: bytes) -> None:
+        """``hashes``: the page hashes, one behind the other."""
+        self.identity = identity
+        self._hashes = hashes
+
+    def __len__(self) -> int:
+        return len(self._hashes) // PAGE_HASH_LENGTH
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.behind(b""))
+
+    @overload
+    def __getitem__(self, which: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> list[bytes]: ...
+
+    def __getitem__(self, which: int | slice) -> bytes | list[bytes]:
+        chosen = range(len(self))[which]
+        if isinstance(chosen, range):
+            return [self[position] for position in chosen]
+        return self.identity + self._hashes[chosen * PAGE_HASH_LENGTH : (chosen + 1) * PAGE_HASH_LENGTH]
+
+    def behind(self, prefix: bytes) -> list[bytes]:
+        """Every key with ``prefix`` in front of it."""
+        start, hashes = prefix + self.identity, self._hashes
+        return [start + hashes[begin : begin + PAGE_HASH_LENGTH] for begin in range(0, len(hashes), PAGE_HASH_LENGTH)]
 
 
 _Result = TypeVar("_Result", GetResult, SetResult)

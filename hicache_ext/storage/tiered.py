@@ -253,6 +253,7 @@ class TieredStore:
         if len(self._retrieve) == 1 and self._inner_tiers == 1:
             (tier,) = self._retrieve
             return self._call(tier, "exists", partial(tier.count_leading, keys), 0) if keys else 0
+        keys = list(keys)
         places = self._find_leading(keys)
         outer = [
             (key, self._retrieve[place], self._page_bytes.get(key[:IDENTITY_LENGTH], 0))

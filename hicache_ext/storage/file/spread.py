@@ -197,7 +197,7 @@ class SpreadStore:
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         if len(self._parts) > 1:
-            present = self.contains(keys)
+            present = self.contains(list(keys))
             return present.index(False) if False in present else len(present)
         with self._calls:
             if not self._usable:

@@ -45,6 +45,7 @@ from hicache_ext.storage.file.slab.records import (
     Slab,
 )
 from hicache_ext.storage.file.usage import writer_name
+from hicache_ext.storage.store import PageKeys
 
 _MAP_SIZE = 1 << 38
 """Bytes of address space the index may grow to; the file itself stays as small as its content."""
@@ -222,6 +223,8 @@ class SlabIndex:
     def full_keys(self, transaction: Any, keys: Sequence[bytes]) -> list[bytes]:
         """The keys in ``pages``: with the generation of their identity in front."""
         state = self.state_db
+        if isinstance(keys, PageKeys):
+            return keys.behind(transaction.get(b"generation" + keys.identity, db=state) or FIRST_GENERATION)
         generations = {
             digest: transaction.get(b"generation" + digest, db=state) or FIRST_GENERATION
             for digest in {key[:IDENTITY_LENGTH] for key in keys}
