@@ -1,10 +1,14 @@
 # `make demo` and `make test` set everything up by themselves (scripts/setup.sh).
 SHELL := /bin/bash
 PYTEST := .venv/bin/python -m pytest
+# Test files run beside each other; each file's tests in one process, because they share servers.
+WORKERS ?= 2
+BESIDE := -n $(WORKERS) --dist loadfile
 MODEL ?=
 DEMO_ARGUMENTS ?=
 
-.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign soak clean
+.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
+.PHONY: decode-throughput pull-or-recompute clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -15,8 +19,10 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
-
+	@echo "make trouble    a pool killed, frozen, slow and lying under two real servers, 8 minutes; writes docs/reports/pool-trouble.*"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes; writes docs/reports/soak.md"
+	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes docs/reports/"
+	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes docs/reports/"
 	@echo "make clean      remove .venv and everything the demo made"
 
 setup:
@@ -29,11 +35,11 @@ demo: setup
 	@.venv/bin/hicache-ext demo $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGUMENTS)
 
 test: lint
-	$(PYTEST) -m "not slow" --cov --cov-report=
-	$(PYTEST) -m slow --cov --cov-append --cov-report=term:skip-covered
+	$(PYTEST) $(BESIDE) -m "not slow" --cov --cov-report=
+	$(PYTEST) $(BESIDE) -m slow --cov --cov-append --cov-report=term:skip-covered
 
 test-fast: setup-test
-	$(PYTEST) -m "not slow"
+	$(PYTEST) $(BESIDE) -m "not slow"
 
 test-radosgw: setup-test
 	$(PYTEST) tests/storage/remote/object/radosgw_suite.py
@@ -56,10 +62,19 @@ kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
 
 guards-campaign: setup-test
-	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 3000 --seed 1 --report docs/reports/guards.md
+	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
+
+trouble: setup-test
+	.venv/bin/python -m tests.campaigns.pool_trouble --report docs/reports/pool-trouble.md
 
 soak: setup-test
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
+
+decode-throughput: setup-test
+	.venv/bin/python -m tests.campaigns.decode_throughput --minutes 10.5 --report docs/reports/decode-throughput.md
+
+pull-or-recompute: setup-test
+	.venv/bin/python -m tests.campaigns.pull_or_recompute --minutes 7 --report docs/reports/pull-or-recompute.md
 
 clean:
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

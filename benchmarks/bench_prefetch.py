@@ -11,7 +11,8 @@ byte.
 
 Measured per request: the share of its pages that were inside when SGLang asked for them, and the time from the arrival
 of the queue until its last page was in host memory, which is when its prefill can begin. Afterwards the same queue with
-half of its requests aborted between exists() and the read: what was fetched in vain.
+half of its requests aborted between exists() and the read: what was fetched in vain. The defaults take about four
+minutes: ``python benchmarks/bench_prefetch.py --report docs/benchmarks/prefetch.md``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import queue
+import shutil
 import sys
 import tempfile
 import threading
@@ -41,12 +43,16 @@ from hicache_ext.bench.file_contenders import (
 )
 from hicache_ext.bench.harness import (
     BenchmarkError,
+    Panel,
     Spread,
     Table,
+    can_plot,
     command_line,
     interleaved,
     machine_facts,
     number,
+    plot,
+    terminated_in_order,
     today,
     write_json,
 )
@@ -60,6 +66,8 @@ from hicache_ext.testing.faults import PageStoreWrapper
 IDENTITY = bytes(16)
 MOST_PAGES_A_CALL = 128
 CAPACITY = 64 << 30
+_WASTE_SHARE = 8
+"""Of the buffer, that the run with aborted requests gets."""
 
 
 class Reader(Protocol):
@@ -210,42 +218,72 @@ def play(
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What all contenders did against one pool."""
+
+    parallel: int
+    rounds: dict[str, list[Round]]
+    wasted: dict[str, float]
+
+
 def main() -> int:
     arguments = _parse()
     _prepare_sglang()
-    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench-prefetch-") as text:
+    begun = time.monotonic()
+    with (
+        terminated_in_order(),
+        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench-prefetch-") as text,
+    ):
         directory = Path(text)
+        facts = machine_facts(directory, ("sglang",))
         try:
-            document = _measure(arguments, directory)
+            measured = _measure(arguments, directory)
         except HicacheExtError as error:
             print(error, file=sys.stderr)
             return 1
-    if arguments.json:
-        write_json(arguments.json, document)
+    print(f"{time.monotonic() - begun:.0f} s in all")
+    if arguments.report:
+        _write_report(arguments, measured, facts)
     return 0
 
 
-def _measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
+def _measure(arguments: argparse.Namespace, directory: Path) -> list[Measured]:
+    """Measure against each pool, and print what came out as soon as it is known."""
     pages = arguments.tokens // PAGE_SIZE
     host = HostBuffers("mha", arguments.page_bytes, pages)
     requests = [page_keys(f"request-{number}", pages) for number in range(arguments.requests)]
-    latency = arguments.latency / 1000
     everything = pages * len(requests)
     theirs = Workplace(directory=directory / "sglang", host=host, capacity=CAPACITY, pages=everything, threads=1)
     theirs.directory.mkdir()
     _fill(directory / "pool", theirs, host, requests)
+    measured = []
+    for parallel in arguments.parallel:
+        one = _measure_pool(arguments, directory, theirs, requests, parallel)
+        print(f"{_table(arguments, one).text()}\n\n{_waste_sentence(arguments, one)}\n", flush=True)
+        measured.append(one)
+    return measured
 
+
+def _measure_pool(
+    arguments: argparse.Namespace,
+    directory: Path,
+    theirs: Workplace,
+    requests: Sequence[Sequence[str]],
+    parallel: int,
+) -> Measured:
+    host, latency = theirs.host, arguments.latency / 1000
     numbers = iter(range(1_000_000))
 
     def ours(buffer: int, lifetime: float = 60.0) -> OurReader:
-        pool = Pool(PageFileStore("pool", [directory / "pool"], capacity=None), latency, arguments.parallel)
-        near = PageFileStore("near", [directory / f"near-{next(numbers)}"], capacity=None)
+        pool = Pool(PageFileStore("pool", [directory / "pool"], capacity=None), latency, parallel)
+        near = PageFileStore("near", [directory / f"near-{parallel}-{next(numbers)}"], capacity=None)
         return OurReader(pool, near, host, buffer, lifetime)
 
     contenders: dict[str, Callable[[], Reader]] = {
         "prefetch": lambda: ours(arguments.buffer),
         "no prefetch": lambda: ours(0),
-        "HiCacheFile": lambda: SglangReader(theirs, latency, arguments.parallel),
+        "HiCacheFile": lambda: SglangReader(theirs, latency, parallel),
     }
     rounds: dict[str, list[Round]] = {name: [] for name in contenders}
     for _, name, counts in interleaved(list(contenders), arguments.rounds):
@@ -254,10 +292,16 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         played.facts = reader.close()
         if counts:
             rounds[name].append(played)
+        for near in directory.glob(f"near-{parallel}-*"):
+            shutil.rmtree(near)
+    return Measured(parallel, rounds, _measure_waste(arguments, requests, host, ours))
 
-    base = np.mean([np.mean(played.done) for played in rounds["no prefetch"]])
+
+def _table(arguments: argparse.Namespace, measured: Measured) -> Table:
+    pages = arguments.tokens // PAGE_SIZE
+    base = Spread.of([float(np.mean(played.done)) for played in measured.rounds["no prefetch"]]).median
     rows = []
-    for name, of_name in rounds.items():
+    for name, of_name in measured.rounds.items():
         first = Spread.of([played.done[0] for played in of_name])
         mean = Spread.of([float(np.mean(played.done)) for played in of_name])
         last = Spread.of([played.done[-1] for played in of_name])
@@ -267,7 +311,7 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             (
                 name,
                 f"{inside:.0f} %" if name == "prefetch" else "-",
-                f"{100 * joined / (pages * len(requests)):.0f} %" if name == "prefetch" else "-",
+                f"{100 * joined / (pages * arguments.requests):.0f} %" if name == "prefetch" else "-",
                 number(first.median * 1000),
                 number(mean.median * 1000),
                 f"{number(mean.lower * 1000)}-{number(mean.upper * 1000)}",
@@ -275,31 +319,100 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 f"{mean.median / base:.2f}",
             )
         )
-    size = arguments.page_bytes * pages * len(requests) / 1e6
-    table = Table(
-        f"{len(requests)} requests of {pages} pages ({size:.0f} MB), "
-        f"{arguments.latency:g} ms a round trip of {arguments.parallel} pages, "
+    size = arguments.page_bytes * pages * arguments.requests / 1e6
+    return Table(
+        f"{arguments.requests} requests of {pages} pages ({size:.0f} MB), "
+        f"{arguments.latency:g} ms a round trip of {measured.parallel} pages, "
         f"buffer {arguments.buffer / 2**20:g} MiB, {arguments.rounds} rounds; times in ms",
         ("", "inside", "under way", "first", "mean", "quartiles", "last", "mean / no prefetch"),
         tuple(rows),
     )
-    print(table.text())
-    wasted = _measure_waste(arguments, requests, host, ours)
-    print(
-        f"\nhalf of the requests aborted before the read: {wasted['fetched'] / 1e6:.0f} MB fetched, "
+
+
+def _waste_sentence(arguments: argparse.Namespace, measured: Measured) -> str:
+    wasted = measured.wasted
+    return (
+        f"Half of the requests aborted before the read: {wasted['fetched'] / 1e6:.0f} MB fetched, "
         f"{wasted['wasted'] / 1e6:.0f} MB in vain, at most {wasted['most_held'] / 1e6:.0f} MB held "
-        f"(buffer {arguments.buffer / 1e6:.0f} MB), {wasted['held_after'] / 1e6:.0f} MB after the lifetime"
+        f"(buffer {wasted['buffer'] / 1e6:.0f} MB), {wasted['held_after'] / 1e6:.0f} MB after the lifetime"
     )
-    return {
-        "command": command_line(),
-        "date": today(),
-        "machine": machine_facts(directory, ("sglang",)),
-        "rounds": {
-            name: [{"done": played.done, "inside": played.inside, **played.facts} for played in of_name]
-            for name, of_name in rounds.items()
+
+
+def _write_report(arguments: argparse.Namespace, measured: Sequence[Measured], facts: dict[str, Any]) -> None:
+    """FILE.md, FILE.json and, with matplotlib, FILE.png."""
+    report: Path = arguments.report
+    report.parent.mkdir(parents=True, exist_ok=True)
+    command = command_line(hidden={report: "FILE.md", **({arguments.directory: "DIR"} if arguments.directory else {})})
+    sections = [
+        "# Prefetch under a queue of requests",
+        f"`{command}`, {today()[:10]}, {facts['cpus']} cores ({facts['cpu_model']}), {facts['file_system']}, "
+        f"Linux {facts['kernel'].partition('-')[0]}.",
+        (__doc__ or "").partition("\n")[2].strip(),
+        "*inside*: pages that were in host memory when SGLang asked for them; *under way*: those that were being "
+        "fetched, which the read joined; *first*, *mean*, *last*: when the first request's pages were in, all "
+        "requests' on average, and the last one's.",
+    ]
+    for one in measured:
+        sections += [_table(arguments, one).markdown(), f"{_waste_sentence(arguments, one)}."]
+    if can_plot():
+        plot(report.with_suffix(".png"), _panels(measured))
+        sections.append(f"![When each request's pages were in]({report.stem}.png)")
+    report.write_text("\n\n".join(sections) + "\n")
+    write_json(
+        report.with_suffix(".json"),
+        {
+            "command": command,
+            "date": today(),
+            "machine": facts,
+            "pools": [
+                {
+                    "parallel": one.parallel,
+                    "rounds": {
+                        name: [{"done": played.done, "inside": played.inside, **played.facts} for played in of_name]
+                        for name, of_name in one.rounds.items()
+                    },
+                    "aborted": one.wasted,
+                }
+                for one in measured
+            ],
         },
-        "aborted": wasted,
-    }
+    )
+
+
+def _panels(measured: Sequence[Measured]) -> list[Panel]:
+    """By place in the queue: when the pages were in, and for ours which share was inside when asked for."""
+
+    def line(values: Sequence[Sequence[float]]) -> list[tuple[str, float, float, float]]:
+        step = max(1, len(values[0]) // 8)
+        places = [*range(0, len(values[0]) - 1, step), len(values[0]) - 1]
+        spreads = [Spread.of([of_round[place] for of_round in values]) for place in places]
+        return [
+            (str(place + 1), spread.median, spread.lower, spread.upper)
+            for place, spread in zip(places, spreads, strict=True)
+        ]
+
+    return [
+        *(
+            Panel(
+                f"pages are in, {one.parallel} a round trip",
+                "place in the queue",
+                "s from the queue's arrival",
+                {name: line([played.done for played in of_name]) for name, of_name in one.rounds.items()},
+            )
+            for one in measured
+        ),
+        Panel(
+            "prefetch: inside when asked for",
+            "place in the queue",
+            "% of the pages",
+            {
+                f"inside, {one.parallel} a round trip": line(
+                    [[100 * share for share in played.inside] for played in one.rounds["prefetch"]]
+                )
+                for one in measured
+            },
+        ),
+    ]
 
 
 def _measure_waste(
@@ -309,7 +422,9 @@ def _measure_waste(
     ours: Callable[[int, float], OurReader],
 ) -> dict[str, float]:
     lifetime = 1.5
-    reader = ours(arguments.buffer, lifetime)
+    # Small enough that the bound is met.
+    buffer = arguments.buffer // _WASTE_SHARE
+    reader = ours(buffer, lifetime)
     most = 0.0
     ended = threading.Event()
 
@@ -326,9 +441,12 @@ def _measure_waste(
     ended.set()
     watching.join()
     facts = reader.close()
+    if most > buffer or held:
+        raise BenchmarkError(f"prefetch held {most:.0f} bytes, and {held:.0f} after their lifetime: it is not bounded")
     return {
         "fetched": facts.get("prefetch_bytes fetched", 0),
         "wasted": facts.get("prefetch_bytes wasted", 0),
+        "buffer": buffer,
         "most_held": most,
         "held_after": held,
     }
@@ -358,12 +476,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2000, help="of each prefix; a page has 16")
     parser.add_argument("--page-bytes", type=int, default=64 * 1024)
     parser.add_argument("--latency", type=float, default=20.0, help="of a call on the pool, in ms")
-    parser.add_argument("--parallel", type=int, default=16, help="pages that a round trip carries")
+    parser.add_argument(
+        "--parallel", type=int, nargs="+", default=[16, 128], help="pages that a round trip carries; one pool for each"
+    )
     parser.add_argument("--tick", type=float, default=20.0, help="of SGLang's scheduler, in ms")
     parser.add_argument("--buffer", type=int, default=256 << 20, help="of the prefetch, in bytes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where the pages go (default: the temporary one)")
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--report", type=Path, metavar="FILE.md", help="FILE.json and FILE.png are written beside it")
     return parser.parse_args()
 
 

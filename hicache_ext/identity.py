@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,20 @@ class PageIdentity:
 
     def canonical(self) -> bytes:
         """The one byte string that is digested: JSON, keys sorted, no blanks, UTF-8."""
-        return json.dumps(self.document(), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        return _canonical(self.document())
 
     def digest(self) -> bytes:
         """16 bytes: the first half of SHA-256 over a domain prefix and ``canonical()``."""
-        return hashlib.sha256(_DIGEST_DOMAIN + self.canonical()).digest()[:DIGEST_LENGTH]
+        return digest_of_document(self.document())
+
+
+def digest_of_document(document: Mapping[str, Any]) -> bytes:
+    """The digest of the identity that ``PageIdentity.document()`` described, also after a way through JSON."""
+    return hashlib.sha256(_DIGEST_DOMAIN + _canonical(document)).digest()[:DIGEST_LENGTH]
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def page_hashes(keys: Sequence[str]) -> list[bytes]:

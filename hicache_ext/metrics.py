@@ -36,12 +36,16 @@ class TierMetrics:
 
     Beside them levels (bytes in a queue) and latency histograms of whole calls. Thread-safe. ``add`` costs about a
     microsecond; callers add per batch, not per page, where they can.
+
+    What is no tier and yet counts (the pull rule, the decode writer) has a ``prefix`` for the exported names.
     """
 
-    def __init__(self, tier: str) -> None:
+    def __init__(self, tier: str, *, prefix: str = "") -> None:
         self.tier = tier
+        self.prefix = prefix
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._taken: dict[tuple[str, str], int] = {}
         self._levels: dict[tuple[str, str], float] = {}
         self._buckets: dict[str, list[int]] = {}
         self._seconds: dict[str, float] = {}
@@ -67,6 +71,13 @@ class TierMetrics:
     def snapshot(self) -> dict[tuple[str, str], int]:
         with self._lock:
             return dict(self._counts)
+
+    def take_growth(self) -> dict[tuple[str, str], int]:
+        """What was counted since the last call, for the one who passes it on; nothing is handed out twice."""
+        with self._lock:
+            grown = {key: count - self._taken.get(key, 0) for key, count in self._counts.items()}
+            self._taken = dict(self._counts)
+        return {key: amount for key, amount in grown.items() if amount}
 
     def set_level(self, name: str, reason: str, value: float) -> None:
         """Something that goes up and down: ("queue_bytes", "promotion")."""

@@ -6,7 +6,8 @@ second, so that counting itself stays cheap. Latencies are passed on call by cal
 
 Names follow from what is counted: ``TierMetrics.add("promotion", "stored")`` is
 ``hicache_ext_promotion_total{tier=..., reason="stored"}``, a level ``queue_bytes`` is the gauge
-``hicache_ext_queue_bytes``, and all latencies are ``hicache_ext_call_seconds``. docs/metrics.md lists them.
+``hicache_ext_queue_bytes``, and all latencies are ``hicache_ext_call_seconds``. What is no tier has a prefix in front
+(``hicache_ext_pull_decision_total``). docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ HELP = {
     "bytes": "Bytes read, written and evicted.",
     "corrupt": "Page objects that were refused, by reason.",
     "evicted": "Pages evicted, by reason.",
+    "timeout": "Calls that their deadline ended, by call.",
+    "late": "Calls that ended after their deadline, by call.",
+    "retry": "Pages whose transfer was tried again, by call.",
+    "breaker_probe": "Probes of a tier that is left out, by outcome.",
+    "negative_cache": "Keys not asked for, because they were absent a moment ago.",
+    "exists_budget": "Look-ups on the scheduler's thread that were answered from what was known, by reason.",
+    "io": "Pages moved through the page cache although the tier uses direct I/O.",
+    "path_out_of_service": "Paths of a file tier taken out of service.",
+    "path_back_in_service": "Paths of a file tier back in service.",
+    "node": "Redis nodes that went up or down.",
+    "connection": "Connections to Redis nodes, opened and lost.",
+    "redirect": "Pages whose slot another Redis node serves.",
+    "cleared": "Pages removed by a clear in the background.",
     "rejected": "Pages not tried, by reason.",
     "error": "Failures of the medium.",
     "failure": "Calls that raised and were answered as a miss.",
@@ -43,14 +57,29 @@ HELP = {
     "prefetch": "Pages fetched ahead of the read, by outcome.",
     "prefetch_bytes": "Bytes fetched ahead of the read, by outcome.",
     "breaker": "State changes of the circuit breaker.",
+    "breaker_state": "The circuit breaker now: 0 closed, 1 half open, 2 open.",
     "queue_pages": "Pages waiting in a queue.",
     "queue_bytes": "Bytes waiting in a queue.",
     "prefetch_buffer_bytes": "Bytes fetched ahead that nobody has read yet, and those being fetched.",
+    "pull_decision": "Prefixes in storage, by what was decided about them and why.",
+    "pull_tokens": "Tokens of prefixes in storage, pulled or recomputed.",
+    "pull_probe": "Measurements of tiers that the pull rule leaves out, by tier.",
+    "copy_load": "Copies from host to device, by engine and why it was that one.",
+    "copy_back_up": "Copies from device to host, by engine and why it was that one.",
+    "pd_write_request": "Requests of a decode node, by what its writer did with them.",
+    "pd_write_page": "Pages that a decode node's writer handed to storage, by result; present: were there.",
+    "pd_write_write": "Writes of a decode node: calls, and those tried again.",
+    "pd_write_copy": "Copies to host memory that could not begin, by reason.",
+    "pd_write_dropped": "Pages dropped for want of host memory, by policy.",
+    "pd_write_lost": "Pages never written, by reason.",
+    "pd_write_failure": "Calls of a decode node's writer that raised.",
+    "pd_write_waiting_pages": "Pages of a decode node that wait to be written.",
+    "pd_write_host_used_tokens": "Host memory of a decode node in use, in tokens.",
 }
 
 
 def metric_name(counted: str) -> str:
-    """The Prometheus name of an event or level, without the ``_total`` that counters get."""
+    """The Prometheus name of an event or level, its own prefix included, without the ``_total`` that counters get."""
     return PREFIX + _UNFIT.sub("_", counted)
 
 
@@ -60,7 +89,6 @@ class Exporter:
     def __init__(self, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> None:
         self._sources = sources
         self._labels = dict(labels)
-        self._exported: dict[tuple[int, str, str], int] = {}
         self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
         self._stop = threading.Event()
         self.export()
@@ -69,15 +97,31 @@ class Exporter:
 
     def export(self) -> None:
         """Bring everything up to date."""
-        for metrics in self._sources():
+        sources = list(self._sources())
+        for metrics in sources:
             self._watch(metrics)
-            for (event, reason), count in metrics.snapshot().items():
-                key = (id(metrics), event, reason)
-                if grown := count - self._exported.get(key, 0):
-                    self._exported[key] = count
-                    self._child(_counter(event), metrics, reason=reason).inc(grown)
+            self._export_counts(metrics)
             for (name, reason), value in metrics.levels().items():
-                self._child(_gauge(name), metrics, reason=reason).set(value)
+                self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(value)
+        for metrics, observer in list(self._watched.values()):
+            if not any(metrics is source for source in sources):
+                self._let_go(metrics, observer, sources)
+
+    def _export_counts(self, metrics: TierMetrics) -> None:
+        for (event, reason), grown in metrics.take_growth().items():
+            self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(grown)
+
+    def _let_go(
+        self, metrics: TierMetrics, observer: Callable[[str, float], None], sources: Iterable[TierMetrics]
+    ) -> None:
+        """A tier has gone: its last counts go out, and what it had waiting or open is no more."""
+        metrics.unwatch(observer)
+        self._export_counts(metrics)
+        successors = [source for source in sources if (source.tier, source.prefix) == (metrics.tier, metrics.prefix)]
+        for name, reason in metrics.levels():
+            if not any((name, reason) in source.levels() for source in successors):
+                self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(0)
+        del self._watched[id(metrics)]
 
     def close(self) -> None:
         """Export a last time and end the thread. Idempotent."""

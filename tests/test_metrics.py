@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,18 @@ import pytest
 from hicache_ext.cli import stats_command
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples, table
+from hicache_ext.kernels.engine import Direction
 from hicache_ext.metrics import LATENCY_BOUNDS, TierMetrics
-from hicache_ext.metrics_export import HELP, metric_name
+from hicache_ext.metrics_export import (
+    CALL_SECONDS,
+    HELP,
+    _counter,
+    _gauge,
+    _histogram,
+    export_when_wanted,
+    metric_name,
+)
+from hicache_ext.testing.redis_servers import wait_until
 
 ROOT = Path(__file__).parents[1]
 
@@ -131,21 +143,199 @@ def test_every_metric_that_has_a_help_text_is_documented():
         assert {metric_name(counted), f"{metric_name(counted)}_total"} & names, counted
 
 
-def test_every_metric_of_the_dashboard_exists():
-    """Documented, and counted under that name somewhere in the package."""
+# What is counted under a name that is made when it is counted: (file, expression) -> the names.
+_MADE_NAMES = {
+    ("storage/file/spread.py", "event"): ("get", "set"),
+    ("storage/guards/deadline.py", "event"): ("timeout", "late", "rejected"),
+    ("kernels/selection.py", "str(direction)"): tuple(Direction),
+    ("pd/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
+}
+_PREFIXES = {"pd/": "pd_write_", "kernels/": "copy_", "storage/pulling/": "pull_"}
+
+
+def counted_in_the_package():
+    """The names of everything that the package counts, as exported."""
+    for path in sorted((ROOT / "hicache_ext").rglob("*.py")):
+        file = path.relative_to(ROOT / "hicache_ext").as_posix()
+        if file.startswith(("testing/", "metrics")):
+            continue
+        prefix = next((own for room, own in _PREFIXES.items() if file.startswith(room)), "")
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            if call.func.attr not in ("add", "add_many", "set_level"):
+                continue
+            if not re.search("metrics|failures", ast.unparse(call.func.value)):
+                continue
+            suffix = "" if call.func.attr == "set_level" else "_total"
+            name = call.args[0]
+            made = (name.value,) if isinstance(name, ast.Constant) else _MADE_NAMES[file, ast.unparse(name)]
+            for counted in made:
+                yield metric_name(prefix + counted) + suffix, prefix + counted
+
+
+def test_everything_that_is_counted_is_documented_and_has_a_help_text():
+    counted = dict(counted_in_the_package())
+    assert len(counted) > 30
+    assert set(counted) <= documented_names()
+    assert set(counted.values()) <= set(HELP)
+
+
+def test_every_documented_metric_is_counted():
+    exported = {name for name, _ in counted_in_the_package()}
+    assert documented_names() - exported == {CALL_SECONDS}
+
+
+def test_every_metric_of_the_dashboard_is_exported_and_every_panel_is_in_its_place():
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    panels = dashboard["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     used = {name for expression in expressions for name in re.findall(r"hicache_ext_\w+", expression)}
-    source = "\n".join(path.read_text() for path in (ROOT / "hicache_ext").rglob("*.py"))
-    assert len(used) >= 10
-    for name in used:
-        base = re.sub(r"_(bucket|sum|count)$", "", name)
-        assert base in documented_names(), name
-        if base == "hicache_ext_call_seconds":
-            assert ".observe(operation" in source
-            continue
-        counted = base.removeprefix("hicache_ext_").removesuffix("_total")
-        if counted == "breaker" and not (ROOT / "hicache_ext" / "storage" / "guards").exists():
-            continue
-        way = "add|add_many" if base.endswith("_total") else "set_level"
-        assert re.search(rf'\.({way})\(\s*"{counted}"', source), name
+    exported = {name for name, _ in counted_in_the_package()} | {
+        f"{CALL_SECONDS}_{part}" for part in ("bucket", "count")
+    }
+    assert len(used) >= 20
+    assert used <= exported
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    assert len(places) == len(panels)
+
+
+# -- the exporter, in this process -------------------------------------------------------------------------------------
+
+
+def exported_value(family, **labels):
+    """The sum of the samples of a family that have these labels."""
+    wanted = labels.items()
+    samples = [sample for metric in family.collect() for sample in metric.samples]
+    return sum(sample.value for sample in samples if wanted <= sample.labels.items() and "_created" not in sample.name)
+
+
+@pytest.fixture
+def sources():
+    pytest.importorskip("prometheus_client", reason="missing: prometheus_client")
+    return []
+
+
+@pytest.fixture
+def exporter(sources):
+    exporter = export_when_wanted(True, lambda: sources, {"tp_rank": "3"})
+    yield exporter
+    exporter.close()
+
+
+def test_counts_go_out_once_however_often_and_by_whomever_they_are_exported(sources, exporter):
+    metrics = TierMetrics("once")
+    sources.append(metrics)
+    metrics.add("get", "hit", 5)
+    exporter.export()
+    exporter.export()
+    metrics.add_many("get", {"hit": 2, "miss": 1})
+    # A detach and a new attach, beside counts that live as long as the process.
+    exporter.close()
+    second = export_when_wanted(True, lambda: sources, {"tp_rank": "3"})
+    second.close()
+    assert exported_value(_counter("get"), tier="once", reason="hit", tp_rank="3", dp_rank="0") == 7
+    assert exported_value(_counter("get"), tier="once", reason="miss") == 1
+
+
+def test_what_is_no_tier_has_its_prefix_in_front(sources, exporter):
+    metrics = TierMetrics("pull", prefix="pull_")
+    sources.append(metrics)
+    metrics.add("decision", "cheaper")
+    metrics.set_level("waiting", "", 4)
+    exporter.export()
+    assert exported_value(_counter("pull_decision"), tier="pull", reason="cheaper") == 1
+    assert exported_value(_gauge("pull_waiting"), tier="pull") == 4
+
+
+def test_a_tier_that_has_gone_leaves_its_last_counts_and_no_levels(sources, exporter):
+    gone, stays = TierMetrics("gone"), TierMetrics("stays")
+    sources += [gone, stays]
+    for metrics in (gone, stays):
+        metrics.set_level("breaker_state", "", 2)
+    exporter.export()
+    gone.add("breaker", "open")
+    sources.remove(gone)
+    exporter.export()
+    gone.observe("get", 1.0)  # a call that was under way: nobody passes it on any more
+    assert exported_value(_counter("breaker"), tier="gone", reason="open") == 1
+    assert exported_value(_gauge("breaker_state"), tier="gone") == 0
+    assert exported_value(_gauge("breaker_state"), tier="stays") == 2
+    assert exported_value(_histogram(), tier="gone") == 0
+
+
+def test_a_successor_of_the_same_name_keeps_its_levels(sources, exporter):
+    before, after = TierMetrics("same"), TierMetrics("same")
+    before.set_level("queue_bytes", "async", 10)
+    after.set_level("queue_bytes", "async", 20)
+    sources.append(before)
+    exporter.export()
+    sources[:] = [after]
+    exporter.export()
+    assert exported_value(_gauge("queue_bytes"), tier="same") == 20
+
+
+def test_latencies_go_out_as_they_are_measured(sources, exporter):
+    metrics = TierMetrics("latencies")
+    sources.append(metrics)
+    exporter.export()
+    metrics.observe("get", 0.002)
+    histogram = _histogram()
+    assert exported_value(histogram, tier="latencies", operation="get", le="0.003") == 1
+    assert exported_value(histogram, tier="latencies", operation="get", le="0.001") == 0
+
+
+def test_an_exporter_that_fails_goes_on(sources, exporter, monkeypatch, caplog):
+    monkeypatch.setattr("hicache_ext.metrics_export._INTERVAL", 0.01)
+    trouble = threading.Event()
+
+    def sources_in_trouble():
+        if trouble.is_set():
+            raise OSError("no room for metrics")
+        return sources
+
+    broken = export_when_wanted(True, sources_in_trouble, {})
+    trouble.set()
+    wait_until(lambda: "exporting metrics" in caplog.text, "the failure")
+    metrics = TierMetrics("afterwards")
+    metrics.add("get", "hit")
+    sources[:] = [metrics]
+    trouble.clear()
+    wait_until(lambda: exported_value(_counter("get"), tier="afterwards") == 1, "the export")
+    broken.close()
+    assert all(thread.name != "hicache-metrics" or thread is exporter._thread for thread in threading.enumerate())
+
+
+def test_without_an_endpoint_nothing_is_begun():
+    before = set(threading.enumerate())
+    export_when_wanted(False, lambda: [TierMetrics("unwanted")], {}).close()
+    assert set(threading.enumerate()) == before
+
+
+def test_metrics_that_cannot_be_exported_do_not_end_the_start(caplog):
+    def no_sources():
+        raise OSError("no room for metrics")
+
+    export_when_wanted(True, no_sources, {}).close()
+    assert "no metrics at the Prometheus endpoint: no room for metrics" in caplog.text
+
+
+def test_the_table_tells_of_what_counts_beside_the_tiers():
+    text = """
+hicache_ext_get_total{tier="pool",reason="miss"} 1
+hicache_ext_breaker_state{tier="pool",reason="",tp_rank="0"} 0
+hicache_ext_breaker_state{tier="pool",reason="",tp_rank="1"} 2
+hicache_ext_pull_decision_total{tier="pull",reason="cheaper"} 12
+hicache_ext_pd_write_page_total{tier="pd_write",reason="stored"} 30
+hicache_ext_pd_write_waiting_pages{tier="pd_write",reason=""} 7
+hicache_ext_copy_load_total{tier="kernels",reason="triton: calibrated"} 5
+"""
+    lines = table(None, read_samples(text))
+    assert [line.split()[0] for line in lines[1:2]] == ["pool"]
+    assert "pool: breaker is open, 1 miss" in lines
+    assert lines[-3:] == [
+        "pull: 12 pull_decision cheaper",
+        "pd_write: 30 pd_write_page stored, 7 pd_write_waiting_pages now",
+        "kernels: 5 copy_load triton: calibrated",
+    ]

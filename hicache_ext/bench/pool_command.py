@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = machine_facts(Path.cwd(), _PACKAGES)
     started = time.monotonic()
     engines = [engine for engine in all_engines() if engine.name in settings.engines]
-    results = Results(frozenset(c.name for engine in engines for c in engine.contenders if c.ours))
+    contenders = [contender for engine in engines for contender in engine.contenders]
+    results = Results(frozenset(c.name for c in contenders if c.ours), frozenset(c.name for c in contenders if c.floor))
     for engine in engines:
         if engine.missing:
             results.leave_out(engine.name, "", engine.missing)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import itertools
 import os
+import queue
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +28,7 @@ import numpy.typing as npt
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import tier_types
 from hicache_ext.errors import HicacheExtError
+from hicache_ext.storage.file.vectored import IOV_MAX, after
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.remote.object.names import page_name
 from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore
@@ -32,8 +36,12 @@ from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, Page
 _SEGMENTS = 2
 """Segments of a page, as K and V are."""
 _STAMP = 8
+REDIS_CONNECTIONS = 4
+"""Of the bare sockets: the default of the tier."""
 OBJECT_REQUESTS = 32
 """Requests at once of every object contender: the default of the tier."""
+_LEASE_MS = 5000
+"""As docs/mooncake.md recommends. With the 200 ms of the tests a batch on a busy machine outlives its lease."""
 _TIMEOUT = 60.0
 """Seconds a call of ours may take here: a slow machine is measured, not cut off."""
 
@@ -93,6 +101,8 @@ class Contender:
     engine: str
     open: Callable[[Any, Sequence[Pages]], PoolClient]
     ours: bool = False
+    floor: bool = False
+    """No client that anybody would use: what the server itself can do. Ratios are not to it."""
     missing: str | None = None
 
 
@@ -137,19 +147,20 @@ class OurClient:
         self._store.close()
 
 
-def _ours(engine: str, tier_of: Callable[[Any], dict[str, Any]], name: str = "hicache_ext", **more: Any) -> Contender:
+def _ours(
+    engine: str,
+    tier_of: Callable[[Any], dict[str, Any]],
+    name: str = "hicache_ext",
+    open_store: Callable[[str, Any], PageStore] = open_tier,
+) -> Contender:
     """Our tier; ``tier_of`` makes its configuration from what the server gave."""
     model = tier_types().get(engine)
-    missing = None
-    if model is None:
-        missing = f"missing: this version has no tier of type {engine}"
-    elif any(key not in model.model_fields for key in more):
-        missing = f"missing: tiers of type {engine} have no {', '.join(more)}"
+    missing = f"missing: this version has no tier of type {engine}" if model is None else None
 
     def open_client(place: Any, memory: Sequence[Pages]) -> PoolClient:
         assert model is not None
-        tier = model.model_validate({"type": engine, "timeout": _TIMEOUT, **tier_of(place), **more})
-        return OurClient(open_tier("bench", tier), memory)
+        tier = model.model_validate({"type": engine, "timeout": _TIMEOUT, **tier_of(place)})
+        return OurClient(open_store("bench", tier), memory)
 
     return Contender(name, engine, open_client, ours=True, missing=missing)
 
@@ -286,6 +297,7 @@ def _redis() -> Engine:
         (
             _ours("redis", lambda server: {"url": server.url}),
             Contender("redis-py, MGET and pipelined SET", "redis", RedisPy, missing=_package("redis")),
+            Contender("bare sockets, the server's limit", "redis", BareSockets, floor=True),
         ),
         missing=missing,
     )
@@ -322,6 +334,70 @@ class RedisPy:
         self._client.close()
 
 
+class BareSockets:
+    """What the server takes and gives at most: as many connections as ours has, and no look at what comes back."""
+
+    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+        self._idle: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(REDIS_CONNECTIONS)]
+        for connection in self._connections:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._idle.put(connection)
+        self._threads = ThreadPoolExecutor(REDIS_CONNECTIONS)
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        def write(connection: socket.socket, share: Sequence[int]) -> None:
+            buffers: list[memoryview] = []
+            for number in share:
+                key = keys[number]
+                head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, pages.payload)
+                buffers += [memoryview(head), pages.sources[number].data, memoryview(b"\r\n")]
+            while buffers:
+                buffers = after(buffers, connection.sendmsg(buffers[:IOV_MAX]))
+            _fill(connection, [memoryview(bytearray(len(b"+OK\r\n") * len(share)))])
+
+        return self._shared(len(keys), write)
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        def read(connection: socket.socket, share: Sequence[int]) -> None:
+            requests = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(keys[number]), keys[number]) for number in share]
+            connection.sendall(b"".join(requests))
+            head, end = memoryview(bytearray(len(b"$%d\r\n" % pages.payload))), memoryview(bytearray(2))
+            _fill(connection, [part for number in share for part in (head, pages.targets[number].data, end)])
+
+        return self._shared(len(keys), read)
+
+    def _shared(self, count: int, work: Callable[[socket.socket, Sequence[int]], None]) -> int:
+        """``work`` for ``count`` pages, an equal share of them on each connection."""
+
+        def use_one(share: Sequence[int]) -> None:
+            connection = self._idle.get()
+            work(connection, share)
+            self._idle.put(connection)
+
+        cuts = [count * number // REDIS_CONNECTIONS for number in range(REDIS_CONNECTIONS + 1)]
+        list(self._threads.map(use_one, (range(a, b) for a, b in itertools.pairwise(cuts) if a < b)))
+        return count
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        words = b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
+        self._connections[0].sendall(b"*%d\r\n$3\r\nDEL\r\n%b" % (len(keys) + 1, words))
+        _fill(self._connections[0], [memoryview(bytearray(len(b":%d\r\n" % len(keys))))])
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for connection in self._connections:
+            connection.close()
+
+
+def _fill(connection: socket.socket, buffers: list[memoryview]) -> None:
+    while buffers:
+        received = connection.recvmsg_into(buffers[:IOV_MAX])[0]
+        if not received:
+            raise BenchmarkError("bare sockets: the server closed the connection")
+        buffers = after(buffers, received)
+
+
 # -- Mooncake ----------------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +415,7 @@ def _mooncake() -> Engine:
         _serve_mooncake,
         (
             _ours("mooncake", _mooncake_tier),
-            _ours("mooncake", _mooncake_tier, "hicache_ext, no checksum", checksum=False),
+            _ours("mooncake", _mooncake_tier, "hicache_ext, no checksum", _open_mooncake_without_checksum),
             Contender("raw batch_get_into/put_from", "mooncake", RawMooncake),
         ),
         missing=missing,
@@ -350,6 +426,15 @@ def _mooncake_tier(servers: Any) -> dict[str, Any]:
     return {"master": servers.master, "protocol": "tcp", "local_hostname": "127.0.0.1"}
 
 
+def _open_mooncake_without_checksum(name: str, tier: Any) -> PageStore:
+    """No configuration does that: it is measured to see what the checksum costs."""
+    from hicache_ext.storage.mooncake.attachment import Attachment
+    from hicache_ext.storage.mooncake.engine import Engine
+    from hicache_ext.storage.mooncake.pages import MooncakeStore
+
+    return MooncakeStore(name, tier, Attachment(name, Engine(name, tier), required=True), checksum=False)
+
+
 @contextmanager
 def _serve_mooncake(directory: Path) -> Iterator[Any]:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -358,7 +443,7 @@ def _serve_mooncake(directory: Path) -> Iterator[Any]:
     with ExitStack() as stack:
         # Mooncake's processes listen on all interfaces.
         stack.enter_context(network.own_network())
-        yield stack.enter_context(servers.MooncakeServers(directory, segment_bytes=2 << 30))
+        yield stack.enter_context(servers.MooncakeServers(directory, segment_bytes=2 << 30, lease_ms=_LEASE_MS))
 
 
 class RawMooncake:

@@ -16,9 +16,11 @@ Each tier against its engine's own client in the same run: the same pages, betwe
 server that is another process, over loopback. Rounds are interleaved, {warm_ups} warm-up round thrown away, {rounds}
 measured: medians, quartiles in brackets. A batch of {batch} pages is one call; with several threads each makes its own
 calls at the same time. What was read is compared byte for byte outside the timed part. The engines' own clients do
-without header and checksum, and without the copy into host memory where they receive into buffers of their own.
-CPU is this process's, not the server's. MB are 10^6 bytes of payload. The ratio is to the best of the engine's own
-clients at that point; above 1 is faster. Client and server share the machine's CPUs.
+without header and checksum, and without the copy into host memory where they receive into buffers of their own;
+redis-py sends from memoryviews, without a copy. Bare sockets send the bytes of the requests and look at nothing, on as
+many connections as our tier: what the server itself can do; ratios are not to them. CPU is this process's, not the
+server's. MB are 10^6 bytes of payload. The ratio is to the best of the engine's own clients at that point; above 1 is
+faster. Client and server share the machine's CPUs.
 """
 
 
@@ -51,6 +53,7 @@ class Results:
     """Samples by point and contender, and why others are missing."""
 
     ours: frozenset[str]
+    floors: frozenset[str] = frozenset()
     samples: dict[Point, dict[str, list[Sample]]] = field(default_factory=dict)
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
     """(engine, contender) -> why it has no figures; the contender is "" for a whole engine."""
@@ -68,7 +71,7 @@ class Results:
 
     def rows(self, point: Point) -> list[Row]:
         summaries = {name: Summary.of(taken) for name, taken in self.samples[point].items() if taken}
-        own = [summary for name, summary in summaries.items() if name not in self.ours]
+        own = [summary for name, summary in summaries.items() if name not in self.ours | self.floors]
         base = max(own, key=lambda summary: summary.rate.median, default=None)
         return [Row(name, summary, ratio(summary, base) if base else None) for name, summary in summaries.items()]
 

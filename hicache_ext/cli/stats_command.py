@@ -24,6 +24,9 @@ from hicache_ext.metrics_export import CALL_SECONDS, PREFIX
 
 _TIMEOUT = 10.0
 _CLEAR = "\x1b[H\x1b[2J"
+_BESIDE = ("pull", "pd_write", "kernels")
+"""The label ``tier`` of what is no tier."""
+_BREAKER_STATES = ("closed", "half open", "open")
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -144,8 +147,8 @@ def table(before: Samples | None, now: Samples) -> list[str]:
                 _number(hits / seconds),
                 _number(misses / seconds),
                 _share(hits, hits + misses),
-                _bytes(grown.of("bytes", "read") / seconds),
-                _bytes(grown.of("bytes", "written") / seconds),
+                _bytes(grown.of("bytes", "get") / seconds),
+                _bytes(grown.of("bytes", "set") / seconds),
                 _seconds(grown.quantile("get", 0.5)),
                 _seconds(grown.quantile("get", 0.99)),
                 _bytes(now.total(f"{PREFIX}queue_bytes", tier=tier)),
@@ -159,12 +162,20 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         why = {**results, **{f"corrupt {reason}": n for reason, n in grown.by_reason("corrupt").items()}}
         why |= {f"rejected {reason}": n for reason, n in grown.by_reason("rejected").items()}
         why |= {f"breaker {reason}": n for reason, n in grown.by_reason("breaker").items()}
-        told = ", ".join(f"{_number(count / seconds)}{unit} {reason}" for reason, count in why.items() if count)
+        told = [f"{_number(count / seconds)}{unit} {reason}" for reason, count in why.items() if count]
+        worst = max(now.by("tp_rank", f"{PREFIX}breaker_state", tier=tier).values(), default=0.0)
+        if worst:
+            told.insert(0, f"breaker is {_BREAKER_STATES[int(worst)]}")
         if told:
-            reasons.append(f"{tier}: {told}")
+            reasons.append(f"{tier}: {', '.join(told)}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [*lines, *(["", "not hit because:", *reasons] if reasons else [])]
+    beside = _beside(before, now, seconds, unit)
+    return [
+        *lines,
+        *(["", "not hit because:", *reasons] if reasons else []),
+        *(["", "beside the tiers:", *beside] if beside else []),
+    ]
 
 
 class _Growth:
@@ -202,7 +213,33 @@ class _Growth:
 
 def _tiers(samples: Samples) -> list[str]:
     names = {dict(labels).get("tier", "") for _, labels in samples.values}
-    return sorted(names - {"all", "backend"}) + [name for name in ("all",) if name in names]
+    return sorted(names - {"all", "backend", *_BESIDE}) + [name for name in ("all",) if name in names]
+
+
+def _beside(before: Samples | None, now: Samples, seconds: float, unit: str) -> list[str]:
+    """A line for everything that counts beside the tiers: the pull rule, the decode writer, the copy engines."""
+    lines = []
+    for name in _BESIDE:
+        grown = _Growth(before, now, name)
+        told = []
+        for metric, title in _counted_by(now, name):
+            if metric.endswith("_total"):
+                told += [
+                    f"{_number(count / seconds)}{unit} {title} {reason}".rstrip()
+                    for reason, count in grown.by_reason(title).items()
+                    if count
+                ]
+            else:
+                told.append(f"{_number(now.total(metric, tier=name))} {title} now")
+        if told:
+            lines.append(f"{name}: {', '.join(told)}")
+    return lines
+
+
+def _counted_by(samples: Samples, source: str) -> list[tuple[str, str]]:
+    """(metric, its name without the package's prefix and suffix) of what ``source`` exports."""
+    names = sorted({name for name, labels in samples.values if dict(labels).get("tier") == source})
+    return [(name, name.removeprefix(PREFIX).removesuffix("_total")) for name in names if not name.endswith("_created")]
 
 
 def _metrics_url(text: str) -> str:

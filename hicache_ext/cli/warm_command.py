@@ -12,7 +12,7 @@ from typing import Any
 from hicache_ext.config import format_size, load_config
 from hicache_ext.errors import ConfigError
 from hicache_ext.page_hashes import namespace_seed
-from hicache_ext.storage.warming import WarmError, warm_prompts
+from hicache_ext.storage.warming import WarmError, read_identities, warm_prompts
 
 _PROGRESS_INTERVAL = 0.1
 
@@ -27,6 +27,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--prompt", metavar="FILE", help="text exactly as the server gets it; needs --model")
     parser.add_argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
     parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
+    parser.add_argument(
+        "--identity",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="an identity document of another node (PATH/identities/*.json of its file tier), or a directory of them, "
+        "where no tier of this node knows any; may be repeated",
+    )
     parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
     parser.add_argument("--role", choices=("prefill", "decode", "both"), default="prefill", help="default: %(default)s")
     parser.add_argument("--extra-key", metavar="TEXT", help="of the requests (LoRA)")
@@ -48,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompts,
         to=arguments.to,
         model=arguments.served_name,
+        identities=read_identities(arguments.identity, "--identity"),
         seed=namespace_seed(arguments.extra_key, arguments.cache_salt),
         progress=bar.show,
     )

@@ -12,7 +12,8 @@ from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, checked, one_of
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import TierConfig
-from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size, parse_duration, parse_size
+from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size
+from hicache_ext.config.values import NO_LIMIT, duration, or_word, size, whole_number
 from hicache_ext.errors import ConfigError
 
 SMALLEST_CAPACITY = 1024 * 1024
@@ -20,25 +21,10 @@ MOST_THREADS = 64
 SHORTEST_TTL = 1.0
 
 _CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
+_SIZES_ALLOWED = f"{SIZE_ALLOWED}, or 'unlimited'"
 _PATH_ALLOWED = "an absolute path, or a list of them"
 _THREADS_ALLOWED = f"1 to {MOST_THREADS}, or auto"
 _TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
-
-
-def parse_capacity(value: object) -> int | None:
-    """Bytes, or None for 'unlimited'."""
-    if value == "unlimited":
-        return None
-    if value is None or isinstance(value, bool | float):
-        raise refuse(value, _CAPACITY_ALLOWED)
-    try:
-        capacity = parse_size(value)
-    except ConfigError as error:
-        allowed = f"{SIZE_ALLOWED}, or 'unlimited'" if "unit" in error.problem else _CAPACITY_ALLOWED
-        raise ConfigError("", error.problem, allowed) from None
-    if capacity < SMALLEST_CAPACITY:
-        raise ConfigError("", f"{shown(value)} is less than 1MiB", _CAPACITY_ALLOWED)
-    return capacity
 
 
 def parse_paths(value: object) -> tuple[str, ...]:
@@ -85,30 +71,6 @@ def directory_relation(path: str, other: str) -> str:
     return "contains" if other.startswith(path + "/") else ""
 
 
-def parse_threads(value: object) -> int | None:
-    """A number of I/O threads, or None for 'auto'."""
-    if value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_THREADS:
-        raise refuse(value, _THREADS_ALLOWED)
-    return value
-
-
-def parse_ttl(value: object) -> float | None:
-    """Seconds, or None for 'none'."""
-    if value == "none":
-        return None
-    if value is None or isinstance(value, bool):
-        raise refuse(value, _TTL_ALLOWED)
-    try:
-        seconds = parse_duration(value)
-    except ConfigError as error:
-        raise ConfigError("", error.problem, _TTL_ALLOWED) from None
-    if seconds < SHORTEST_TTL:
-        raise ConfigError("", f"{shown(value)} is less than 1s", _TTL_ALLOWED)
-    return seconds
-
-
 class FileTierConfig(TierConfig):
     """Local disks and shared file systems."""
 
@@ -124,7 +86,7 @@ class FileTierConfig(TierConfig):
         int | None,
         Field(description="of the whole tier: all paths, ranks and processes together; or unlimited"),
         Allowed(_CAPACITY_ALLOWED),
-        checked(parse_capacity),
+        checked(or_word("unlimited", None, size(SMALLEST_CAPACITY, NO_LIMIT, _CAPACITY_ALLOWED, units=_SIZES_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": SMALLEST_CAPACITY}, {"type": "string"}]}),
     ]
     layout: Annotated[
@@ -143,14 +105,14 @@ class FileTierConfig(TierConfig):
         int | None,
         Field(description="I/O threads per rank and path; auto measures", json_schema_extra={"default": "auto"}),
         Allowed(_THREADS_ALLOWED),
-        checked(parse_threads),
+        checked(or_word("auto", None, whole_number(1, MOST_THREADS, _THREADS_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_THREADS}, {"const": "auto"}]}),
     ] = None
     ttl: Annotated[
         float | None,
         Field(description="pages written longer ago than this are misses, and their room is free"),
         Allowed(_TTL_ALLOWED),
-        checked(parse_ttl),
+        checked(or_word("none", None, duration(SHORTEST_TTL, NO_LIMIT, _TTL_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
     ] = None
 

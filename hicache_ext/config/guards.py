@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
 
 from hicache_ext.config.problems import refuse
 from hicache_ext.config.schema import Allowed, ConfigModel, checked
-from hicache_ext.config.units import parse_duration, parse_size
-from hicache_ext.errors import ConfigError
+from hicache_ext.config.values import NO_LIMIT, duration, or_auto, or_off, size, whole_number
 
 MOST_RETRIES = 10
 MOST_CALLS = 1024
@@ -28,60 +26,10 @@ _BOUNCE_ALLOWED = "a size of at least 1MiB, such as 256MiB"
 _DURATION_SCHEMA = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
 
 
-def duration(least: float, most: float, allowed: str, *, off: float | None = None) -> Callable[[object], float | None]:
-    """A parser for seconds from ``least`` to ``most``.
-
-    With ``off``, the words ``off`` (that value) and ``auto`` (None) are taken, too.
-    """
-
-    def parse(value: object) -> float | None:
-        if off is not None and (value is None or value == "auto"):
-            return None
-        # YAML 1.1 reads the bare word off as false; whoever wrote it meant the word.
-        if off is not None and (value is False or value == "off"):
-            return off
-        if value is None or isinstance(value, bool):
-            raise refuse(value, allowed)
-        try:
-            seconds = parse_duration(value)
-        except ConfigError as error:
-            raise ConfigError("", error.problem, allowed) from None
-        if not least <= seconds <= most:
-            raise refuse(value, allowed)
-        return seconds
-
-    return parse
-
-
-def whole_number(least: int, most: int, allowed: str) -> Callable[[object], int | None]:
-    """A parser for a whole number, or None for ``auto``."""
-
-    def parse(value: object) -> int | None:
-        if value is None or value == "auto":
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise refuse(value, allowed)
-        return value
-
-    return parse
-
-
-def _switch(value: object) -> bool | None:
-    if value is None or value == "auto":
-        return None
+def _switch(value: object) -> bool:
     if isinstance(value, bool):
         return value
     raise refuse(value, _SWITCH_ALLOWED)
-
-
-def _bounce_memory(value: object) -> int:
-    try:
-        size = parse_size(value)
-    except ConfigError as error:
-        raise ConfigError("", error.problem, _BOUNCE_ALLOWED) from None
-    if size < SMALLEST_BOUNCE_MEMORY:
-        raise refuse(value, _BOUNCE_ALLOWED)
-    return size
 
 
 _SLOW_ALLOWED = "a duration from 1ms to 1h, such as 500ms"
@@ -101,14 +49,14 @@ class GuardsConfig(ConfigModel):
             json_schema_extra={"default": "auto"},
         ),
         Allowed(_RETRIES_ALLOWED),
-        checked(whole_number(0, MOST_RETRIES, _RETRIES_ALLOWED)),
+        checked(or_auto(whole_number(0, MOST_RETRIES, _RETRIES_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0, "maximum": MOST_RETRIES}, {"const": "auto"}]}),
     ] = None
     breaker: Annotated[
         bool | None,
         Field(description="stop asking a tier that does not answer", json_schema_extra={"default": "auto"}),
         Allowed(_SWITCH_ALLOWED),
-        checked(_switch),
+        checked(or_auto(_switch)),
         WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "auto"}]}),
     ] = None
     slow_call: Annotated[
@@ -136,14 +84,14 @@ class GuardsConfig(ConfigModel):
         float | None,
         Field(description="how long a page that was not there is not asked for", json_schema_extra={"default": "auto"}),
         Allowed(_NEGATIVE_ALLOWED),
-        checked(duration(0.001, 60, _NEGATIVE_ALLOWED, off=0.0)),
+        checked(or_auto(or_off(0.0, duration(0.001, 60, _NEGATIVE_ALLOWED)))),
         _DURATION_SCHEMA,
     ] = None
     concurrency: Annotated[
         int | None,
         Field(description="calls at once", json_schema_extra={"default": "auto"}),
         Allowed(_CONCURRENCY_ALLOWED),
-        checked(whole_number(1, MOST_CALLS, _CONCURRENCY_ALLOWED)),
+        checked(or_auto(whole_number(1, MOST_CALLS, _CONCURRENCY_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_CALLS}, {"const": "auto"}]}),
     ] = None
     exists_budget: Annotated[
@@ -152,13 +100,13 @@ class GuardsConfig(ConfigModel):
             description="the longest that SGLang's scheduler waits for a look-up", json_schema_extra={"default": "auto"}
         ),
         Allowed(_BUDGET_ALLOWED),
-        checked(duration(0.001, 1, _BUDGET_ALLOWED, off=math.inf)),
+        checked(or_auto(or_off(math.inf, duration(0.001, 1, _BUDGET_ALLOWED)))),
         _DURATION_SCHEMA,
     ] = None
     bounce_memory: Annotated[
         int,
         Field(description="host memory for calls with a deadline, where the store cannot keep one itself"),
         Allowed(_BOUNCE_ALLOWED),
-        checked(_bounce_memory),
+        checked(size(SMALLEST_BOUNCE_MEMORY, NO_LIMIT, _BOUNCE_ALLOWED)),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": SMALLEST_BOUNCE_MEMORY}, {"type": "string"}]}),
     ] = 256 * 1024 * 1024

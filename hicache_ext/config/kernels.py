@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from hicache_ext.config.problems import did_you_mean, listed, quoted, refuse, shown
+from hicache_ext.config.problems import did_you_mean, listed, refuse, shown
 from hicache_ext.config.schema import Allowed, ConfigModel, checked
-from hicache_ext.config.templates import expand_templates
+from hicache_ext.config.values import absolute_path, whole_number
 from hicache_ext.errors import ConfigError
 
 EngineName = Literal["auto", "sglang", "reference", "batched_dma", "rectangle_dma", "triton"]
@@ -32,23 +32,12 @@ def parse_engine(value: object) -> str:
     raise refuse(value, listed(ENGINES))
 
 
-def parse_calibration(value: object) -> Path | None:
-    """The path of a calibration file, or None for the usual place."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise refuse(value, _CALIBRATION_ALLOWED)
-    path = expand_templates(value)
-    if not os.path.isabs(path):
-        raise ConfigError("", f"{quoted(value)} is not an absolute path", _CALIBRATION_ALLOWED)
-    return Path(path)
+_absolute_path = absolute_path(_CALIBRATION_ALLOWED)
+_programs = whole_number(1, MOST_PROGRAMS, _PROGRAMS_ALLOWED)
 
 
-def parse_programs(value: object) -> int:
-    """How many programs a Triton copy may use."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_PROGRAMS:
-        raise refuse(value, _PROGRAMS_ALLOWED)
-    return value
+def _calibration(value: object) -> Path | None:
+    return None if value is None else Path(_absolute_path(value))
 
 
 class KernelsConfig(ConfigModel):
@@ -64,14 +53,14 @@ class KernelsConfig(ConfigModel):
         Path | None,
         Field(description="what hicache-ext bench kernels --calibrate wrote; left out: where it writes by itself"),
         Allowed(_CALIBRATION_ALLOWED),
-        checked(parse_calibration),
+        checked(_calibration),
         WithJsonSchema({"type": "string"}),
     ] = None
     triton_programs: Annotated[
         int,
         Field(description="programs of the Triton engine, each of which occupies a multiprocessor while it copies"),
         Allowed(_PROGRAMS_ALLOWED),
-        checked(parse_programs),
+        checked(_programs),
     ] = 4
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> KernelsConfig:
@@ -87,11 +76,11 @@ class KernelsConfig(ConfigModel):
 
 
 def _number(text: str) -> int:
-    return parse_programs(int(text) if text.isascii() and text.isdecimal() else text)
+    return _programs(int(text) if text.isascii() and text.isdecimal() else text)
 
 
 _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "HICACHE_EXT_KERNEL_ENGINE": ("engine", parse_engine),
-    "HICACHE_EXT_KERNEL_CALIBRATION": ("calibration", parse_calibration),
+    "HICACHE_EXT_KERNEL_CALIBRATION": ("calibration", _calibration),
     "HICACHE_EXT_KERNEL_PROGRAMS": ("triton_programs", _number),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator
@@ -11,7 +11,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.file_tier import directory_relation
 from hicache_ext.config.kernels import KernelsConfig
-from hicache_ext.config.pd import PdConfig
+from hicache_ext.config.pd import HintsConfig, PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
 from hicache_ext.config.schema import (
     Allowed,
@@ -345,6 +345,14 @@ class HicacheExtConfig(ConfigModel):
             raise as_pydantic_error(error)
         return value
 
+    @field_validator("pd", mode="after")
+    @classmethod
+    def _hints_can_be_sent_and_followed(cls, pd: PdConfig, info: ValidationInfo) -> PdConfig:
+        # The lists and promote_to of one role: what stands in a file for several is checked role by role.
+        if pd.hints.enabled and info.data.get("role") in ("prefill", "decode"):
+            _refuse_hints_that_go_nowhere(pd.hints, info.data)
+        return pd
+
     @field_validator("roles", mode="before")
     @classmethod
     def _known_roles(cls, value: object) -> object:
@@ -372,6 +380,35 @@ class HicacheExtConfig(ConfigModel):
                     key = "." + key_path((role, *first["loc"])) + facts.get("below", "")
                     raise as_pydantic_error(ConfigError(key, facts["problem"], facts["allowed"] or None)) from None
         return roles
+
+
+_CARRIES_HINTS = ("redis", "file")
+
+
+def _refuse_hints_that_go_nowhere(hints: HintsConfig, values: Mapping[str, Any]) -> None:
+    role = values["role"]
+    place = "store_locations" if role == "decode" else "retrieve_locations"
+    locations, tiers = values.get(place), values.get("tiers")
+    if locations is None or tiers is None or "promote_to" not in values:
+        return  # That is wrong already.
+    over = hints_over(hints, locations)
+    if over is None or over not in locations:
+        problem = f"{quoted(over or '')} is not in {place} of the role {role}, so that no hint passes there"
+        raise as_pydantic_error(ConfigError(".hints.over", problem, listed(locations) or f"a tier of {place}"))
+    if tiers[over].type not in _CARRIES_HINTS:
+        problem = f"tier {quoted(over)} is of type {tiers[over].type}, which carries no hints"
+        allowed = [name for name in locations if tiers[name].type in _CARRIES_HINTS]
+        raise as_pydantic_error(
+            ConfigError(".hints.over", problem, listed(allowed) or f"a tier of type {listed(_CARRIES_HINTS)}")
+        )
+    if role == "prefill" and values["promote_to"] is None:
+        problem = "a prefill node brings the pages to the tier promote_to, and there is none"
+        raise as_pydantic_error(ConfigError(".hints.enabled", problem, "promote_to: the nearest of retrieve_locations"))
+
+
+def hints_over(hints: HintsConfig, locations: Sequence[str]) -> str | None:
+    """The name of the tier that carries the hints; ``locations`` that a decode node writes, or a prefill node reads."""
+    return hints.over or (locations[-1] if locations else None)
 
 
 _SHARED = tuple(name for name in HicacheExtConfig.model_fields if name not in ("role", "roles"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, WithJsonSchema
 
@@ -13,6 +13,7 @@ from hicache_ext.config.schema import Allowed, checked, one_of, true_or_false
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig
 from hicache_ext.config.units import SIZE_ALLOWED, format_size, parse_duration, parse_size
+from hicache_ext.config.values import NO_LIMIT, size, whole_number
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
@@ -100,24 +101,15 @@ def _soft_pin(value: object) -> float | None:
     return seconds
 
 
-def _replicas(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 16:
-        raise refuse(value, _REPLICAS_ALLOWED)
-    return value
-
-
-def _buffer_size(value: object) -> int:
-    size = parse_size(value)
-    if size < 1024 * 1024:
-        raise ConfigError("", f"{shown(value)} is less than 1MiB", SIZE_ALLOWED)
-    return size
-
-
+_replicas = whole_number(1, 16, _REPLICAS_ALLOWED)
+_buffer_size = size(1 << 20, NO_LIMIT, SIZE_ALLOWED)
 _SIZE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
 
 
 class MooncakeTierConfig(RemoteTierConfig):
     """A Mooncake Store cluster."""
+
+    keeps_timeout: ClassVar[bool] = True
 
     type: Annotated[Literal["mooncake"], Allowed("mooncake")] = "mooncake"
     master: Annotated[
@@ -164,10 +156,17 @@ class MooncakeTierConfig(RemoteTierConfig):
         _SIZE_SCHEMA,
     ] = 0
     local_buffer_size: Annotated[
-        int, Field(description="the library's own buffer"), Allowed(SIZE_ALLOWED), checked(_buffer_size), _SIZE_SCHEMA
+        int,
+        Field(description="the library's own buffer"),
+        Allowed(SIZE_ALLOWED),
+        checked(_buffer_size),
+        _SIZE_SCHEMA,
     ] = 16 * 1024 * 1024
     replica_num: Annotated[
-        int, Field(description="copies of each page"), Allowed(_REPLICAS_ALLOWED), checked(_replicas)
+        int,
+        Field(description="copies of each page"),
+        Allowed(_REPLICAS_ALLOWED),
+        checked(_replicas),
     ] = 1
     preferred_segments: Annotated[
         tuple[str, ...],

@@ -14,6 +14,7 @@ from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_o
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig
+from hicache_ext.config.values import or_word, whole_number
 from hicache_ext.errors import ConfigError
 
 MOST_REQUESTS = 256
@@ -66,15 +67,6 @@ def parse_endpoint(value: object) -> str | None:
     if not sound or "@" in text or parts.path or parts.query or parts.fragment:
         raise ConfigError("", f"{quoted(value)} is not an endpoint", _ENDPOINT_ALLOWED)
     return text
-
-
-def parse_concurrency(value: object) -> int | None:
-    """Requests at once, or None for 'auto'."""
-    if value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_REQUESTS:
-        raise refuse(value, _CONCURRENCY_ALLOWED)
-    return value
 
 
 def _word(value: object) -> str | None:
@@ -149,7 +141,7 @@ class ObjectTierConfig(RemoteTierConfig):
         int | None,
         Field(description="requests at once per rank; auto: 32", json_schema_extra={"default": "auto"}),
         Allowed(_CONCURRENCY_ALLOWED),
-        checked(parse_concurrency),
+        checked(or_word("auto", None, whole_number(1, MOST_REQUESTS, _CONCURRENCY_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_REQUESTS}, {"const": "auto"}]}),
     ] = None
 

@@ -1,4 +1,4 @@
-"""The section ``pd``: what a decode node writes, and when a prefill node pulls instead of computing."""
+"""The section ``pd``: what a decode node writes, when a prefill node pulls instead of computing, and hints."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ PullMode = Literal["off", "fixed", "adaptive"]
 
 _TOKENS_ALLOWED = "a whole number of tokens"
 _COUNT_ALLOWED = "a whole number"
+_HINT_PAGES_ALLOWED = "a whole number of pages from 1 to 65536"
+_KEEP_ALLOWED = "a whole number from 1 to 10000"
 _RATE_ALLOWED = "tokens per second, such as 8000"
 _SHARE_ALLOWED = "a number from 0 to 0.9"
 _ANY_DURATION = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
@@ -46,6 +48,33 @@ def _pages_in_flight(value: object) -> int:
 
 def _duration(value: object) -> float:
     return parse_duration(value)
+
+
+def _interval(value: object) -> float:
+    seconds = parse_duration(value)
+    if seconds <= 0:
+        raise refuse(value, f"{DURATION_ALLOWED}, more than 0")
+    return seconds
+
+
+def _between(value: object, allowed: str, smallest: int, largest: int) -> int:
+    if _whole(value, allowed, smallest) > largest:
+        raise refuse(value, allowed)
+    return _whole(value, allowed, smallest)
+
+
+def _hint_pages(value: object) -> int:
+    return _between(value, _HINT_PAGES_ALLOWED, 1, 65536)
+
+
+def _keep(value: object) -> int:
+    return _between(value, _KEEP_ALLOWED, 1, 10_000)
+
+
+def _tier_name(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise refuse(value, "the name of a tier")
+    return value
 
 
 def _rate(value: object) -> float | None:
@@ -196,8 +225,56 @@ class PullConfig(ConfigModel):
         return self
 
 
+class HintsConfig(ConfigModel):
+    """``pd.hints``: a decode node says which conversations are in the pool, and prefill nodes bring them to a local
+    tier before the next turn arrives."""
+
+    enabled: Annotated[
+        bool,
+        Field(description="true: decode nodes send hints, prefill nodes follow them into promote_to"),
+        Allowed("true or false"),
+        checked(true_or_false),
+    ] = False
+    over: Annotated[
+        str | None,
+        Field(
+            description="the tier whose engine carries the hints, of type redis or file; left out: the last of"
+            " store_locations on a decode node, of retrieve_locations on a prefill node"
+        ),
+        Allowed("the name of a tier"),
+        checked(_tier_name),
+    ] = None
+    interval: Annotated[
+        float,
+        Field(description="how often a prefill node looks for hints"),
+        Allowed(DURATION_ALLOWED),
+        checked(_interval),
+        _ANY_DURATION,
+    ] = 0.5
+    max_pages: Annotated[
+        int,
+        Field(description="pages that one hint names at most, from the first page of the conversation on"),
+        Allowed(_HINT_PAGES_ALLOWED),
+        checked(_hint_pages),
+    ] = 2048
+    keep: Annotated[
+        int,
+        Field(description="hints that the pool keeps; the oldest go first"),
+        Allowed(_KEEP_ALLOWED),
+        checked(_keep),
+    ] = 256
+    lifetime: Annotated[
+        float,
+        Field(description="older hints are ignored; the nodes' clocks must agree better than this"),
+        Allowed(DURATION_ALLOWED),
+        checked(_interval),
+        _ANY_DURATION,
+    ] = 60.0
+
+
 class PdConfig(ConfigModel):
     """``pd``: prefill/decode disaggregation. See docs/pd.md."""
 
     write: Annotated[WriteConfig, Allowed("a mapping with " + listed(WriteConfig.model_fields))] = WriteConfig()
     pull: Annotated[PullConfig, Allowed("a mapping with " + listed(PullConfig.model_fields))] = PullConfig()
+    hints: Annotated[HintsConfig, Allowed("a mapping with " + listed(HintsConfig.model_fields))] = HintsConfig()

@@ -16,7 +16,8 @@ from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_o
 from hicache_ext.config.secrets import SECRET_ALLOWED, Secret
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.units import format_size, parse_duration, parse_size
+from hicache_ext.config.units import format_size
+from hicache_ext.config.values import absolute_path, duration, or_word, size, whole_number
 from hicache_ext.errors import ConfigError
 
 MOST_CONNECTIONS = 64
@@ -109,12 +110,6 @@ def parse_cluster(value: object) -> bool | Literal["auto"]:
     raise refuse(value, _CLUSTER_ALLOWED)
 
 
-def parse_database(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
-        raise refuse(value, _DATABASE_ALLOWED)
-    return value
-
-
 def parse_prefix(value: object) -> str:
     # Braces would be a hash tag: all pages on one node of a cluster. Blanks and wildcards serve nobody.
     if not isinstance(value, str) or not _PREFIX.fullmatch(value):
@@ -122,46 +117,11 @@ def parse_prefix(value: object) -> str:
     return value
 
 
-def parse_connections(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_CONNECTIONS:
-        raise refuse(value, _CONNECTIONS_ALLOWED)
-    return value
-
-
-def parse_in_flight(value: object) -> int:
-    if value is None or isinstance(value, bool | float):
-        raise refuse(value, _IN_FLIGHT_ALLOWED)
-    try:
-        size = parse_size(value)
-    except ConfigError as error:
-        raise ConfigError("", error.problem, _IN_FLIGHT_ALLOWED) from None
-    if not SMALLEST_IN_FLIGHT <= size <= LARGEST_IN_FLIGHT:
-        raise refuse(value, _IN_FLIGHT_ALLOWED)
-    return size
-
-
-def parse_ttl(value: object) -> int | None:
-    """Seconds, or None for 'none'."""
-    if value == "none":
-        return None
-    if value is None or isinstance(value, bool):
-        raise refuse(value, _TTL_ALLOWED)
-    try:
-        seconds = parse_duration(value)
-    except ConfigError as error:
-        raise ConfigError("", error.problem, _TTL_ALLOWED) from None
-    if seconds != int(seconds) or not 1 <= seconds <= LONGEST_TTL:
+def _ttl(value: object) -> int:
+    seconds = duration(1, LONGEST_TTL, _TTL_ALLOWED)(value)
+    if seconds != int(seconds):
         raise refuse(value, _TTL_ALLOWED)
     return int(seconds)
-
-
-def parse_file(value: object) -> str:
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise refuse(value, _FILE_ALLOWED)
-    path = expand_templates(value)
-    if not os.path.isabs(path):
-        raise ConfigError("", f"{quoted(value)} is not an absolute path", _FILE_ALLOWED)
-    return path
 
 
 def parse_username(value: object) -> str:
@@ -170,6 +130,7 @@ def parse_username(value: object) -> str:
     return value
 
 
+_file = absolute_path(_FILE_ALLOWED)
 _TLS_KEYS = ("tls_ca", "tls_certificate", "tls_key", "tls_verify")
 
 
@@ -203,7 +164,7 @@ class RedisTierConfig(RemoteTierConfig):
         int,
         Field(description="a cluster has only 0"),
         Allowed(_DATABASE_ALLOWED),
-        checked(parse_database),
+        checked(whole_number(0, 65535, _DATABASE_ALLOWED)),
         WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 65535}),
     ] = 0
     prefix: Annotated[
@@ -216,14 +177,14 @@ class RedisTierConfig(RemoteTierConfig):
         int,
         Field(description="connections that carry pages, per node and rank"),
         Allowed(_CONNECTIONS_ALLOWED),
-        checked(parse_connections),
+        checked(whole_number(1, MOST_CONNECTIONS, _CONNECTIONS_ALLOWED)),
         WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_CONNECTIONS}),
     ] = 4
     in_flight: Annotated[
         int,
         Field(description="bytes under way on one connection"),
         Allowed(_IN_FLIGHT_ALLOWED),
-        checked(parse_in_flight),
+        checked(size(SMALLEST_IN_FLIGHT, LARGEST_IN_FLIGHT, _IN_FLIGHT_ALLOWED)),
         WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string"}]}),
     ] = 8 << 20
     ttl: Annotated[
@@ -233,21 +194,22 @@ class RedisTierConfig(RemoteTierConfig):
             json_schema_extra={"default": "none"},
         ),
         Allowed(_TTL_ALLOWED),
-        checked(parse_ttl),
+        checked(or_word("none", None, _ttl)),
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
     ] = None
     tls_ca: Annotated[
         str | None,
         Field(description="certificates of the authorities to trust; left out: the system's"),
         Allowed(_FILE_ALLOWED),
-        checked(parse_file),
+        checked(_file),
     ] = None
     tls_certificate: Annotated[
-        str | None, Field(description="this client's certificate"), Allowed(_FILE_ALLOWED), checked(parse_file)
+        str | None,
+        Field(description="this client's certificate"),
+        Allowed(_FILE_ALLOWED),
+        checked(_file),
     ] = None
-    tls_key: Annotated[
-        str | None, Field(description="its private key"), Allowed(_FILE_ALLOWED), checked(parse_file)
-    ] = None
+    tls_key: Annotated[str | None, Field(description="its private key"), Allowed(_FILE_ALLOWED), checked(_file)] = None
     tls_verify: Annotated[
         Literal["full", "ca", "none"],
         Field(description="the server's certificate: its authority and name, its authority, or nothing"),

@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, WithJsonSchema
 
-from hicache_ext.config.guards import GuardsConfig, duration
+from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.problems import listed
 from hicache_ext.config.schema import Allowed, ConfigModel, checked, true_or_false
+from hicache_ext.config.values import duration, or_auto, or_off
 
 _TIMEOUT_ALLOWED = "a duration from 1ms to 1h, such as 2s"
 _OPTIONAL_TIMEOUT_ALLOWED = f"{_TIMEOUT_ALLOWED}, or off, or auto"
@@ -32,7 +33,7 @@ class TierConfig(ConfigModel):
             json_schema_extra={"default": "auto"},
         ),
         Allowed(_OPTIONAL_TIMEOUT_ALLOWED),
-        checked(duration(0.001, 3600, _OPTIONAL_TIMEOUT_ALLOWED, off=math.inf)),
+        checked(or_auto(or_off(math.inf, duration(0.001, 3600, _OPTIONAL_TIMEOUT_ALLOWED)))),
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
     ] = None
     guards: Annotated[GuardsConfig, Allowed("a mapping with " + listed(GuardsConfig.model_fields))] = GuardsConfig()

@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from hicache_ext.config.problems import did_you_mean, listed, quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, ConfigModel, checked
-from hicache_ext.config.units import parse_duration, parse_size
+from hicache_ext.config.values import NO_LIMIT, duration, size, whole_number
 from hicache_ext.errors import ConfigError
 
 StorePolicy = Literal["sync", "async"]
@@ -25,34 +25,9 @@ _SIZE_SCHEMA = WithJsonSchema({"type": ["integer", "string"]})
 _DURATION_SCHEMA = WithJsonSchema({"type": ["number", "string"]})
 
 
-def _buffer(value: object) -> int:
-    if value is None or isinstance(value, bool | float):
-        raise refuse(value, BUFFER_ALLOWED)
-    try:
-        size = parse_size(value)
-    except ConfigError as error:
-        raise ConfigError("", error.problem, BUFFER_ALLOWED) from None
-    if 0 < size < SMALLEST_BUFFER:
-        raise ConfigError("", f"{shown(value)} is less than 1MiB", BUFFER_ALLOWED)
-    return size
-
-
-def _duration(value: object) -> float:
-    if value is None or isinstance(value, bool):
-        raise refuse(value, _DURATION_ALLOWED)
-    try:
-        seconds = parse_duration(value)
-    except ConfigError as error:
-        raise ConfigError("", error.problem, _DURATION_ALLOWED) from None
-    if not 0.01 <= seconds <= 3600:
-        raise refuse(value, _DURATION_ALLOWED)
-    return seconds
-
-
-def _streams(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_STREAMS:
-        raise refuse(value, _STREAMS_ALLOWED)
-    return value
+_buffer_size = size(SMALLEST_BUFFER, NO_LIMIT, BUFFER_ALLOWED, or_none=True)
+_streams = whole_number(1, MOST_STREAMS, _STREAMS_ALLOWED)
+_duration = duration(0.01, 3600, _DURATION_ALLOWED)
 
 
 def parse_policies(value: object) -> dict[str, str]:
@@ -83,7 +58,7 @@ class PrefetchConfig(ConfigModel):
         int,
         Field(description="bytes of host memory that fetched pages may take until they are read; 0: no prefetch"),
         Allowed(BUFFER_ALLOWED),
-        checked(_buffer),
+        checked(_buffer_size),
         _SIZE_SCHEMA,
     ] = 256 * 1024 * 1024
     lifetime: Annotated[
@@ -94,7 +69,10 @@ class PrefetchConfig(ConfigModel):
         _DURATION_SCHEMA,
     ] = 30.0
     streams: Annotated[
-        int, Field(description="calls on outer tiers at once"), Allowed(_STREAMS_ALLOWED), checked(_streams)
+        int,
+        Field(description="calls on outer tiers at once"),
+        Allowed(_STREAMS_ALLOWED),
+        checked(_streams),
     ] = 4
 
 
@@ -107,14 +85,14 @@ class BackgroundConfig(ConfigModel):
             description="bytes waiting for each tier with the policy async; what does not fit is dropped and counted"
         ),
         Allowed(BUFFER_ALLOWED),
-        checked(_buffer),
+        checked(_buffer_size),
         _SIZE_SCHEMA,
     ] = 256 * 1024 * 1024
     promotion_buffer: Annotated[
         int,
         Field(description="bytes waiting to be promoted; what does not fit is dropped and counted"),
         Allowed(BUFFER_ALLOWED),
-        checked(_buffer),
+        checked(_buffer_size),
         _SIZE_SCHEMA,
     ] = 128 * 1024 * 1024
     drain: Annotated[

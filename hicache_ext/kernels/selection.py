@@ -36,8 +36,8 @@ SGLANG = "sglang"
 _MOST_FAILURES = 3
 """After so many an engine is not asked again in this process."""
 
-kernel_metrics = TierMetrics("kernels")
-"""Operations of this process, keyed ("load triton", reason): direction and engine, then why that engine."""
+kernel_metrics = TierMetrics("kernels", prefix="copy_")
+"""Operations of this process, keyed ("load", "triton: calibrated"): direction, then engine and why that engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Selector:
     def count(self, direction: str, choice: Choice) -> None:
         """Count one operation; the first of its kind is logged."""
         name = choice.engine.name if choice.engine else SGLANG
-        self._metrics.add(f"{direction} {name}", choice.reason)
+        self._metrics.add(str(direction), f"{name}: {choice.reason}")
         if (name, choice.reason) not in self._logged:
             self._logged.add((name, choice.reason))
             logger.info("copies between host and device: %s (%s)", name, choice.reason)

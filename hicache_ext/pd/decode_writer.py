@@ -29,6 +29,7 @@ from hicache_ext.pd.page_chain import PageChain
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
 from hicache_ext.pd.request_options import options_of
 from hicache_ext.pd.waiting_room import WaitingRoom
+from hicache_ext.storage.hints.sender import HintSender
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,9 @@ _PAGES_PER_WRITE = 128
 _COPIES_PER_STEP = 8
 """Running requests whose copies one step starts: a batch that reaches its stride together is spread over some steps."""
 _LOG_INTERVAL = 60.0
+_LEVEL_INTERVAL = 1.0
 _FIRST_BACKOFF_MS = 250
+_HINTS_TIMEOUT = 2.0
 
 Minimum = Callable[[list[int]], list[int]]
 """The element-wise minimum over the ranks."""
@@ -69,6 +72,7 @@ class DecodeWriter:
         *,
         bigrams: bool = False,
         minimum: Minimum | None = None,
+        hints: HintSender | None = None,
     ) -> None:
         self._manager = manager
         self._config = config
@@ -76,6 +80,7 @@ class DecodeWriter:
         self.metrics = metrics
         self._bigrams = bigrams
         self._minimum = minimum
+        self._hints = hints
         self._page_size = manager.page_size
         self._stride = max(1, config.stride // self._page_size) * self._page_size
         self._room = WaitingRoom(config.drop)
@@ -87,6 +92,7 @@ class DecodeWriter:
         self._started = time.monotonic()
         self._now = 0
         self._last_log = self._started
+        self._last_levels = self._started - _LEVEL_INTERVAL
         self._last_logged: dict[str, Any] = {}
 
     @property
@@ -97,7 +103,7 @@ class DecodeWriter:
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
     def request_advanced(self, request: Any) -> bool:
-        """A request has a new token, or has finished. True: a copy of it began, which releases it when it is done.
+        """A request has a new token, or has finished. True: a copy of it is due, which releases it when it is done.
 
         For a running request that is not due this is a look-up and two comparisons.
         """
@@ -182,7 +188,7 @@ class DecodeWriter:
         row = self._manager.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         device_indices = row[start:end].to(torch.int64)
         self._copies_made += 1
-        host_indices = self._start_copy(device_indices, continuation)
+        host_indices = self._queue_copy(device_indices, continuation)
         if host_indices is None:
             self.metrics.add("copy", "no_host_memory" if finished else "deferred")
             if finished:
@@ -196,13 +202,34 @@ class DecodeWriter:
         continuation.next_copy_at = self._copy_due_at(prompt_length, end_page)
         return True
 
-    def _start_copy(self, device_indices: torch.Tensor, continuation: Continuation) -> torch.Tensor | None:
-        """Host indices of a copy under way, if need be after dropping what waits."""
+    def _queue_copy(self, device_indices: torch.Tensor, continuation: Continuation) -> torch.Tensor | None:
+        """Host indices of a copy that the next step starts, if need be after dropping what waits.
+
+        All copies of a step are one operation of SGLang's: what it costs the scheduler, it costs once.
+        """
+        from sglang.srt.managers.cache_controller import CacheOperation
+
         controller, pool = self._manager.cache_controller, self._manager.decode_host_mem_pool
         host_indices: torch.Tensor | None = None
         if pool.available_size() >= len(device_indices) or self._make_room(len(device_indices), continuation):
-            host_indices = controller.write(device_indices=device_indices, node_id=self._copies_made)
+            host_indices = pool.alloc(len(device_indices))
+        if host_indices is not None:
+            controller.write_queue.append(CacheOperation(host_indices, device_indices, self._copies_made))
         return host_indices
+
+    def _start_copies(self) -> None:
+        controller = self._manager.cache_controller
+        if not controller.write_queue:
+            return
+        numbers = [number for operation in controller.write_queue for number in operation.node_ids]
+        try:
+            controller.start_writing()
+        except Exception:
+            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
+            controller.write_queue.clear()
+            for number in numbers:
+                self._close(self._manager.ongoing_offload[number][1].continuation, "copy_failed")
+                self._copy_ended(number)
 
     def _make_room(self, tokens: int, spare: Continuation) -> bool:
         pool = self._manager.decode_host_mem_pool
@@ -226,8 +253,9 @@ class DecodeWriter:
     # -- called by the scheduler once a step -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Take in copies and writes that have ended, hand out the next writes. Never waits."""
+        """Start copies, take in copies and writes that have ended, hand out the next writes. Never waits."""
         self._copies_this_step = 0
+        self._start_copies()
         copied, written, self._now = self._progress()
         if copied:
             self._copies_ended(copied)
@@ -239,6 +267,7 @@ class DecodeWriter:
 
     def finish_copies(self) -> None:
         """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
+        self._start_copies()
         acks = self._manager.cache_controller.ack_write_queue
         for ack in acks:
             ack.finish_event.synchronize()
@@ -259,16 +288,18 @@ class DecodeWriter:
     def _copies_ended(self, count: int) -> None:
         queue = self._manager.cache_controller.ack_write_queue
         for _ in range(count):
-            ack = queue.pop(0)
-            for number in ack.node_ids:
-                request, piece = self._manager.ongoing_offload.pop(number)
-                self._manager._mark_offload_finished(request)
-                if piece.epoch == piece.continuation.epoch and not piece.continuation.closed:
-                    self._room.add(piece)
-                else:
-                    self._free([piece])
-                if request.finished() and not self._manager._has_inflight_offload(request):
-                    self._manager._release_finished_req(request)
+            for number in queue.pop(0).node_ids:
+                self._copy_ended(number)
+
+    def _copy_ended(self, number: int) -> None:
+        request, piece = self._manager.ongoing_offload.pop(number)
+        self._manager._mark_offload_finished(request)
+        if piece.epoch == piece.continuation.epoch and not piece.continuation.closed:
+            self._room.add(piece)
+        else:
+            self._free([piece])
+        if request.finished() and not self._manager._has_inflight_offload(request):
+            self._manager._release_finished_req(request)
 
     def _hand_out(self) -> None:
         while self._pages_in_flight < self._config.pages_in_flight:
@@ -291,6 +322,9 @@ class DecodeWriter:
                 continuation.prefix_known = True
                 continuation.attempts = 0
                 self._free(job.pieces)
+                if self._hints is not None and _is_last(job):
+                    # Nothing follows, so that the storage thread is done with the chain.
+                    self._hints.announce(continuation.chain.hashes(0, job.pieces[-1].end_page))
             elif continuation.closed or job.pieces[0].epoch < continuation.started_over:
                 self._free(job.pieces)
             elif finished.outcome is Outcome.PREFIX_MISSING:
@@ -344,6 +378,8 @@ class DecodeWriter:
 
     def stop(self, timeout: float) -> bool:
         """End the storage thread; whether it ended, so that host memory may go."""
+        if self._hints is not None:
+            self._hints.close(_HINTS_TIMEOUT)
         return self._writer.stop(timeout)
 
     # -- host memory -----------------------------------------------------------------------------------------------
@@ -384,6 +420,10 @@ class DecodeWriter:
 
     def _log_sometimes(self) -> None:
         now = time.monotonic()
+        if now - self._last_levels >= _LEVEL_INTERVAL:
+            self._last_levels = now
+            for name, value in self._levels().items():
+                self.metrics.set_level(name, "", value)
         if now - self._last_log < _LOG_INTERVAL:
             return
         self._last_log = now
@@ -391,15 +431,28 @@ class DecodeWriter:
 
     def log_summary(self) -> None:
         """One line with all counters, if any has changed since the last one."""
-        pool = self._manager.decode_host_mem_pool
+        levels = self._levels()
         counters = {
             **describe(self.metrics),
-            "waiting.pages": self._room.pages + self._pages_in_flight,
-            "host.used_tokens": pool.size - pool.available_size(),
+            "waiting.pages": levels["waiting_pages"],
+            "host.used_tokens": levels["host_used_tokens"],
         }
         if counters != self._last_logged:
             self._last_logged = counters
             logger.info("hicache_ext: decode writer: %s", counters)
+
+    def _levels(self) -> dict[str, int]:
+        pool = self._manager.decode_host_mem_pool
+        return {
+            "waiting_pages": self._room.pages + self._pages_in_flight,
+            "host_used_tokens": pool.size - pool.available_size(),
+        }
+
+
+def _is_last(job: WriteJob) -> bool:
+    """Whether all that a finished request generated has been written with this run."""
+    continuation = job.continuation
+    return continuation.finished and job.pieces[-1].end_page == continuation.copied_pages
 
 
 def _was_aborted(request: Any) -> bool:

@@ -25,6 +25,7 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.pd.decode_writer import DecodeWriter
 from hicache_ext.pd.pool_writer import PoolWriter
+from hicache_ext.storage.launch_facts import configuration_given_as
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **
     try:
         # Some of SGLang reads the flag again while it builds the pools (allocator: shm), so the flag itself is changed.
         get_context().override("hicache_ext", **{_CONFIG_FIELD: json.dumps(extra_config)})
-        original(manager, *arguments, **keywords)
+        with configuration_given_as(written):
+            original(manager, *arguments, **keywords)
     finally:
         get_context().override("hicache_ext", **{_CONFIG_FIELD: written})
     if not config.pd.write.enabled:
@@ -238,7 +240,8 @@ def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWrit
         for backend in live_backends()
         if getattr(backend, "mem_pool_host", None) is manager.cache_controller.storage_host_pool
     )
-    metrics = TierMetrics("pd_write")
+    metrics = TierMetrics("pd_write", prefix="pd_write_")
+    backend.export_also(metrics)
 
     def minimum(numbers: list[int]) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
@@ -252,4 +255,5 @@ def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWrit
         metrics,
         bigrams=bigrams,
         minimum=minimum if manager.tp_world_size > 1 else None,
+        hints=backend.hint_sender(metrics),
     )

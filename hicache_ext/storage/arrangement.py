@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -66,6 +67,8 @@ class Arranged(PageStore, Protocol):
 
     def count_leading_in_pool(self, keys: Sequence[bytes]) -> int: ...
 
+    def bring_inward(self, keys: Sequence[bytes]) -> Counter[str]: ...
+
 
 class _Arrangement:
     def __init__(self, store: Arranged) -> None:
@@ -117,6 +120,11 @@ class ExchangeableStore:
         """Length of the leading run that another node finds."""
         with self.using() as store:
             return store.count_leading_in_pool(keys)
+
+    def bring_inward(self, keys: Sequence[bytes]) -> Counter[str]:
+        """Promote what the tier for that lacks of ``keys``, before anybody asks for it; pages by what came of them."""
+        with self.using() as store:
+            return store.bring_inward(keys)
 
     def exchange(self, store: Arranged, new_tiers: Sequence[PageStore]) -> None:
         """Put ``store`` in force, after ``new_tiers`` know what was registered; close the old one when it is idle.

@@ -18,9 +18,11 @@ import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -36,6 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
+from hicache_ext.config.model import hints_over
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.identity import (
@@ -48,22 +51,29 @@ from hicache_ext.identity import (
     page_hashes,
 )
 from hicache_ext.kernels import sglang_hooks
+from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.metrics import TierMetrics, TransferSamples
 from hicache_ext.metrics_export import export_when_wanted
 from hicache_ext.plugin import check_sglang_version, missing_decode_hooks, missing_hooks
 from hicache_ext.storage.config_file import config_file_of
 from hicache_ext.storage.fingerprint import fingerprint_of
 from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.hints.board import BoardLimits, HintBoard, board_among
+from hicache_ext.storage.hints.hint import longest as longest_hint
+from hicache_ext.storage.hints.receiver import HintReceiver
+from hicache_ext.storage.hints.sender import HintSender
 from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.pulling.prefill_cost import prefill_cost
-from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
+from hicache_ext.storage.pulling.rule import open_pull_rule
 from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, SetResult
 
 logger = logging.getLogger(__name__)
 
 _KV = PoolName.KV.value
+_HINTS_TIMEOUT = 5.0
+"""Seconds that close() waits for a hint that is being followed."""
 _FIRST_LOOK_UP = 8
 _LOOK_UP_PORTION = 512
 """Keys of a chain converted and looked up at once. The first time only a few: most chains that end do so at once."""
@@ -148,6 +158,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._suspended_because: str | None = None
         self._state_lock = threading.Lock()
         self._failures = TierMetrics("backend")
+        self._also_counted: list[TierMetrics] = []
         self._last_failure_log = 0.0
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
@@ -158,8 +169,9 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
         self._store = open_tiers(self._config)
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
-        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
         self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
+        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
+        self._hints = self._hint_receiver()
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
@@ -275,21 +287,20 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         if self._unavailable or not keys:
             return 0
         pool = self._pools.get(_KV)
+        if self._pull_rule is None or pool is None or pool.pages is None:
+            return self._leading_of_any_kind(pool, keys)
+        parts = len(pool.digests)
+        with self._pull_rule.looking_up(len(keys), pool.pages.page_size, pool.pages.page_bytes, parts) as asked:
+            leading = 0 if asked is None else self._leading_of_any_kind(pool, keys)
+        return 0 if asked is None else self._pull_rule.pages_to_pull(asked, leading, partial(_probe_keys, pool, keys))
+
+    def _leading_of_any_kind(self, pool: _BoundPool | None, keys: Sequence[str]) -> int:
         leading = self._leading(pool, keys) if pool is not None and pool.pages is not None else 0
-        if not leading:
-            # Pages that came as flat tensors; where there are none this costs one look-up. A chain is of one kind.
+        if not leading and (self._flat is not None or self._scheduler is None):
+            # Pages that came as flat tensors; a server has them only where SGLang uses the generic calls. A chain is of
+            # one kind.
             leading = self._leading(self._flat_pool(), keys)
-        return leading if self._pull_rule is None else self._worth_pulling(self._pull_rule, pool, keys, leading)
-
-    def _worth_pulling(self, rule: PullRule, pool: _BoundPool | None, keys: Sequence[str], leading: int) -> int:
-        """``leading``, or 0 where computing these pages is cheaper than reading them."""
-        if pool is None or pool.pages is None:
-            return leading
-
-        def store_keys(count: int) -> list[bytes]:
-            return [digest + page_hash_bytes(key) for key in keys[:count] for digest in pool.digests]
-
-        return rule.pages_to_pull(leading, pool.pages.page_size, pool.pages.page_bytes, store_keys)
+        return leading
 
     @_answering(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
@@ -511,6 +522,49 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 worst[owner] = result
         return [SetResult.ERROR if result is None else result for result in worst]
 
+    # -- hints from decode to prefill nodes (hints/) ---------------------------------------------------------------
+
+    def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
+        """What announces on a decode node; None unless hints are on. One rank speaks for all [pd, scheduler]."""
+        hints, ranks = self._config.pd.hints, self._storage_config
+        if not hints.enabled or ranks.tp_rank or ranks.pp_rank:
+            return None
+        board, limits = self._hint_board(self._config.store_locations)
+        return HintSender(board, lambda: self._hint_scope() or b"", limits, hints.max_pages, metrics)
+
+    def _hint_receiver(self) -> HintReceiver | None:
+        hints = self._config.pd.hints
+        if not hints.enabled or self._config.role != "prefill":
+            return None
+        board, limits = self._hint_board(self._config.retrieve_locations)
+        return HintReceiver(board, self._bring_inward, self._hint_scope, limits, hints.max_pages, hints.interval)
+
+    def _hint_board(self, locations: Sequence[str]) -> tuple[Callable[[], HintBoard], BoardLimits]:
+        hints = self._config.pd.hints
+        over = hints_over(hints, locations) or ""
+        return lambda: board_among(self._store.tiers, over), BoardLimits(
+            hints.keep, longest_hint(hints.max_pages), hints.lifetime
+        )
+
+    def _hint_scope(self) -> bytes | None:
+        """Equal on nodes whose pages are of the same weights and size; None before the pools are known."""
+        pool = self._pools.get(_KV)
+        if pool is None or not pool.identities:
+            return None
+        identity = pool.identities[0]
+        common = replace(identity.pool, kind="hint", layout="", segments=(), geometry=())
+        return PageIdentity(identity.model, common, Shard()).digest()
+
+    def _bring_inward(self, page_hashes: Sequence[bytes]) -> Counter[str]:
+        """Pages that are likely to be asked for soon, to the tier ``promote_to`` [hints' thread]."""
+        pool = self._pools.get(_KV)
+        outcomes: Counter[str] = Counter()
+        if self._unavailable or pool is None:
+            return outcomes
+        for digest in pool.digests:
+            outcomes += self._store.bring_inward([digest + page_hash for page_hash in page_hashes])
+        return outcomes
+
     # -- generic calls: flat tensors -------------------------------------------------------------------------------
 
     @_answering(lambda *_, **__: None)
@@ -654,13 +708,22 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     def close(self) -> None:
         self._closed = True
         _LIVE.discard(self)
+        if self._hints is not None:
+            self._hints.close(_HINTS_TIMEOUT)
         if self._config_file is not None:
             self._config_file.close()
         self._store.close()
         self._exporter.close()
 
+    def export_also(self, metrics: TierMetrics) -> None:
+        """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""
+        self._also_counted.append(metrics)
+
     def _export_sources(self) -> list[TierMetrics]:
-        return [self._failures, self._store.metrics, *[tier.metrics for tier in self._store.tiers]]
+        beside = [self._failures, kernel_metrics, *self._also_counted]
+        if self._pull_rule is not None:
+            beside.append(self._pull_rule.metrics)
+        return [*beside, self._store.metrics, *[tier.metrics for tier in self._store.tiers]]
 
     def _warn_about_missing_hooks(self) -> None:
         if self._facts.model_path is None:
@@ -690,6 +753,11 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         if now - self._last_failure_log >= 1.0:
             self._last_failure_log = now
             logger.error("hicache_ext: %s failed and is answered as a miss: %s", call, error, exc_info=error)
+
+
+def _probe_keys(pool: _BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
+    """Store keys of the first ``count`` pages, of their first parts."""
+    return [pool.digests[0] + page_hash_bytes(key) for key in keys[:count]]
 
 
 def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence[bool]) -> list[bool]:

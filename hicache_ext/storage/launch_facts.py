@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +73,24 @@ def read_launch_facts() -> LaunchFacts:
     )
 
 
+_given_as: ContextVar[str | None] = ContextVar("_given_as", default=None)
+
+
+@contextmanager
+def configuration_given_as(argument: str | None) -> Iterator[None]:
+    """What ``--hicache-storage-backend-extra-config`` was, while SGLang is made to see something else there (pd/)."""
+    token = _given_as.set(argument)
+    try:
+        yield
+    finally:
+        _given_as.reset(token)
+
+
 def _config_file() -> str | None:
     try:
         from sglang.srt.runtime_context import get_memory
 
-        given = get_memory().hicache_storage_backend_extra_config
+        given = _given_as.get() or get_memory().hicache_storage_backend_extra_config
     except Exception as error:  # noqa: BLE001 - as above
         logger.debug("no storage configuration among the server arguments: %s", error)
         return None

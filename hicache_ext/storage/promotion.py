@@ -34,10 +34,14 @@ class Promoter:
             written=self._count_written,
         )
 
-    def promote(self, batch: PageBatch, positions: Sequence[int]) -> None:
-        """Queue the pages at ``positions``, whose memory holds them; their bytes are copied before this returns."""
+    def promote(self, batch: PageBatch, positions: Sequence[int]) -> int:
+        """Queue the pages at ``positions``, whose memory holds them; their bytes are copied before this returns.
+
+        How many wait now.
+        """
         outcomes = Counter(_QUEUED[result] for result in self._queue.offer(batch, positions))
         self._metrics.add_many("promotion", outcomes)
+        return outcomes["queued"] + outcomes["waiting"]
 
     def forget(self, keys: Sequence[bytes]) -> None:
         self._queue.forget(keys)

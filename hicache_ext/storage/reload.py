@@ -27,6 +27,9 @@ _FIXED = {
 }
 """Keys of the section that a reload may not change, and why. Others (orders, tiers, limits) may."""
 
+_LATER = {"pd": ", in force from the next start on"}
+"""Keys that may change in the file, and that the server has read at its start."""
+
 
 class ReloadableStore(ExchangeableStore):
     """The tiers of a configuration, which may be exchanged for another. Threads: any."""
@@ -114,7 +117,7 @@ class ReloadableStore(ExchangeableStore):
                 yield f"tier {name}: new {listed(differing)}"
         for key in type(config).model_fields:
             if key != "tiers" and getattr(config, key) != getattr(self._config, key):
-                yield f"new {key}"
+                yield f"new {key}{_LATER.get(key, '')}"
 
 
 def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator[ConfigError]:

@@ -217,6 +217,14 @@ class HostMemoryUser(Protocol):
 
 
 @runtime_checkable
+class IdentityKeeper(Protocol):
+    """A store that keeps the documents of ``register_identity`` where every node can read them."""
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        """Digest -> document. For tools, on a thread of theirs: it may take seconds. Raises StoreError."""
+
+
+@runtime_checkable
 class Resizable(Protocol):
     """A store whose capacity may change while it is in use (a reload of the configuration)."""
 

@@ -35,6 +35,9 @@ _T = TypeVar("_T")
 
 _WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR)
 _REMEMBERED_PLACES = 65536
+_BROUGHT_AT_ONCE = 64
+_PATIENCE = 1.0
+"""Seconds for which pages that nobody has asked for yet step aside for demand reads, before each portion."""
 _HELPERS = 4
 """Threads that read or write one tier while the calling thread does another."""
 
@@ -329,6 +332,50 @@ class TieredStore:
         pool = [tier for tier in written if tier.describe().shared] or written
         return max((tier.count_leading(keys) for tier in pool), default=0)
 
+    def bring_inward(self, keys: Sequence[bytes]) -> Counter[str]:
+        """Promote what ``promote_to`` lacks of the leading run of ``keys``, before anybody asks for it.
+
+        How many pages were present, fetched, absent (with all behind a gap) and dropped (the promotion queue was full).
+        Steps aside for demand reads, and waits for outer tiers: not for SGLang's threads.
+        """
+        self._check_open()
+        outcomes: Counter[str] = Counter()
+        size = self._page_bytes.get(keys[0][:IDENTITY_LENGTH], 0) if keys else 0
+        if self._promoter is None or not size:
+            outcomes["dropped"] += len(keys)
+            return outcomes
+        for first in range(0, len(keys), _BROUGHT_AT_ONCE):
+            portion = keys[first : first + _BROUGHT_AT_ONCE]
+            self._gate.wait_for_quiet(_PATIENCE)
+            if self._closed or not self._bring_portion(self._promoter, portion, size, outcomes):
+                outcomes["absent"] += len(keys) - outcomes.total()
+                break
+        return outcomes
+
+    def _bring_portion(self, promoter: Promoter, keys: Sequence[bytes], size: int, outcomes: Counter[str]) -> bool:
+        """Whether none of ``keys`` was absent."""
+        here = promoter.target.contains(keys)
+        missing = [key for key, known in zip(keys, here, strict=True) if not known]
+        outcomes["present"] += len(keys) - len(missing)
+        if not missing:
+            return True
+        read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]))
+        for number in range(self._inner_tiers, len(self._retrieve)):
+            wanted = [p for p, result in enumerate(read.results) if result is not GetResult.HIT]
+            if wanted:
+                tier = self._retrieve[number]
+                call = partial(tier.get, read.batch.select(wanted))
+                for position, result in zip(
+                    wanted, self._call(tier, "get", call, [GetResult.ERROR] * len(wanted)), strict=True
+                ):
+                    read.note(position, number, tier, result)
+        leading = _leading_hits(read.results)
+        taken = promoter.promote(read.batch, list(range(leading)))
+        outcomes["fetched"] += taken
+        outcomes["dropped"] += leading - taken
+        outcomes["absent"] += len(missing) - leading
+        return leading == len(missing)
+
     def remove(self, keys: Sequence[bytes]) -> int:
         self._check_open()
         wanted = list(dict.fromkeys(keys))
@@ -336,9 +383,10 @@ class TieredStore:
         if self._promoter is not None:
             self._promoter.forget(wanted)
         # A page of two tiers is one page: their own counts cannot be added.
-        present = [tier.contains(wanted) for tier in self._all]
+        absent = [False] * len(wanted)
+        present = [self._call(tier, "contains", partial(tier.contains, wanted), absent) for tier in self._all]
         for tier in self._all:
-            tier.remove(wanted)
+            self._call(tier, "remove", partial(tier.remove, wanted), 0)
         return sum(any(known) for known in zip(*present, strict=True))
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
@@ -346,7 +394,8 @@ class TieredStore:
         self._prefetcher.forget_identities(digests)
         if self._promoter is not None:
             self._promoter.forget_identities(digests)
-        return max((tier.clear(digests) for tier in self._all), default=0)
+        # A tier that raises must not keep the others from being cleared.
+        return max((self._call(tier, "clear", partial(tier.clear, digests), 0) for tier in self._all), default=0)
 
     def wait_until_written(self, timeout: float) -> bool:
         """Whether all that waits to be promoted or written in the background was done within ``timeout`` seconds."""

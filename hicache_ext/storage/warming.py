@@ -1,23 +1,25 @@
 """Warming a node: the pages of a prompt are brought from outer tiers to a nearer one, before any request asks.
 
-For a router or a cron job; needs no SGLang. Which identities there are is read from the documents that file tiers keep
-beside their pages: a server writes those of its pools when it starts.
+For a router or a cron job; needs no SGLang. Which identities there are is read from the documents that file, Redis and
+object tiers keep beside their pages: a server writes those of its pools when it starts. A Mooncake tier keeps none.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import FileTierConfig, HicacheExtConfig
-from hicache_ext.errors import HicacheExtError
+from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.identity import digest_of_document
 from hicache_ext.page_hashes import page_hashes
 from hicache_ext.storage.file.directory import load_document
 from hicache_ext.storage.prefetch import PrefetchSettings
 from hicache_ext.storage.registry import open_tier
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.store import GetResult, IdentityKeeper, PageBatch, PageStore
 from hicache_ext.storage.tiered import TieredStore, TieringSettings
 
 _PAGES_AT_ONCE = 64
@@ -53,19 +55,24 @@ def warm_prompts(
     *,
     to: str | None = None,
     model: str | None = None,
+    identities: Mapping[bytes, dict[str, Any]] | None = None,
     seed: bytes = b"",
     progress: Progress = lambda done, pages: None,
 ) -> WarmReport:
     """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it.
 
-    ``model`` is the name under which it is served; needed where the tiers hold several. ``seed``: see page_hashes.py.
-    Raises WarmError, StoreSetupError or ConfigError with a sentence.
+    ``model`` is the name under which it is served; needed where the tiers hold several. ``identities`` (digest ->
+    document, see read_identities) are taken beside those that the tiers know. ``seed``: see page_hashes.py.
+    Raises WarmError, StoreError or ConfigError with a sentence.
     """
     target_name, source_names = _route(config, to)
-    documents = choose_model(known_identities(config), model)
     opened: list[PageStore] = []
     try:
         opened += [open_tier(name, config.tiers[name]) for name in source_names]
+        documents = {**known_identities(config, opened), **(identities or {})}
+        if not documents:
+            raise WarmError(_no_identity(config, source_names))
+        documents = choose_model(documents, model)
         sources = TieredStore(opened, [], settings=TieringSettings(prefetch=PrefetchSettings(buffer=0)))
         target = open_tier(target_name, config.tiers[target_name])
         opened.append(target)
@@ -138,9 +145,17 @@ def _warm_portion(
     return sum(stored) == len(missing)
 
 
-def known_identities(config: HicacheExtConfig) -> dict[bytes, dict[str, Any]]:
-    """Digest -> document of every identity recorded in the directories of file tiers; flat tensors left out."""
+def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ()) -> dict[bytes, dict[str, Any]]:
+    """Digest -> document of every identity recorded in the directories of file tiers and in the stores ``opened``.
+
+    Flat tensors are left out, and documents that are not what their digest says. Raises StoreError.
+    """
     documents: dict[bytes, dict[str, Any]] = {}
+    for store in opened:
+        if isinstance(store, IdentityKeeper):
+            documents |= {
+                digest: document for digest, document in store.identities().items() if _describes(document, digest)
+            }
     for tier in config.tiers.values():
         if not isinstance(tier, FileTierConfig):
             continue
@@ -151,24 +166,61 @@ def known_identities(config: HicacheExtConfig) -> dict[bytes, dict[str, Any]]:
                 except ValueError:
                     continue
                 document = load_document(Path(path), digest)
-                if document is not None and _is_usable(document):
+                if document is not None and _describes(document, digest):
                     documents[digest] = document
     return documents
+
+
+def read_identities(places: Sequence[str], key: str) -> dict[bytes, dict[str, Any]]:
+    """Digest -> document of the files ``places``, or of the files in these directories: documents of another node.
+
+    Raises ConfigError naming ``key`` for what is no document of a pool whose pages can be warmed.
+    """
+    allowed = "an identity document, PATH/identities/*.json of a file tier of any node, or a directory of them"
+    documents: dict[bytes, dict[str, Any]] = {}
+    for place in places:
+        path = Path(place)
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not files:
+            raise ConfigError(key, f"the directory {place!r} has no file *.json", allowed)
+        for file in files:
+            try:
+                document = json.loads(file.read_text())
+            except OSError as error:
+                raise ConfigError(key, f"{str(file)!r} cannot be read: {error.strerror or error}", allowed) from None
+            except ValueError:
+                document = None
+            if not isinstance(document, dict) or not _is_usable(document):
+                if path.is_dir():
+                    continue  # Among the documents of a node there are those of flat tensors.
+                raise ConfigError(key, f"{str(file)!r} does not describe the pages of a pool", allowed)
+            documents[digest_of_document(document)] = document
+    return documents
+
+
+def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
+    """Why nothing is known, and what to do."""
+    silent = [name for name in sources if config.tiers[name].type == "mooncake"]
+    because = f"; {', '.join(silent)} (mooncake) keeps none" if silent else ""
+    return (
+        f"no tier knows an identity{because}; start a server with this configuration once, or give the documents of "
+        "another node with --identity"
+    )
 
 
 def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
     """The identities of one model. Raises WarmError where it is not clear which."""
     models = sorted({str(document["model"]["id"]) for document in documents.values()})
-    if not models:
-        raise WarmError(
-            "no file tier of this node has an identity document; start a server with this configuration once"
-        )
     if model is None and len(models) > 1:
         raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {', '.join(models)}")
     if model is not None and model not in models:
-        raise WarmError(f"no tier of this node knows the model {model!r}; known: {', '.join(models)}")
+        raise WarmError(f"no tier knows the model {model!r}; known: {', '.join(models)}")
     chosen = model or models[0]
     return {digest: document for digest, document in documents.items() if document["model"]["id"] == chosen}
+
+
+def _describes(document: Mapping[str, Any], digest: bytes) -> bool:
+    return _is_usable(document) and digest_of_document(document) == digest
 
 
 def _is_usable(document: Mapping[str, Any]) -> bool:

@@ -66,8 +66,10 @@ class Radosgw:
                   "--fsid", cluster, monmap)  # fmt: skip
         self._run("ceph-mon", "-c", str(self._conf), "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
         self._serve("ceph-mon", "-i", "a")
-        self._ceph("osd", "new", str(uuid.uuid4()))
-        self._run("ceph-osd", "-c", str(self._conf), "-i", "0", "--mkfs")
+        daemon = str(uuid.uuid4())
+        self._ceph("osd", "new", daemon)
+        # The monitor ignores a daemon that does not come with the id it was told.
+        self._run("ceph-osd", "-c", str(self._conf), "-i", "0", "--mkfs", "--osd-uuid", daemon)
         self._serve("ceph-osd", "-i", "0")
         self._wait_for_osd()
         self._serve("radosgw", "-n", "client.admin", "-k", keyring)
@@ -79,6 +81,7 @@ class Radosgw:
 
     def _write_conf(self, cluster: str) -> None:
         place = self.directory
+        # crc: the gateway wants an encrypted way to the monitor, for which there is no key without a login.
         self._conf.write_text(
             f"""[global]
 fsid = {cluster}
@@ -92,6 +95,7 @@ log_file = {place}/$name.log
 auth_cluster_required = none
 auth_service_required = none
 auth_client_required = none
+ms_mon_client_mode = crc
 osd_pool_default_size = 1
 osd_pool_default_min_size = 1
 osd_pool_default_pg_num = 8

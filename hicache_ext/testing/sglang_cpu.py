@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from hicache_ext.kernels import sglang_hooks
-from hicache_ext.testing import tier_faults
+from hicache_ext.testing import step_costs, tier_faults
 
 # --max-total-tokens fits any model that is worth running on CPU; sleep-on-idle and one OpenMP thread keep a scheduler's
 # polling loop from starving the model (a 1-token prefill took 3 s without them).
@@ -198,6 +198,7 @@ def _register_hooks() -> None:
 
     sglang_hooks.register()
     tier_faults.register()
+    step_costs.register()
     for target, hook in (
         ("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinned_host_pool),
         (

@@ -1,90 +1,187 @@
-"""Does writing slow decoding? One prefill node, several decode nodes beside each other, the same requests in turns.
+"""Does writing slow decoding? One prefill node, decode nodes with and without the writer, the same batches in turns.
 
-``python -m tests.campaigns.decode_throughput [ROUNDS]``: decode nodes without offload, with SGLang's own, with our
-writer over a healthy pool, a dead one, one that dies after a while, and one whose every call takes half a second. In
-each round each node decodes the same batch, the order rotated; a node's figure is generated tokens over the time
-between the batch's first token and its end. Needs root (network namespace). The scheduler cost per step is in the logs.
+::
+
+    python -m tests.campaigns.decode_throughput --minutes 11 --report docs/reports/decode-throughput.md
+
+Arms: two decode nodes without offload (what they differ by is the noise of the machine), one with SGLang's own, one
+with our writer, whose pool is healthy, dead from before the batch, dies in the middle of it, or takes half a second
+longer for every call. In each round every arm decodes the same batch once, in rotated order; servers that are not
+measured are stopped (SIGSTOP): on two cores, six that poll leave little for the one that works. Rounds go on until the
+time is up. A figure is generated tokens over the time between the batch's first token and its end; the scheduler
+thread's time is taken in the decode nodes, step by step. Needs root (network namespace).
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import interleaved
+import numpy as np
+
+from hicache_ext.bench.harness import (
+    Spread,
+    Table,
+    command_line,
+    interleaved,
+    machine_facts,
+    number,
+    terminated_in_order,
+    today,
+    write_json,
+)
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.testing import step_costs, tier_faults
 from hicache_ext.testing.pd_pair import PdGeneration, PdPair, decode_node
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tier_faults import VARIABLE
 from hicache_ext.testing.tiny_model import make_tiny_model
 
 BATCH = 6
-TOKENS = 160
-ARMS: dict[str, dict[str, str] | None] = {
-    "without": None,
-    "sglang": {},
-    "ours": {},
-    "ours, dead pool": {VARIABLE: "dead"},
-    "ours, dying pool": {VARIABLE: "dead:110"},
-    "ours, slow pool": {VARIABLE: "slow:0.5"},
+PROMPT_TOKENS = 96
+TOKENS = 512
+SETTLE = 2.0
+"""Seconds after a batch over a faulty pool: what waits is written, the breaker closes."""
+WITHOUT = "without offload"
+
+
+@dataclass(frozen=True)
+class Arm:
+    node: str
+    fault: str = ""
+    dies: bool = False
+
+
+ARMS = {
+    WITHOUT: Arm("without"),
+    "without offload, second server": Arm("second"),
+    "SGLang's own offload": Arm("sglang"),
+    "writer": Arm("writer"),
+    "writer, dead pool": Arm("writer", "dead"),
+    "writer, dying pool": Arm("writer", dies=True),
+    "writer, slow pool": Arm("writer", "slow:0.5"),
 }
 
 
+@dataclass
+class Measured:
+    """Of one arm: tokens per second by batch, and the scheduler's microseconds by step of each batch."""
+
+    rates: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)
+
+
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    # A time limit's SIGTERM must stop the servers, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory() as name:
+    parser = argparse.ArgumentParser(description="Decode throughput with and without the decode writer.")
+    parser.add_argument("--minutes", type=float, default=11, help="until the last round begins")
+    parser.add_argument("--stride", type=int, default=256, help="pd.write.stride; SGLang's own is one page")
+    parser.add_argument("--report", type=Path, help="a .md file to write; the figures go beside it as .json")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    with terminated_in_order(), tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        model = make_tiny_model(directory / "model")
-        pair = PdPair(model, directory=directory, prefill_config=_config(directory, True), decode_offload=False)
-        nodes = {
-            arm: decode_node(
-                model,
-                log_file=directory / f"{arm}.log",
-                namespace=pair.namespace,
-                storage_backend="dynamic" if faults is not None else None,
-                config=_config(directory, arm != "sglang") if faults is not None else None,
-                arguments=("--max-total-tokens", "8192"),
-                environment=faults,
-            )
-            for arm, faults in ARMS.items()
-            if arm != "without"
-        }
-        with pair:
-            try:
-                _all_at_once([node.start for node in nodes.values()])
-                rates = _measure(pair, {"without": pair.decode, **nodes}, rounds)
-            finally:
-                _all_at_once([node.stop for node in nodes.values()])
-        base = statistics.median(rates["without"])
-        print(f"{'decode node':<18} {'tokens/s':>9} {'ratio':>7}  {'paired ratio':>12}  scheduler, counters")
-        for arm, values in rates.items():
-            paired = statistics.median(v / b for v, b in zip(values, rates["without"], strict=True))
-            log = directory / ("decode.log" if arm == "without" else f"{arm}.log")
-            print(
-                f"{arm:<18} {statistics.median(values):>9.1f} {statistics.median(values) / base:>7.3f}  {paired:>12.3f}"
-                f"  {_said(log, r'took the scheduler ([0-9.]+ us a step on average, [0-9.]+ us at most)')}"
-                f"  {_said(log, r'decode writer: ({.*})')}"
-            )
+        with _nodes(directory, arguments.stride) as (pair, nodes):
+            measured = _measure(pair, nodes, directory, deadline)
+        said = _said(directory / "writer.log", r"decode writer: (\{.*\})")
+        facts = machine_facts(directory, ("sglang", "torch"))
+    if not re.search("page.stored", said) or not re.search("page.(error|rejected)", said):
+        raise SystemExit(f"the writer wrote nothing, or its pool never failed: {said}")
+    table = _table(measured)
+    print(table.text())
+    print(said)
+    if arguments.report is not None:
+        _report(arguments.report, arguments.stride, table, measured, said, facts)
 
 
-def _measure(pair: PdPair, nodes: dict[str, SglangServer], rounds: int) -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {arm: [] for arm in nodes}
-    # The first request of a node meets connections that are not open yet and takes ten seconds.
-    _all_at_once([lambda node=node: pair.generate([1] * 32, 4, decode=node) for node in nodes.values()])
-    for number, arm, counts in interleaved(list(nodes), rounds):
-        rate = _decode_batch(pair, nodes[arm], f"{number}-{arm}")
+@contextmanager
+def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, SglangServer]]]:
+    """The pair and its decode nodes, all warm; those that are not needed at once are frozen."""
+    model = make_tiny_model(directory / "model")
+    small = ("--max-total-tokens", "8192")
+    pair = PdPair(
+        model,
+        directory=directory,
+        prefill_config=_config(directory, stride),
+        decode_offload=False,
+        decode_arguments=small,
+    )
+
+    def node(name: str, config: dict[str, Any] | None, environment: dict[str, str] | None = None) -> SglangServer:
+        return decode_node(
+            model,
+            log_file=directory / f"{name}.log",
+            namespace=pair.namespace,
+            storage_backend=None if config is None else "dynamic",
+            config=config,
+            arguments=small,
+            environment={step_costs.VARIABLE: str(directory / f"{name}.steps"), **(environment or {})},
+        )
+
+    fault = {tier_faults.VARIABLE: f"file:{directory / 'fault'}"}
+    nodes = {
+        "without": pair.decode,
+        "second": node("second", None),
+        "sglang": node("sglang", _config(directory, None)),
+        "writer": node("writer", _config(directory, stride), fault),
+    }
+    with pair:
+        try:
+            for name, server in nodes.items():
+                if server is not pair.decode:
+                    server.start()
+                # The first request of a node meets connections that are not open yet and takes ten seconds.
+                _decode_batch(pair, server, f"first-{name}")
+                server.freeze()
+            yield pair, nodes
+        finally:
+            _all_at_once([server.stop for server in nodes.values() if server is not pair.decode])
+
+
+def _measure(pair: PdPair, nodes: dict[str, SglangServer], directory: Path, deadline: float) -> dict[str, Measured]:
+    measured = {name: Measured() for name in ARMS}
+    offsets: dict[str, int] = {}
+    fault_file = directory / "fault"
+    half_a_batch = 1.0
+    last_round = 0
+    for round_number, name, counts in interleaved(list(ARMS), 1000):
+        if round_number > last_round:
+            if time.monotonic() > deadline and round_number > 2:
+                break
+            last_round = round_number
+        arm = ARMS[name]
+        node = nodes[arm.node]
+        node.thaw()
+        tier_faults.direct(fault_file, arm.fault)
+        dying = threading.Timer(half_a_batch, tier_faults.direct, (fault_file, "dead"))
+        if arm.dies:
+            dying.start()
+        started, cpu_before = time.monotonic(), node.cpu_seconds()
+        rate = _decode_batch(pair, node, f"{round_number}-{name}")
+        half_a_batch = (time.monotonic() - started) / 2
+        cpu_seconds = node.cpu_seconds() - cpu_before
+        dying.cancel()
+        tier_faults.direct(fault_file, "")
+        time.sleep(SETTLE if arm.fault or arm.dies else 0.3)
+        node.freeze()
+        costs, offsets[arm.node] = step_costs.read_step_costs(directory / f"{arm.node}.steps", offsets.get(arm.node, 0))
         if counts:
-            rates[arm].append(rate)
-    return rates
+            measured[name].rates.append(rate)
+            measured[name].cpu_seconds.append(cpu_seconds)
+            measured[name].steps.append(costs)
+            print(f"round {round_number - 1} {name:<32} {rate:8.1f} tokens/s, {cpu_seconds:.2f} CPU s", flush=True)
+    whole = min(len(arm.rates) for arm in measured.values())
+    return {
+        name: Measured(arm.rates[:whole], arm.cpu_seconds[:whole], arm.steps[:whole]) for name, arm in measured.items()
+    }
 
 
 def _decode_batch(pair: PdPair, node: SglangServer, salt: str) -> float:
@@ -92,17 +189,18 @@ def _decode_batch(pair: PdPair, node: SglangServer, salt: str) -> float:
     answers: list[PdGeneration] = []
     ends: list[float] = []
 
-    def ask(number: int) -> None:
-        prompt = [(number * 13 + 7 * place) % 250 for place in range(96)]
-        answers.append(pair.generate(prompt, TOKENS, decode=node, cache_salt=salt, sampling={"ignore_eos": True}))
+    def ask(request: int) -> None:
+        prompt = [(request * 13 + 7 * place) % 250 for place in range(PROMPT_TOKENS)]
+        answer = pair.generate(prompt, TOKENS, decode=node, cache_salt=salt, sampling={"ignore_eos": True})
         ends.append(time.monotonic())
+        answers.append(answer)
 
-    _all_at_once([lambda number=number: ask(number) for number in range(BATCH)])
+    _all_at_once([lambda request=request: ask(request) for request in range(BATCH)])
     firsts = [end - answer.total_time + answer.time_to_first_token for end, answer in zip(ends, answers, strict=True)]
     return BATCH * (TOKENS - 1) / (max(ends) - min(firsts))
 
 
-def _all_at_once(calls: list[Any]) -> None:
+def _all_at_once(calls: Sequence[Callable[[], Any]]) -> None:
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
@@ -110,17 +208,77 @@ def _all_at_once(calls: list[Any]) -> None:
         thread.join()
 
 
-def _config(directory: Path, ours: bool) -> dict[str, Any]:
-    section: dict[str, Any] = {
-        "tiers": {"pool": {"type": "file", "path": str(directory / "pool"), "capacity": "1GiB"}},
-        "pd": {"write": {"enabled": ours, "stride": 32}},
-    }
-    return ExtraConfig.around(section)
+def _config(directory: Path, stride: int | None) -> dict[str, Any]:
+    """Without a stride it is SGLang's own offload that writes."""
+    pool = {"type": "file", "path": str(directory / "pool"), "capacity": "1GiB"}
+    write = {"enabled": False} if stride is None else {"stride": stride}
+    return ExtraConfig.around({"tiers": {"pool": pool}, "pd": {"write": write}})
 
 
 def _said(log: Path, pattern: str) -> str:
     found = re.findall(pattern, log.read_text(errors="replace"))
     return found[-1] if found else "-"
+
+
+def _table(measured: dict[str, Measured]) -> Table:
+    base = measured[WITHOUT]
+    rows = []
+    for name, arm in measured.items():
+        ratio = _paired(arm.rates, base.rates)
+        cpu_ratio = _paired(arm.cpu_seconds, base.cpu_seconds)
+        rate = Spread.of(arm.rates)
+        steps = [cost for batch in arm.steps for cost in batch]
+        means = [statistics.fmean(batch) for batch in arm.steps if batch]
+        rows.append(
+            (
+                name,
+                f"{number(rate.median)} ({number(rate.lower)} to {number(rate.upper)})",
+                "" if name == WITHOUT else ratio,
+                number(statistics.median(arm.cpu_seconds)),
+                "" if name == WITHOUT else cpu_ratio,
+                number(statistics.median(means)) if means else "-",
+                number(float(np.percentile(steps, 50))) if steps else "-",
+                number(float(np.percentile(steps, 99))) if steps else "-",
+                number(max(steps)) if steps else "-",
+            )
+        )
+    headers = (
+        *("decode node", "tokens/s", "paired ratio", "CPU s", "paired ratio"),
+        *("us a step, mean", "median", "99 %", "most"),
+    )
+    return Table(f"Medians (quartiles) of {len(base.rates)} rounds", headers, tuple(rows))
+
+
+def _paired(values: Sequence[float], base: Sequence[float]) -> str:
+    spread = Spread.of([value / other for value, other in zip(values, base, strict=True)])
+    return f"{spread.median:.3f} ({spread.lower:.3f} to {spread.upper:.3f})"
+
+
+def _report(
+    file: Path, stride: int, table: Table, measured: dict[str, Measured], said: str, facts: dict[str, Any]
+) -> None:
+    text = f"""# Decode throughput with the decode writer
+
+`{command_line(["python -m tests.campaigns.decode_throughput", "--report", str(file)])}`, {today()[:10]}, \
+{facts["cpus"]} cores, Linux {facts["kernel"]}, SGLang {facts["packages"]["sglang"]} on CPU with a tiny model, batches \
+of {BATCH} requests of {PROMPT_TOKENS} tokens with {TOKENS} generated, pages of 16, stride {stride}. How it is \
+measured stands at the top of that file. A paired ratio is that of two batches of one round; the second server without \
+offload shows what is noise. CPU time is that of all processes of the decode node during a batch; it says more than \
+the rate where something else works on the machine. The last four columns are microseconds of the scheduler thread \
+that offload took, by step: all requests of the batch advance by one token in a step.
+
+{table.markdown()}
+
+The writer's counters at the end, all its arms together: `{said}`
+"""
+    file.write_text(text)
+    document = {
+        "date": today(),
+        "machine": facts,
+        "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS, "generated": TOKENS, "stride": stride},
+        "arms": {name: {**asdict(ARMS[name]), **asdict(arm)} for name, arm in measured.items()},
+    }
+    write_json(file.with_suffix(".json"), document)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The long form of tests/storage/guards/test_schedules.py: thousands of schedules of calls and faults.
 
-    python -m tests.campaigns.guard_schedules --schedules 3000 --seed 1 --report docs/reports/guards.md
+    python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
 
 Hypothesis makes the schedules from the seed; the first one that breaks a promise is shrunk, printed, and ends the run.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.storage.guards.schedules import GuardedTiersMachine
+from tests.storage.guards.schedules import TiersMachine
 
 _BATCH = 100
 """Schedules between two lines of progress."""
@@ -25,7 +25,7 @@ _BATCH = 100
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", type=int, default=3000)
+    parser.add_argument("--schedules", type=int, default=4000)
     parser.add_argument("--steps", type=int, default=30, help="calls and faults of one schedule, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path)
@@ -45,7 +45,7 @@ def main() -> int:
     for batch in range(-(-arguments.schedules // _BATCH)):
 
         @seed(arguments.seed * 1_000_003 + batch)
-        class Machine(GuardedTiersMachine):
+        class Machine(TiersMachine):
             counts = seen
 
         run_state_machine_as_test(Machine, settings=profile)
@@ -58,13 +58,15 @@ def main() -> int:
 def _report(arguments: argparse.Namespace, seen: Counter[str], seconds: float) -> str:
     rows = "\n".join(f"| {what} | {amount} |" for what, amount in sorted(seen.items()) if what != "schedules")
     what = f"{seen['schedules']} schedules of up to {arguments.steps} calls and faults (seed {arguments.seed})"
-    return f"""# Guarded tiers under random faults
+    return f"""# Tiers and guards under random faults
 
 `make guards-campaign`: {what}
-over two guarded tiers, in {seconds:.0f} s, Python {platform.python_version()}. No promise was broken: every HIT held
-bytes that had been written under its key, no page that was not a HIT was touched, no host page changed after its call
-had returned, what was stored was read again once the faults had ended, and no thread and no bounce memory was left
-after close().
+over two tiers, in {seconds:.0f} s, Python {platform.python_version()}. Each schedule draws whether there are guards
+(three times in four), which of them are written in the background, and whether pages are promoted and fetched ahead. No
+promise was broken: every HIT held bytes that had been written under its key, behind a deadline no page that was not a
+HIT was touched, no host page changed after its call had returned, nothing past a gap was promoted, what was removed or
+cleared without a fault was gone, what was stored was read again once the faults had ended, and no thread and no bounce
+memory was left after close().
 
 | what was met | times |
 |---|---|

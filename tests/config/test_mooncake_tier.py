@@ -93,7 +93,7 @@ def test_templates_are_replaced(monkeypatch):
         ),
         ({"prefix": "a/b"}, f"prefix: the text 'a/b' is not accepted; allowed: {NAME}"),
         ({"group": "all"}, "group: the text 'all' is not accepted; allowed: none, page"),
-        ({"timeout": 0}, "timeout: the number 0 is not accepted; allowed: a duration from 1ms to 1h, such as 2s"),
+        ({"timeout": 0}, "timeout: the number 0 is less than 1ms; allowed: a duration from 1ms to 1h, such as 2s"),
     ],
 )
 def test_a_wrong_setting_has_one_sentence(settings, sentence):

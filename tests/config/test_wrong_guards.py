@@ -45,11 +45,11 @@ WRONG = [
     ),
     guard("a slow call without a unit", "slow_call: '500'", f"slow_call: the text '500' has no unit; allowed: {SLOW}"),
     guard("a slow call that is off", "slow_call: off", f"slow_call: the value false is not accepted; allowed: {SLOW}"),
-    guard("a slow call of no time", "slow_call: 0s", f"slow_call: the text '0s' is not accepted; allowed: {SLOW}"),
+    guard("a slow call of no time", "slow_call: 0s", f"slow_call: the text '0s' is less than 1ms; allowed: {SLOW}"),
     guard(
         "probes without a pause",
         "probe_interval: 1ms",
-        "probe_interval: the text '1ms' is not accepted; allowed: a duration from 10ms to 1h, such as 1s",
+        "probe_interval: the text '1ms' is less than 10ms; allowed: a duration from 10ms to 1h, such as 1s",
     ),
     guard(
         "a negative slow start",
@@ -59,7 +59,7 @@ WRONG = [
     guard(
         "a negative cache of an hour",
         "negative_cache: 1h",
-        "negative_cache: the text '1h' is not accepted; allowed: "
+        "negative_cache: the text '1h' is more than 1m; allowed: "
         "a duration from 1ms to 1m, such as 1s, or off, or auto",
     ),
     guard(
@@ -79,20 +79,22 @@ WRONG = [
     guard(
         "a budget of a minute",
         "exists_budget: 1m",
-        "exists_budget: the text '1m' is not accepted; allowed: a "
+        "exists_budget: the text '1m' is more than 1s; allowed: a "
         "duration from 1ms to 1s, such as 5ms, or off, or auto",
     ),
     guard(
         "too little bounce memory",
         "bounce_memory: 4KiB",
-        "bounce_memory: the text '4KiB' is not accepted; allowed: a size of at least 1MiB, such as 256MiB",
+        "bounce_memory: the text '4KiB' is less than 1MiB; allowed: a size of at least 1MiB, such as 256MiB",
     ),
     guard(
         "ambiguous bounce memory",
         "bounce_memory: 1G",
         "bounce_memory: the unit 'G' is ambiguous; write GB or GiB; allowed: a size of at least 1MiB, such as 256MiB",
     ),
-    tier("no timeout", "timeout: 0", f"{N}.timeout: the number 0 is not accepted; allowed: {TIMEOUT}, or off, or auto"),
+    tier(
+        "no timeout", "timeout: 0", f"{N}.timeout: the number 0 is less than 1ms; allowed: {TIMEOUT}, or off, or auto"
+    ),
     tier(
         "a timeout in words",
         "timeout: soon",

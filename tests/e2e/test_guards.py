@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hicache_ext.cli.main import main
+from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import file_tier_config
 
@@ -58,7 +61,10 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
 
 
 def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
-    tiny_model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    tiny_model: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hooks = tmp_path / "hooks"
     hooks.mkdir()
@@ -78,6 +84,7 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
             page_size=PAGE_SIZE,
             storage_backend="dynamic",
             extra_config=f"@{file}",
+            extra_arguments=("--enable-metrics",),
             environment={
                 "PYTHONPATH": os.pathsep.join([str(hooks), str(REPOSITORY)]),
                 "HANGING_FLAG": str(flag),
@@ -100,6 +107,7 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
         hung = [server.generate(prompt(number)).time_to_first_token for number in range(11, 19)]
         again = server.generate(prompt(0))
         assert again.output_ids == cold.output_ids
+        wait_for(lambda: breaker_state(server) == 2)
 
         flag.unlink()
         wait_for(lambda: "tier disk answers again after" in server.log_file.read_text())
@@ -111,6 +119,11 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
             return restored.cached.storage == REUSABLE
 
         wait_for(served_from_storage)
+        wait_for(lambda: breaker_state(server) == 0)
+        assert main(["stats", server.url, "--once"]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"^disk: .*\d rejected breaker.*1 breaker open", shown, re.MULTILINE), shown
+        assert re.search(r"^kernels: .*copy_back_up reference: cpu", shown, re.MULTILINE), shown
 
         figures = {
             "healthy": statistics.median(healthy),
@@ -134,6 +147,10 @@ def test_requests_go_on_while_a_tier_hangs_and_it_comes_back_without_a_restart(
         assert server.generate(prompt(99)).cached.storage == REUSABLE
         assert list((tmp_path / "m").rglob("*.page")), "the new tier was never written"
     assert "is answered as a miss" not in server.log_file.read_text()
+
+
+def breaker_state(server: SglangServer) -> float:
+    return read_samples(server.get("/metrics")).total("hicache_ext_breaker_state", tier="disk")
 
 
 def reload(file: Path, runtime: str) -> subprocess.CompletedProcess[str]:

@@ -128,7 +128,7 @@ def test_mha_draft_layers_follow_the_target_layers(rig: Rig, layout: str, io_bac
         finish=rig.gpu.synchronize,
     )
     engine = rig.engine().name
-    assert rig.metrics.snapshot() == {(f"load {engine}", "configured"): 1, (f"back_up {engine}", "configured"): 1}
+    assert rig.metrics.snapshot() == {("load", f"{engine}: configured"): 1, ("back_up", f"{engine}: configured"): 1}
 
 
 def test_a_layer_that_is_not_a_target_layer_is_skipped(rig: Rig) -> None:
@@ -194,7 +194,7 @@ def calls_original(pool: Any, io_backend: str) -> bool:
 
 
 def refusals(metrics: TierMetrics) -> set[str]:
-    return {reason for (event, reason) in metrics.snapshot() if event.endswith("sglang")}
+    return {reason.removeprefix("sglang: ") for (_, reason) in metrics.snapshot() if reason.startswith("sglang: ")}
 
 
 @pytest.mark.usefixtures("own_selector")
@@ -216,7 +216,7 @@ def test_pools_and_combinations_without_a_known_geometry_go_to_the_original_with
         rig = Rig("reference")
         rig.install()
         assert calls_original(pool, io_backend)
-        assert rig.metrics.snapshot() == {("load sglang", reason): 1, ("back_up sglang", reason): 1}
+        assert rig.metrics.snapshot() == {("load", f"sglang: {reason}"): 1, ("back_up", f"sglang: {reason}"): 1}
     assert not calls_original(mha_pool("page_first", 16), "kernel")
 
 
@@ -276,8 +276,8 @@ def test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_
             )
     assert by_original == [0, 1, 2] * 3
     assert calls_original(pool, "direct")
-    assert rig.metrics.value("load sglang", "failed") == 3
-    assert rig.metrics.value("load sglang", "unavailable") == 1
+    assert rig.metrics.value("load", "sglang: failed") == 3
+    assert rig.metrics.value("load", "sglang: unavailable") == 1
 
 
 @pytest.mark.usefixtures("own_selector")

@@ -101,7 +101,7 @@ def test_a_failing_engine_is_followed_by_the_fallback_in_the_middle_of_a_load() 
     gpu.synchronize()
     for layer in range(len(memory.device)):
         assert torch.equal(device_page(memory, layer, SLOTS[0]), host_page(memory, layer, PAGES[0]))
-    assert metrics.value("load batched_dma", "configured") == metrics.value("load reference", "failed") == 1
+    assert metrics.snapshot() == {("load", "batched_dma: configured"): 1, ("load", "reference: failed"): 1}
 
 
 def test_a_loader_without_any_engine_says_so() -> None:

@@ -132,7 +132,7 @@ def test_on_the_cpu_it_is_the_reference() -> None:
     metrics = TierMetrics("test")
     choice = Selector({"reference": ReferenceEngine}, metrics=metrics).choose(operation())
     assert (choice.engine and choice.engine.name, choice.reason) == ("reference", "cpu")
-    assert metrics.value("load reference", "cpu") == 1
+    assert metrics.value("load", "reference: cpu") == 1
 
 
 def test_on_a_gpu_it_is_sglangs_own_path_until_there_is_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:

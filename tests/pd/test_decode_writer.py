@@ -78,18 +78,25 @@ class FakeController:
 
     def __init__(self, host: FakeHostPool) -> None:
         self._host = host
+        self.write_queue: list[Any] = []
         self.ack_write_queue: list[Any] = []
         self.copies_end = True
+        self.operations: list[int] = []
+        """Copies in each operation."""
+        self.raises = False
 
-    def write(self, device_indices: torch.Tensor, node_id: int) -> torch.Tensor | None:
-        host_indices = self._host.alloc(len(device_indices))
-        if host_indices is None:
-            return None
-        for slot, device in zip(host_indices.tolist(), device_indices.tolist(), strict=True):
-            self._host.content[slot] = device
+    def start_writing(self) -> None:
+        operations = list(self.write_queue)
+        self.write_queue.clear()
+        if self.raises:
+            raise RuntimeError("a bug")
+        for operation in operations:
+            for slot, device in zip(operation.host_indices.tolist(), operation.device_indices.tolist(), strict=True):
+                self._host.content[slot] = device
         event = SimpleNamespace(query=lambda: self.copies_end, synchronize=lambda: None)
-        self.ack_write_queue.append(SimpleNamespace(finish_event=event, node_ids=[node_id]))
-        return host_indices
+        numbers = [number for operation in operations for number in operation.node_ids]
+        self.operations.append(len(numbers))
+        self.ack_write_queue.append(SimpleNamespace(finish_event=event, node_ids=numbers))
 
 
 class FakeRequest:
@@ -138,14 +145,14 @@ class FakeManager:
 class Node:
     """A decode node: the writer, and the scheduler's calls in the scheduler's order."""
 
-    def __init__(self, host_slots: int = 400, minimum: Any = None, **settings: Any) -> None:
+    def __init__(self, host_slots: int = 400, minimum: Any = None, hints: Any = None, **settings: Any) -> None:
         self.manager = FakeManager(host_slots)
         self.host = self.manager.decode_host_mem_pool
         self.pool = FakePool(self.host)
         self.metrics = TierMetrics("pd_write")
         config = WriteConfig(**{"stride": 8, "prefix_grace": 0.0, "retry_within": 5.0, **settings})
         self._pool_writer = PoolWriter(self.pool, self.metrics)
-        self.writer = DecodeWriter(self.manager, config, self._pool_writer, self.metrics, minimum=minimum)
+        self.writer = DecodeWriter(self.manager, config, self._pool_writer, self.metrics, minimum=minimum, hints=hints)
 
     def prefilled(self, request: FakeRequest) -> FakeRequest:
         """The prefill node has written the prompt."""
@@ -213,6 +220,39 @@ def test_every_whole_page_of_a_continuation_reaches_the_pool_with_its_own_kv(nod
     assert node.manager.released == [request]
 
 
+class FakeHints:
+    def __init__(self) -> None:
+        self.announced: list[list[str]] = []
+
+    def announce(self, page_hashes: list[str]) -> None:
+        self.announced.append(page_hashes)
+
+    def close(self, timeout: float) -> None:
+        pass
+
+
+def test_a_conversation_is_announced_whole_once_its_last_page_is_written(node_of: Callable[..., Node]) -> None:
+    hints = FakeHints()
+    node = node_of(hints=hints, retries=0)
+    request = node.prefilled(FakeRequest(list(range(10)), slot=3))
+    node.generate(request, 25)
+    node.settle()
+    assert node.pool.calls
+    assert hints.announced == []
+    node.generate(request, 5, finish=True)
+    node.settle()
+    tokens = [*request.origin_input_ids, *request.output_ids[:-1]]
+    assert hints.announced == [hashes(tokens)]
+    # What could not be written, or could not be found, is no promise.
+    unfound, refused = FakeRequest([9] * 8, 4), node.prefilled(FakeRequest([8] * 8, 5))
+    node.generate(unfound, 30, finish=True)
+    node.settle()
+    node.pool.result = SetResult.REJECTED
+    node.generate(refused, 30, finish=True)
+    node.settle()
+    assert len(hints.announced) == 1
+
+
 def test_a_repeat_writes_nothing_again(node_of: Callable[..., Node]) -> None:
     node = node_of()
     for slot in (1, 2):
@@ -220,6 +260,30 @@ def test_a_repeat_writes_nothing_again(node_of: Callable[..., Node]) -> None:
         node.settle()
     assert sum(node.pool.calls) == 7
     assert node.metrics.value("page", "present") == 7
+
+
+def test_requests_that_are_due_together_are_copied_in_one_operation(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    requests = [node.prefilled(FakeRequest([7 + slot] * 8, slot)) for slot in range(1, 5)]
+    for number in range(20):
+        for request in requests:
+            request.output_ids.append(number + 5)
+            node.writer.request_advanced(request)
+        node.writer.step()
+    node.settle()
+    assert set(node.manager.cache_controller.operations) == {4}
+    assert all(page in node.pool.pages for request in requests for page in node.generated_pages(request)[:4])
+
+
+def test_a_copy_that_is_refused_leaks_nothing_and_keeps_no_request(node_of: Callable[..., Node]) -> None:
+    node = node_of()
+    request = node.prefilled(FakeRequest([7] * 8, 1))
+    node.manager.cache_controller.raises = True
+    node.generate(request, 30, finish=True)
+    node.settle()
+    assert node.manager.released == [request]
+    assert node.host.available_size() == node.host.size
+    assert not node.pool.calls
 
 
 def test_pages_are_written_several_at_a_time(node_of: Callable[..., Node]) -> None:

@@ -15,8 +15,11 @@ from hicache_ext.errors import ConfigError
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.page_hashes import page_hashes
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.warming import WarmError, warm_prompts
 from hicache_ext.testing.conformance.pages import assert_hits, store_pages
+from hicache_ext.testing.redis_servers import RedisServer, redis_program
+from hicache_ext.testing.server import free_port
 from tests.storage.raw_access import RawFiles
 
 TOKENS = [(7 * position) % 250 for position in range(167)]
@@ -114,7 +117,7 @@ def test_of_several_models_one_has_to_be_named(config, pool):
     fill(pool, identity("a"), identity("b"))
     with pytest.raises(WarmError, match="pages of several models; say which with --served-name: a, b"):
         warm_prompts(config, [TOKENS])
-    with pytest.raises(WarmError, match="knows the model 'c'; known: a, b"):
+    with pytest.raises(WarmError, match="no tier knows the model 'c'; known: a, b"):
         warm_prompts(config, [TOKENS], model="c")
     assert warm_prompts(config, [TOKENS], model="b").fetched == 10
 
@@ -124,6 +127,63 @@ def test_documents_that_are_none_are_passed_over(config, pool, tmp_path):
     for name, text in (("ff" * 16, "[]"), ("zz", "{}"), ("ee" * 16, '{"pool": {"name": "kv"}, "model": {"id": "x"}}')):
         (tmp_path / "pool" / "identities" / f"{name}.json").write_text(text)
     assert warm_prompts(config, [TOKENS]).fetched == 10
+
+
+def test_a_document_that_is_not_what_its_name_says_is_passed_over(config, pool, tmp_path):
+    fill(pool, identity())
+    document = {**identity("another").document(), "schema": 1}
+    (tmp_path / "pool" / "identities" / f"{'ab' * 16}.json").write_text(json.dumps(document))
+    assert warm_prompts(config, [TOKENS]).fetched == 10
+
+
+def test_a_node_without_documents_takes_those_of_another_node(config_file, pool, tmp_path, capsys):
+    fill(pool, identity())
+    (tmp_path / "tokens").write_text(json.dumps(TOKENS))
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "pool" / "identities").rename(elsewhere)
+    (elsewhere / "flat.json").write_text('{"pool": {"name": "flat", "segments": []}, "model": {"id": "m"}}')
+    arguments = ["warm", str(config_file), "--tokens", str(tmp_path / "tokens")]
+    assert main(arguments) == 1
+    assert "no tier knows an identity" in capsys.readouterr().err
+    (document,) = elsewhere.glob("[0-9a-f]*[0-9a-f].json")
+    assert main([*arguments, "--identity", str(document)]) == 0
+    assert capsys.readouterr().out.startswith("10 pages fetched")
+    assert main([*arguments, "--identity", str(elsewhere)]) == 0
+    assert ", 10 were there" in capsys.readouterr().out
+
+
+@pytest.fixture(params=["redis", "object"])
+def shared_pool(request, tmp_path):
+    """The configuration of a pool that no node has in a directory of its own file tiers."""
+    if request.param == "object":
+        yield {"type": "object", "url": f"file://{tmp_path / 'bucket'}"}
+        return
+    if redis_program() is None:
+        pytest.skip("missing: redis-server")
+    with RedisServer(tmp_path / "redis") as server:
+        yield {"type": "redis", "url": server.url}
+
+
+def test_a_new_node_learns_from_the_pool_alone_what_its_pages_are(shared_pool, document, tmp_path, capsys):
+    document["hicache_ext"]["tiers"]["pool"] = shared_pool
+    config = load_config(document).for_role("prefill")
+    pool = open_tier("pool", config.tiers["pool"])
+    fill(pool, identity(rank=0), identity(rank=1))
+    assert pool.identities() == {one.digest(): json.loads(one.canonical()) for one in (identity(), identity(rank=1))}
+    pool.close()
+    assert warm_prompts(config, [TOKENS]).fetched == 20
+    near = read_near(tmp_path)
+    assert_hits(near, keys_of(identity()), SEGMENTS)
+    near.close()
+
+
+def test_a_pool_that_is_not_there_is_one_sentence(document, tmp_path, capsys):
+    document["hicache_ext"]["tiers"]["pool"] = {"type": "redis", "url": f"redis://127.0.0.1:{free_port()}"}
+    (tmp_path / "hicache.yaml").write_text(yaml.safe_dump(document))
+    (tmp_path / "tokens").write_text("1 2 3")
+    assert main(["warm", str(tmp_path / "hicache.yaml"), "--tokens", str(tmp_path / "tokens")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tier 'pool'") and error.count("\n") == 1
 
 
 def test_the_command_warms_and_says_what_it_did(config_file, pool, tmp_path, capsys):
@@ -138,8 +198,10 @@ def test_the_command_warms_and_says_what_it_did(config_file, pool, tmp_path, cap
 
 @pytest.mark.slow
 def test_the_command_tokenizes_a_prompt(config_file, pool, tmp_path, capsys):
+    from hicache_ext.testing.sglang_cpu import prepare_process
     from hicache_ext.testing.tiny_model import make_tiny_model
 
+    prepare_process()  # transformers imports torchvision, whose extension a machine without a GPU lacks
     model = make_tiny_model(tmp_path / "model")
     text = "warm me up, please. " * 20
     from transformers import AutoTokenizer
@@ -164,7 +226,10 @@ def test_the_command_tokenizes_a_prompt(config_file, pool, tmp_path, capsys):
             ["--prompt", "words", "--model", "no/such/model"],
             "--model: no tokenizer could be loaded from 'no/such/model'",
         ),
-        (["--tokens", "tokens"], "no file tier of this node has an identity document"),
+        (["--tokens", "tokens"], "no tier knows an identity; start a server with this configuration once, or give "),
+        (["--tokens", "tokens", "--identity", "nowhere"], "--identity: 'nowhere' cannot be read: No such file"),
+        (["--tokens", "tokens", "--identity", "words"], "--identity: 'words' does not describe the pages of a pool"),
+        (["--tokens", "tokens", "--identity", "."], "--identity: the directory '.' has no file *.json"),
         (["--tokens", "tokens", "--to", "pool"], "no tier stands behind 'pool' in retrieve_locations"),
         (["--tokens", "tokens", "--to", "nvm"], "tier 'nvm' is not in retrieve_locations"),
     ],

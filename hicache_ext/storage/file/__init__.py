@@ -12,7 +12,7 @@ import lmdb
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble
-from hicache_ext.storage.file.device_probe import Measured, measured_device
+from hicache_ext.storage.file.device_probe import Measured, measured_device, takes_direct
 from hicache_ext.storage.file.file_system import LayoutChoice, choose_layout, file_system_of
 from hicache_ext.storage.file.io_plan import IoPlan, choose_io
 from hicache_ext.storage.file.spread import PathStore, SpreadStore
@@ -72,6 +72,8 @@ def _plan(name: str, tier: FileTierConfig, path: Path, chosen: LayoutChoice) -> 
     direct_possible = chosen.layout == "slab"
     if tier.io == "direct" and not direct_possible:
         raise StoreSetupError(name, f"io is 'direct', and {str(path)!r} holds page files, which are not aligned")
+    if tier.io == "direct" and not takes_direct(path):
+        raise StoreSetupError(name, f"io is 'direct', and the file system of {str(path)!r} does not do O_DIRECT")
     if tier.io == "auto" and file_system_of(path).type in ("tmpfs", "ramfs"):
         return IoPlan(threads=tier.threads or IoPlan().threads, reason="the file system is memory")
     if tier.io == "buffered" and tier.threads is not None:
@@ -83,4 +85,4 @@ def _plan(name: str, tier: FileTierConfig, path: Path, chosen: LayoutChoice) -> 
             # A tier that can be used is not lost to a measurement that cannot be made (no room for its file).
             logger.warning("tier %s: %s was not measured: %s", name, path, error)
             measured = Measured()
-    return choose_io(name, tier.io, tier.capacity, tier.threads, measured, direct_possible=direct_possible)
+    return choose_io(tier.io, tier.capacity, tier.threads, measured, direct_possible=direct_possible)

@@ -45,6 +45,9 @@ _ALL_SECONDS = 0.45
 _MODES_COMPARED_WITH = 4
 _OTHER_THREADS = (1, 2, 8, 16)
 _LOCK_SECONDS = 5.0
+_DIRECT_BLOCK = 64 << 10
+"""Bytes; a multiple of every sector size in use."""
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _PROBE_FILE = "io_probe.json"
 _LOCK_FILE = "io_probe.lock"
 
@@ -93,11 +96,30 @@ def measured_device(path: Path) -> Measured:
         try:
             measured = _Probe(path).measure()
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            if error.errno not in _NOT_SUPPORTED:
                 raise
             measured = Measured()
         _keep(path, {**facts, **measured.as_document()})
         return measured
+
+
+def takes_direct(path: Path) -> bool:
+    """Whether the file system of the existing directory ``path`` does O_DIRECT, tried with one block. Never raises.
+
+    ``measured_device`` does not tell: its time may run out first. Another failure than "not supported" (no room) is for
+    the store to meet.
+    """
+    try:
+        fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        try:
+            with mmap.mmap(-1, _DIRECT_BLOCK) as block:
+                os.pwrite(fd, block, 0)
+                os.preadv(fd, [block], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error.errno not in _NOT_SUPPORTED
+    return True
 
 
 class _Probe:

@@ -8,6 +8,7 @@
     PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
     PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
+    PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
     PATH/expiry.lock, io_probe.*              see expiry.py, device_probe.py
 
 Only names of exactly these forms are ever read, counted or removed: a stranger's file stays, also where clear() takes

@@ -10,37 +10,17 @@ import ctypes
 import errno
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Layout = Literal["pages", "slab"]
+from hicache_ext.storage.mounts import MOUNTINFO, NETWORK_FILE_SYSTEMS, Mount, mount_of, read_mounts
 
-_MOUNTINFO = Path("/proc/self/mountinfo")
+Layout = Literal["pages", "slab"]
 
 _LOCAL = frozenset(
     ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"],
 )
-_SHARED = {
-    "nfs": "NFS",
-    "nfs4": "NFS",
-    "lustre": "Lustre",
-    "ceph": "CephFS",
-    "gpfs": "GPFS",
-    "mmfs": "GPFS",
-    "beegfs": "BeeGFS",
-    "wekafs": "WekaFS",
-    "cifs": "SMB",
-    "smb3": "SMB",
-    "9p": "9P, another machine's directory",
-    "virtiofs": "virtiofs, another machine's directory",
-    "glusterfs": "GlusterFS",
-    "ocfs2": "OCFS2",
-    "gfs2": "GFS2",
-    "afs": "AFS",
-    "pvfs2": "OrangeFS",
-}
 _FALLOCATE_PROBE = 1 << 20
 
 
@@ -61,16 +41,16 @@ class LayoutChoice:
     reason: str
 
 
-def file_system_of(path: Path, mountinfo: Path = _MOUNTINFO) -> FileSystem:
+def file_system_of(path: Path, mountinfo: Path = MOUNTINFO) -> FileSystem:
     """The file system that ``path``, or the nearest directory above it that is there, is on. Never raises."""
     try:
-        mounts = _read_mounts(mountinfo)
+        mounts = read_mounts(mountinfo)
     except OSError as error:
         return FileSystem("unknown", False, f"{mountinfo} cannot be read: {error.strerror or error}")
     return _judge(Path(os.path.realpath(path)), mounts, depth=0)
 
 
-def choose_layout(path: Path, capacity: int | None, mountinfo: Path = _MOUNTINFO) -> LayoutChoice:
+def choose_layout(path: Path, capacity: int | None, mountinfo: Path = MOUNTINFO) -> LayoutChoice:
     """What ``layout: auto`` means for ``path``. A directory that is a tier already keeps its layout. Never raises."""
     kept = _layout_of_manifest(path)
     if kept is not None:
@@ -86,33 +66,22 @@ def choose_layout(path: Path, capacity: int | None, mountinfo: Path = _MOUNTINFO
     return LayoutChoice("slab", file_system.reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mount:
-    point: str
-    type: str
-    source: str
-    options: dict[str, str]
-
-
-def _judge(path: Path, mounts: list[_Mount], depth: int) -> FileSystem:
-    # The last mount over a point is the one that is seen.
-    under = [mount for mount in mounts if _is_under(str(path), mount.point)]
-    if not under:
+def _judge(path: Path, mounts: list[Mount], depth: int) -> FileSystem:
+    mount = mount_of(str(path), mounts)
+    if mount is None:
         return FileSystem("unknown", False, f"no mount of {str(path)!r} is known")
-    longest = max(len(mount.point) for mount in under)
-    mount = [mount for mount in under if len(mount.point) == longest][-1]
     if mount.type in _LOCAL:
         return FileSystem(mount.type, True, f"{mount.type} is local")
-    if mount.type in _SHARED:
-        return FileSystem(mount.type, False, f"{mount.type} ({_SHARED[mount.type]}) may be shared between machines")
+    if name := NETWORK_FILE_SYSTEMS.get(mount.type):
+        return FileSystem(mount.type, False, f"{mount.type} ({name}) may be shared between machines")
     if mount.type == "overlay":
         return _judge_overlay(mount, mounts, depth)
-    if mount.type.startswith("fuse"):
+    if mount.is_fuse:
         return FileSystem(mount.type, False, f"{mount.type} ({mount.source}) is a FUSE file system, maybe shared")
     return FileSystem(mount.type, False, f"{mount.type} is not known to be local")
 
 
-def _judge_overlay(mount: _Mount, mounts: list[_Mount], depth: int) -> FileSystem:
+def _judge_overlay(mount: Mount, mounts: list[Mount], depth: int) -> FileSystem:
     """What is written goes to the upper layer. In a container that is a directory of the host, out of sight."""
     upper = mount.options.get("upperdir")
     if upper is None:
@@ -122,30 +91,6 @@ def _judge_overlay(mount: _Mount, mounts: list[_Mount], depth: int) -> FileSyste
         return FileSystem("overlay", below.local, f"overlay over {below.reason}")
     # The kernel takes no NFS, and what container runtimes put there is their host's own disk.
     return FileSystem("overlay", True, "overlay, whose upper layer is a disk of the host")
-
-
-def _is_under(path: str, point: str) -> bool:
-    return point == "/" or path == point or path.startswith(point + "/")
-
-
-def _read_mounts(mountinfo: Path) -> list[_Mount]:
-    """The mounts of this process; proc(5) has the format."""
-    mounts: list[_Mount] = []
-    for line in mountinfo.read_text(errors="surrogateescape").splitlines():
-        before, separator, after = line.partition(" - ")
-        fields, rest = before.split(" "), after.split(" ")
-        if not separator or len(fields) < 6 or len(rest) < 2:
-            continue
-        options = dict(option.partition("=")[::2] for option in (rest[2] if len(rest) > 2 else "").split(","))
-        mounts.append(
-            _Mount(_unescaped(fields[4]), rest[0], _unescaped(rest[1]), {k: _unescaped(v) for k, v in options.items()})
-        )
-    return mounts
-
-
-def _unescaped(text: str) -> str:
-    """Blanks and the like are written as octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def _layout_of_manifest(path: Path) -> Layout | None:

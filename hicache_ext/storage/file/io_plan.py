@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.file.device_probe import Measured, Mode
 
 IoSetting = Literal["auto", "direct", "buffered"]
@@ -39,7 +38,6 @@ class IoPlan:
 
 
 def choose_io(
-    tier: str,
     setting: IoSetting,
     capacity: int | None,
     threads: int | None,
@@ -50,11 +48,8 @@ def choose_io(
 ) -> IoPlan:
     """The plan for one path. ``capacity`` is that of the whole tier, ``threads`` None to choose.
 
-    ``direct_possible``: whether this layout aligns its pages. Raises StoreSetupError when ``setting`` is "direct" and
-    the file system has no O_DIRECT.
+    ``direct_possible``: whether this layout aligns its pages. That "direct" works is for the caller to know.
     """
-    if setting == "direct" and not (measured.read.get("direct") and measured.write.get("direct")):
-        raise StoreSetupError(tier, "io is 'direct', and this file system does not do O_DIRECT", ["use io: auto"])
     read: Mode = "buffered"
     write: Mode = "buffered"
     if setting == "direct":

@@ -26,9 +26,11 @@ import lmdb
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
+from hicache_ext.storage.file import hints
 from hicache_ext.storage.file.device_errors import Trouble, is_device_error
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.path_choice import PathChoice
+from hicache_ext.storage.hints.board import BoardLimits
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, Resizable, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,12 @@ class SpreadStore:
         details["capacity"] = sum(known) if len(known) == len(capacities) else None
         details["out_of_service"] = [str(path) for path in self.out_of_service()]
         return StoreInfo(name=self._name, type="file", shared=any(info.shared for info in described), details=details)
+
+    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+        hints.post_hint(self._parts[0].path, hint, limits)
+
+    def read_hints(self, since: frozenset[str] | None, limits: BoardLimits) -> tuple[frozenset[str], list[bytes]]:
+        return hints.read_hints(self._parts[0].path, since, limits)
 
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.file.diagnosis import diagnose

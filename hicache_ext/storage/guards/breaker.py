@@ -1,7 +1,8 @@
 """The circuit breaker's rules, without threads or stores: when a tier is given up, and how it comes back.
 
 CLOSED: all calls go through. A call that ran into the deadline opens the breaker at once, because the next one would
-cost as much again; so do failed or slow calls when they are half of the recent ones.
+cost as much again; so do failed or slow calls when they are half of the recent ones, and reads whose pages were damaged
+when they are half of the recent reads: writes and look-ups say nothing about that.
 OPEN: no call goes through; somebody probes the tier in the background (breaker_store.py), more and more seldom.
 HALF_OPEN, the slow start: after a good probe a share of the calls goes through that grows over ``slow_start`` seconds,
 so that a store that has just come up is not run over. One bad call opens the breaker again.
@@ -68,6 +69,8 @@ class Breaker:
         self._state = BreakerState.CLOSED
         self._recent: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
         """(when, whether bad)."""
+        self._reads: deque[tuple[float, bool]] = deque(maxlen=_RECENT_CALLS)
+        """(when, whether damaged), of reads that got pages."""
         self._recovering_since = 0.0
         self._credit = 0.0
         """Calls that the slow start has still to let through."""
@@ -122,10 +125,21 @@ class Breaker:
             self._recent.append((now, bad))
             if not bad:
                 return
-            if self._state is BreakerState.CLOSED and outcome is not Outcome.TIMEOUT:
-                recent = [was_bad for when, was_bad in self._recent if now - when <= _RECENT_SECONDS]
-                if sum(recent) < _LEAST_BAD_CALLS or sum(recent) < _BAD_SHARE * len(recent):
-                    return
+            if self._state is BreakerState.CLOSED and outcome is not Outcome.TIMEOUT and not _is_too_much(self._recent):
+                return
+            self._change(BreakerState.OPEN)
+            self._opened += 1
+        self._on_change(BreakerState.OPEN, reason)
+
+    def record_read(self, ticket: int, damaged: bool, reason: str) -> None:
+        """Whether the pages that a call read, beside how it ended, were mostly not what somebody had written."""
+        now = self._clock()
+        with self._lock:
+            if ticket != self._generation or self._state is BreakerState.OPEN:
+                return
+            self._reads.append((now, damaged))
+            if not damaged or (self._state is BreakerState.CLOSED and not _is_too_much(self._reads)):
+                return
             self._change(BreakerState.OPEN)
             self._opened += 1
         self._on_change(BreakerState.OPEN, reason)
@@ -144,6 +158,7 @@ class Breaker:
         self._state = state
         self._generation += 1
         self._recent.clear()
+        self._reads.clear()
 
     def _share(self) -> float:
         """Of the calls, now, in HALF_OPEN."""
@@ -151,3 +166,10 @@ class Breaker:
             return 1.0
         part = (self._clock() - self._recovering_since) / self._settings.slow_start
         return _FIRST_SHARE + (1 - _FIRST_SHARE) * part if part < 1 else 1.0
+
+
+def _is_too_much(calls: deque[tuple[float, bool]]) -> bool:
+    """Whether enough of the calls of the last minute were bad; the newest call is the present."""
+    now = calls[-1][0]
+    recent = [was_bad for when, was_bad in calls if now - when <= _RECENT_SECONDS]
+    return sum(recent) >= _LEAST_BAD_CALLS and sum(recent) >= _BAD_SHARE * len(recent)

@@ -34,6 +34,8 @@ _SLOWEST_BANDWIDTH = 100e6
 _TIMEOUT_SHARE = 0.9
 """A look-up that took this part of the timeout ran into it; it cannot say so itself."""
 _CLOSE_WAIT = 10.0
+_LEVELS = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+"""The states as the gauge ``breaker_state`` has them: the higher, the less is asked of the tier."""
 
 
 class BreakerStore(DelegatingStore):
@@ -56,6 +58,8 @@ class BreakerStore(DelegatingStore):
         self._lock = threading.Lock()
         self._prober: threading.Thread | None = None
         self._closing = threading.Event()
+        self._level_lock = threading.Lock()
+        self._publish_state()
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read went wrong."""
         self._opened_at = 0.0
@@ -83,6 +87,7 @@ class BreakerStore(DelegatingStore):
             [GetResult.ERROR] * len(batch),
             judge,
             len(batch),
+            self._judge_pages,
         )
 
     def set(self, batch: PageBatch) -> list[SetResult]:
@@ -139,6 +144,7 @@ class BreakerStore(DelegatingStore):
         failed: T,
         judge: Callable[[T, float], tuple[Outcome, str]],
         pages: int,
+        judge_pages: Callable[[int, T], None] = lambda ticket, answer: None,
     ) -> T:
         if self._closing.is_set():
             raise StoreClosedError(self.name)
@@ -157,6 +163,7 @@ class BreakerStore(DelegatingStore):
             self._breaker.record(ticket, Outcome.FAILED, f"a call raised {type(error).__name__}")
             return failed
         self._breaker.record(ticket, *judge(answer, self._clock() - begun))
+        judge_pages(ticket, answer)
         return answer
 
     # -- judgement -------------------------------------------------------------------------------------------------
@@ -176,6 +183,12 @@ class BreakerStore(DelegatingStore):
             return Outcome.SLOW, f"a call took {seconds:.2g} s"
         return Outcome.GOOD, ""
 
+    def _judge_pages(self, ticket: int, results: Sequence[GetResult]) -> None:
+        """A damaged page is removed and computed again. Where most are, each read costs the transfer for nothing."""
+        damaged, good = results.count(GetResult.CORRUPT), results.count(GetResult.HIT)
+        if damaged or good:
+            self._breaker.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")
+
     def _judged_answer(self, found: bool, seconds: float) -> tuple[Outcome, str]:
         """Of a look-up: failures look like absence, so that only time and success speak."""
         if self._timeout is not None and seconds >= self._timeout * _TIMEOUT_SHARE:
@@ -186,8 +199,14 @@ class BreakerStore(DelegatingStore):
 
     # -- probing ---------------------------------------------------------------------------------------------------
 
+    def _publish_state(self) -> None:
+        # Of two changes that follow each other closely the one published last reads the newest state.
+        with self._level_lock:
+            self.metrics.set_level("breaker_state", "", _LEVELS[self.state])
+
     def _changed(self, state: BreakerState, reason: str) -> None:
         self.metrics.add("breaker", state.value)
+        self._publish_state()
         match state:
             case BreakerState.OPEN:
                 self._opened_at = self._clock()

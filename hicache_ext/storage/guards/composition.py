@@ -17,8 +17,8 @@ from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
-from hicache_ext.storage.guards.network_mounts import is_on_network
 from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.mounts import is_on_network
 from hicache_ext.storage.store import PageStore
 
 NETWORK_TIMEOUT = 5.0

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.call_threads import CallThreads
 from hicache_ext.storage.delegating import DelegatingStore, needs_host_memory
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.file.parallel import CallGate
 from hicache_ext.storage.guards.bounce import BounceMemory, Lease
-from hicache_ext.storage.guards.call_threads import CallThreads
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
 logger = logging.getLogger(__name__)

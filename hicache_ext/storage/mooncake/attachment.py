@@ -11,14 +11,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.storage.call_threads import CallThreads
 from hicache_ext.storage.mooncake.engine import MASTER_LOST, OK, Engine
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 _FIRST_RETRY = 0.25
 _LAST_RETRY = 5.0
@@ -44,8 +47,9 @@ class Attachment:
         self._closed = False
         self._stop = threading.Event()
         self._return_thread: threading.Thread | None = None
+        self._threads = CallThreads(f"hicache-{name}-call")
         self._memory: list[tuple[int, int]] = []
-        """(address, bytes) of host memory to register."""
+        """(address, bytes) of memory to register."""
         self._registered: list[int] = []
         self.on_return: Callable[[Any], bool] = lambda client: True
         """Called with the client, on the thread that found the master again, before other calls go through; False: not
@@ -96,53 +100,55 @@ class Attachment:
         logger.warning("hicache_ext: tier %s: a holder does not answer; resting %.1f s", self.name, pause)
         self._resting_until = time.monotonic() + pause
 
-    def call_bounded(self, call: Callable[[], list[int]], at_last: Callable[[], None]) -> list[int] | None:
-        """The answer of ``call``, which uses the client and memory of the store alone; None when it takes too long.
+    def call_bounded(
+        self, call: Callable[[], Answer], deadline: float, at_last: Callable[[], None] = lambda: None
+    ) -> Answer | None:
+        """The answer of ``call``, which uses the client and memory of the tier alone; None at ``deadline``.
 
         It cannot be stopped: then it goes on without its caller, and nothing else is let through until it has ended.
         ``at_last`` is called when nothing uses the call's memory any more, unless ``call`` ended in time.
         """
-        outcome: list[list[int] | Exception] = []
-        left = False
+        answers: list[Answer] = []
         started = time.monotonic()
 
-        def run() -> None:
-            try:
-                answer: list[int] | Exception = call()
-            except Exception as error:  # noqa: BLE001 - raised by the caller's thread
-                answer = error
+        def run() -> Answer:
+            answers.append(call())
+            return answers[0]
+
+        def end_late() -> None:
+            at_last()
             with self._condition:
-                outcome.append(answer)
-                if left:
-                    self._abandoned -= 1
-                    at_last()
-                    self._learn(answer, time.monotonic() - started)
+                self._abandoned -= 1
+                self._learn(answers[0] if answers else None, time.monotonic() - started)
                 self._condition.notify_all()
 
-        # A daemon: a call that never ends must not keep the interpreter from ending.
-        threading.Thread(target=run, name=f"hicache-{self.name}-call", daemon=True).start()
+        try:
+            under_way = self._threads.start(run, end_late)
+        except RuntimeError as error:
+            logger.warning("hicache_ext: tier %s: %s", self.name, error)
+            at_last()
+            return None
+        if under_way.ended_within(deadline - time.monotonic()):
+            return under_way.result()
+        # It may end between the line above and these: both sides only add and subtract.
         with self._condition:
-            if not self._condition.wait_for(lambda: bool(outcome), self.engine.tier.timeout):
-                left = True
-                self._abandoned += 1
-                logger.warning("hicache_ext: tier %s: no answer in %g s", self.name, self.engine.tier.timeout)
-                return None
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0]
+            self._abandoned += 1
+            self._condition.notify_all()
+        logger.warning("hicache_ext: tier %s: no answer in %.1f s", self.name, time.monotonic() - started)
+        return None
 
-    def _learn(self, answer: list[int] | Exception, seconds: float) -> None:
+    def _learn(self, answer: object, seconds: float) -> None:
         """From a call that was left behind: without this the next one would wait as long. The condition is held."""
-        codes = answer if isinstance(answer, list) else []
+        codes = [code for code in (answer if isinstance(answer, list) else [answer]) if isinstance(code, int)]
         for code in codes:
             self.report(code)
         if any(code < 0 for code in codes):
             self.rest(seconds)
 
-    # -- host memory -----------------------------------------------------------------------------------------------
+    # -- memory that is moved ----------------------------------------------------------------------------------------
 
     def register(self, regions: Sequence[memoryview]) -> None:
-        """Make host memory known to the library, each byte once. Raises StoreSetupError."""
+        """Make memory known to the library, each byte once. Raises StoreSetupError."""
         with self._condition:
             if self._closed:
                 raise StoreClosedError(self.name)
@@ -157,15 +163,10 @@ class Attachment:
                 if self._client is not None:
                     self._register(self._client, place)
 
-    def knows(self, segment: memoryview) -> bool:
-        """Whether ``register`` was given the memory of ``segment``."""
-        place = (address_of(segment), segment.nbytes)
-        return any(_contains(known, place) for known in self._memory)
-
     def _register(self, client: Any, place: tuple[int, int]) -> None:
         result = client.register_buffer(*place)
         if result != OK:
-            raise StoreSetupError(self.name, f"{place[1]} bytes of host memory could not be registered (code {result})")
+            raise StoreSetupError(self.name, f"{place[1]} bytes of memory could not be registered (code {result})")
         self._registered.append(place[0])
 
     # -- away and back ---------------------------------------------------------------------------------------------
@@ -217,19 +218,26 @@ class Attachment:
         return True
 
     def close(self) -> None:
-        """Wait for calls under way, give memory back, close the client. Idempotent."""
+        """Wait for calls under way, give memory back, close the client. Idempotent.
+
+        Bounded by the tier's timeout: the client of a call that has not ended by then is not closed, which would crash
+        the process.
+        """
+        deadline = time.monotonic() + self.engine.tier.timeout
         with self._condition:
             if self._closed:
                 return
             self._closed = True
             self._stop.set()
-            self._condition.wait_for(lambda: self._under_way == 0)
-            ended = self._condition.wait_for(lambda: self._abandoned == 0, self.engine.tier.timeout)
+            ended = self._condition.wait_for(
+                lambda: self._under_way == 0 and self._abandoned == 0, deadline - time.monotonic()
+            )
         if self._return_thread is not None:
-            # Bounded by the library's own bounds: it may be inside a probe or a setup.
-            self._return_thread.join()
+            # It may be inside a probe or a setup.
+            self._return_thread.join(max(0.0, deadline - time.monotonic()))
+            ended = ended and not self._return_thread.is_alive()
+        self._threads.close(max(0.0, deadline - time.monotonic()))
         if not ended:
-            # To close the client under a call would crash the process.
             logger.warning("hicache_ext: tier %s: a call has not ended; its client stays open", self.name)
         elif self._client is not None:
             for address in self._registered:

@@ -1,7 +1,9 @@
 """MooncakeStore: PageStore over a Mooncake cluster. One object per page: header and payload (docs/page-format.md).
 
-Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the library's lease, which keeps an
-object from eviction for as long as the master was told (10 s by default); so does every way to ask whether it exists.
+Every call of the library works on memory of the tier's own and on another thread, so that the caller can leave it at
+its deadline (transfers.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the
+library's lease, which keeps an object from eviction for as long as the master was told (10 s by default); so does every
+way to ask whether it exists.
 """
 
 from __future__ import annotations
@@ -13,20 +15,34 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicache_ext import envelope
+from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
+from hicache_ext.storage.file.parallel import Workers
 from hicache_ext.storage.mooncake import engine
 from hicache_ext.storage.mooncake.attachment import Attachment
-from hicache_ext.storage.mooncake.transfers import Portion, Scratch, ScratchPool, gather, portions, scatter
+from hicache_ext.storage.mooncake.transfers import (
+    FIRST_PAGES,
+    HEADER_LENGTH,
+    PAGES,
+    Portion,
+    Scratch,
+    ScratchPool,
+    gather,
+    portions,
+    scatter,
+)
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 if TYPE_CHECKING:
     from hicache_ext.config import MooncakeTierConfig
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _FULL_ATTEMPTS = 3
 _FULL_PAUSE = 0.02
@@ -35,6 +51,12 @@ _NO_SPACE_PAUSE = 1.0
 """Seconds without writes after the pool was full in spite of that."""
 _SLOW_FAILURE = 0.5
 """A failed transfer that took this long was waited for: its holder is frozen."""
+COPY_THREADS = 2
+"""That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
+_ALONE_BYTES = 1 << 20
+"""Less than that is not worth waking another thread."""
+_TRUSTED = 1.0
+"""Seconds for which a transfer that went well stands for the next one: a batch then needs no small first call."""
 _FIRST_LOOK = 32
 _LOOK_GROWTH = 4
 _LONGEST_LOOK = 8192
@@ -56,15 +78,23 @@ _SET_RESULTS = {
 
 
 class MooncakeStore:
-    """See the module docstring. Threads: any. A batch's memory is touched only until the call returns: the library's
-    calls are always awaited, and bounded by its own time-outs (engine.py)."""
+    """See the module docstring. Threads: any. Every call ends by the tier's timeout, and a batch's memory is touched
+    only by the calling thread and by those it waits for."""
 
-    def __init__(self, name: str, tier: MooncakeTierConfig, attachment: Attachment) -> None:
+    def __init__(self, name: str, tier: MooncakeTierConfig, attachment: Attachment, *, checksum: bool = True) -> None:
+        """``checksum`` False leaves payloads unchecked: for measuring what the checksum costs, never for serving."""
         self._name = name
         self._tier = tier
         self._metrics = TierMetrics(name)
         self._attachment = attachment
+        self._checksum = checksum
         self._scratch = ScratchPool(attachment.register)
+        self._trusted_until = 0.0
+        try:
+            self._copying = Workers(f"hicache-{name}-copy", COPY_THREADS)
+        except RuntimeError as error:
+            attachment.close()
+            raise StoreSetupError(name, f"no threads: {error}") from None
         self._no_writes_until = 0.0
         self._writing: set[bytes] = set()
         self._writing_ended = threading.Condition()
@@ -110,26 +140,19 @@ class MooncakeStore:
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self._identities.add(digest)
 
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        """Called when host pools are registered. RDMA needs it; TCP does not, and is told all the same."""
-        self._attachment.register(regions)
-
-    def _known(self, segment: memoryview) -> bool:
-        """Prefetch, asynchronous writes and promotion bring memory of their own, which RDMA cannot reach."""
-        return self._tier.protocol == "tcp" or self._attachment.knows(segment)
-
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
+        deadline = self._deadline()
         with self._attachment.client() as client:
-            results = self._get(client, batch)
+            results = self._get(client, batch, deadline)
         self._metrics.add_many("get", Counter(result.value for result in results))
         self._metrics.add(
             "bytes", "get", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is GetResult.HIT)
         )
         return results
 
-    def _get(self, client: Any, batch: PageBatch) -> list[GetResult]:
+    def _get(self, client: Any, batch: PageBatch, deadline: float) -> list[GetResult]:
         results = [GetResult.REJECTED] * len(batch)
         if client is None:
             self._metrics.add("rejected", "away", len(batch))
@@ -142,52 +165,59 @@ class MooncakeStore:
                 positions.append(position)
         if not positions:
             return results
-        with self._scratch.lent() as scratch:
+        with self._scratch.lent(max(batch.sizes)) as scratch:
             for chosen in _without_repeats(batch.keys, positions):
-                for portion in portions(batch, chosen, scratch.memory, self._known):
-                    if not self._get_portion(client, batch, portion, scratch, results):
+                for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pages()):
+                    if not self._get_portion(client, batch, portion, scratch, deadline, results):
                         return results
         return results
 
-    def _call(self, portion: Portion, scratch: Scratch, call: Callable[[], list[int]]) -> list[int] | None:
-        """The codes of one call of the library; None when it was left behind, with the scratch memory."""
-        if not (portion.first and portion.in_scratch):
-            return call()
-        codes = self._attachment.call_bounded(call, at_last=lambda: self._scratch.give_back(scratch))
+    def _first_pages(self) -> int:
+        return PAGES if time.monotonic() < self._trusted_until else FIRST_PAGES
+
+    def _transferred(self, scratch: Scratch, call: Callable[[], list[int]], deadline: float) -> list[int] | None:
+        """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
+        codes = self._attachment.call_bounded(call, deadline, at_last=lambda: self._scratch.give_back(scratch))
         if codes is None:
             scratch.left_behind = True
-            self._metrics.add("error", "timeout", len(portion.positions))
+            self._trusted_until = 0.0
         return codes
 
     def _get_portion(
-        self, client: Any, batch: PageBatch, portion: Portion, scratch: Scratch, results: list[GetResult]
+        self,
+        client: Any,
+        batch: PageBatch,
+        portion: Portion,
+        scratch: Scratch,
+        deadline: float,
+        results: list[GetResult],
     ) -> bool:
         """Read the pages of one portion; whether it makes sense to go on."""
         names = [self._object_name(batch.keys[position]) for position in portion.positions]
         started = time.monotonic()
-        codes = self._call(
-            portion,
-            scratch,
-            lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes),
+        codes = self._transferred(
+            scratch, lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes), deadline
         )
         seconds = time.monotonic() - started
         if codes is None:
+            self._metrics.add("error", "timeout", len(portion.positions))
             for position in portion.positions:
                 results[position] = GetResult.TIMEOUT
             return False
+        whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
+        reasons = self._for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
+        reason_of = dict(zip(whole, reasons, strict=True))
         bad: dict[str, str] = {}
         failed = False
         for number, (position, code) in enumerate(zip(portion.positions, codes, strict=True)):
-            key, segments = batch.keys[position], batch.buffers[position]
-            expected = portion.expected(number)
+            expected = len(portion.objects[number])
             if code in (engine.TRANSFER_FAILED, engine.INVALID_ARGUMENT) and not failed:
                 # Also the answer for an object of another size than the buffers: asked for only then.
-                size = client.get_size(names[number])
-                self._attachment.report(size)
-                failed = size in engine.MASTER_LOST or size == expected
-                code = size if size >= 0 and size != expected else code
+                size = self._size(client, names[number], deadline)
+                failed = size is None or size in engine.MASTER_LOST or size == expected
+                code = size if size is not None and size >= 0 and size != expected else code
             if code >= 0:
-                reason = self._reason_to_refuse(portion, number, key, segments) if code == expected else "length"
+                reason = reason_of.get(number, "length")
                 results[position] = GetResult.CORRUPT if reason else GetResult.HIT
                 if reason:
                     bad[names[number]] = reason
@@ -197,25 +227,40 @@ class MooncakeStore:
                     self._metrics.add("error", engine.reason_of(code))
                 self._attachment.report(code)
         if bad:
-            self._heal(client, bad)
+            self._heal(client, bad, deadline)
         return self._worth_going_on(codes, seconds)
 
-    def _reason_to_refuse(
-        self, portion: Portion, number: int, key: bytes, segments: Sequence[memoryview]
-    ) -> str | None:
-        payload = portion.gathered[number]
-        if payload is None:
-            return envelope.reason_to_refuse(portion.headers[number], key, segments)
-        reason = envelope.reason_to_refuse(portion.headers[number], key, [payload])
-        if reason is None:
-            scatter(payload, segments)
-        return reason
+    def _size(self, client: Any, name: str, deadline: float) -> int | None:
+        size: int | None = self._attachment.call_bounded(lambda: client.get_size(name), deadline)
+        if size is not None:
+            self._attachment.report(size)
+        return size
 
-    def _heal(self, client: Any, bad: dict[str, str]) -> None:
+    def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], T]) -> list[T]:
+        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES:
+            return [work(number) for number in numbers]
+        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
+
+    def _received(self, batch: PageBatch, portion: Portion, number: int) -> str | None:
+        """Copy a page from scratch into host memory if it is the right one; why it is not otherwise."""
+        position, page_object = portion.positions[number], portion.objects[number]
+        key, payload = batch.keys[position], page_object[HEADER_LENGTH:]
+        header = bytes(page_object[:HEADER_LENGTH])
+        if not (self._checksum and envelope.is_page(header, HEADER_LENGTH, key, len(payload), [payload])):
+            reason = envelope.reason_to_refuse(header, key, [payload], checksum=self._checksum)
+            if reason is not None:
+                return reason
+        scatter(payload, batch.buffers[position])
+        return None
+
+    def _heal(self, client: Any, bad: dict[str, str], deadline: float) -> None:
         """Remove copies that are not the page their name says, so that the next write replaces them."""
         self._metrics.add_many("corrupt", Counter(bad.values()))
         # Forced: reading it has just given it a lease.
-        codes = client.batch_remove(list(bad), True)
+        codes = self._attachment.call_bounded(lambda: client.batch_remove(list(bad), True), deadline)
+        if codes is None:
+            self._metrics.add("error", "timeout", len(bad))
+            return
         for (name, reason), code in zip(bad.items(), codes, strict=True):
             removed = code in (engine.OK, engine.NOT_FOUND)
             said = "is removed" if removed else f"cannot be removed ({engine.reason_of(code)})"
@@ -230,34 +275,43 @@ class MooncakeStore:
             return False
         failed = any(code in (engine.TRANSFER_FAILED, engine.LEASE_EXPIRED) for code in codes)
         if failed and seconds > _SLOW_FAILURE:
+            self._trusted_until = 0.0
             self._attachment.rest(seconds)
             return False
+        if engine.OK in codes or any(code > 0 for code in codes):
+            self._trusted_until = time.monotonic() + _TRUSTED
         return True
 
     # -- presence --------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        deadline = self._deadline()
         with self._attachment.client() as client:
-            return [False] * len(keys) if client is None else self._contains(client, keys)
+            return [False] * len(keys) if client is None else self._contains(client, keys, deadline)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """Asks in growing portions: to ask takes a lease, and pages behind a gap must not be kept from eviction."""
+        deadline = self._deadline()
         with self._attachment.client() as client:
             if client is None:
                 return 0
             first, look = 0, _FIRST_LOOK
             while first < len(keys):
-                present = self._contains(client, keys[first : first + look])
+                present = self._contains(client, keys[first : first + look], deadline)
                 if False in present:
                     return first + present.index(False)
                 first += len(present)
                 look = min(look * _LOOK_GROWTH, _LONGEST_LOOK)
             return len(keys)
 
-    def _contains(self, client: Any, keys: Sequence[bytes]) -> list[bool]:
+    def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
         if not keys:
             return []
-        codes = client.batch_is_exist([self._object_name(key) for key in keys])
+        names = [self._object_name(key) for key in keys]
+        codes = self._attachment.call_bounded(lambda: client.batch_is_exist(names), deadline)
+        if codes is None:
+            self._metrics.add("error", "timeout", len(keys))
+            return [False] * len(keys)
         lost = next((code for code in codes if code < 0), engine.OK)
         if lost != engine.OK:
             self._metrics.add("error", engine.reason_of(lost))
@@ -267,21 +321,22 @@ class MooncakeStore:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
+        deadline = self._deadline()
         with self._attachment.client() as client:
-            results = self._set(client, batch)
+            results = self._set(client, batch, deadline)
         self._metrics.add_many("set", Counter(result.value for result in results))
         self._metrics.add(
             "bytes", "set", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is SetResult.STORED)
         )
         return results
 
-    def _set(self, client: Any, batch: PageBatch) -> list[SetResult]:
+    def _set(self, client: Any, batch: PageBatch, deadline: float) -> list[SetResult]:
         results = [SetResult.REJECTED] * len(batch)
         if client is None:
             self._metrics.add("rejected", "away", len(batch))
             return results
         # A put of a page that is there answers as if it had stored it, after the payload has travelled.
-        present = self._contains(client, batch.keys)
+        present = self._contains(client, batch.keys, deadline)
         positions: list[int] = []
         first_of: dict[bytes, int] = {}
         for position, key in enumerate(batch.keys):
@@ -296,14 +351,16 @@ class MooncakeStore:
             self._metrics.add("rejected", "full", len(positions))
             positions = []
         if positions and self._attachment.attached:
-            self._write(client, batch, positions, results)
+            self._write(client, batch, positions, deadline, results)
         for position, key in enumerate(batch.keys):
             # A key written twice in one batch: the first one's result counts.
             if first_of.get(key, position) != position and results[first_of[key]].durable:
                 results[position] = SetResult.EXISTS
         return results
 
-    def _write(self, client: Any, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
+    def _write(
+        self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[SetResult]
+    ) -> None:
         """Write the pages at ``positions``. A page that another thread is writing is waited for instead.
 
         The library answers a put of an object that somebody else is still writing with success, before it can be read.
@@ -313,9 +370,9 @@ class MooncakeStore:
             claimed = {batch.keys[position] for position in mine}
             self._writing |= claimed
         try:
-            with self._scratch.lent() as scratch:
-                for portion in portions(batch, mine, scratch.memory, self._known):
-                    if not self._set_portion(client, batch, portion, scratch, results):
+            with self._scratch.lent(max(batch.sizes)) as scratch:
+                for portion in portions(batch.sizes, mine, scratch.memory, self._first_pages()):
+                    if not self._set_portion(client, batch, portion, scratch, deadline, results):
                         break
         finally:
             with self._writing_ended:
@@ -325,22 +382,24 @@ class MooncakeStore:
         if others:
             keys = [batch.keys[position] for position in others]
             with self._writing_ended:
-                self._writing_ended.wait_for(lambda: self._writing.isdisjoint(keys))
-            for position, present in zip(others, self._contains(client, keys), strict=True):
+                self._writing_ended.wait_for(
+                    lambda: self._writing.isdisjoint(keys), max(0.0, deadline - time.monotonic())
+                )
+            for position, present in zip(others, self._contains(client, keys, deadline), strict=True):
                 results[position] = SetResult.EXISTS if present else SetResult.REJECTED
 
     def _set_portion(
-        self, client: Any, batch: PageBatch, portion: Portion, scratch: Scratch, results: list[SetResult]
+        self,
+        client: Any,
+        batch: PageBatch,
+        portion: Portion,
+        scratch: Scratch,
+        deadline: float,
+        results: list[SetResult],
     ) -> bool:
         """Write the pages of one portion; whether it makes sense to go on."""
-        for number, position in enumerate(portion.positions):
-            segments: Sequence[memoryview] = batch.buffers[position]
-            payload = portion.gathered[number]
-            if payload is not None:
-                gather(segments, payload)
-                segments = [payload]
-            portion.headers[number][:] = envelope.encode_header(batch.keys[position], segments)
         waiting = list(range(len(portion.positions)))
+        self._for_each_page(portion, waiting, lambda number: self._prepare(batch, portion, number))
         for attempt in range(1, _FULL_ATTEMPTS + 1):
             keys = [batch.keys[portion.positions[number]] for number in waiting]
             put = functools.partial(
@@ -351,9 +410,10 @@ class MooncakeStore:
                 self._attachment.engine.replicate_config([key[envelope.IDENTITY_LENGTH :].hex() for key in keys]),
             )
             started = time.monotonic()
-            codes = self._call(portion, scratch, put)
+            codes = self._transferred(scratch, put, deadline)
             seconds = time.monotonic() - started
             if codes is None:
+                self._metrics.add("error", "timeout", len(waiting))
                 for number in waiting:
                     results[portion.positions[number]] = SetResult.TIMEOUT
                 return False
@@ -374,14 +434,27 @@ class MooncakeStore:
         self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
         return False
 
+    def _prepare(self, batch: PageBatch, portion: Portion, number: int) -> None:
+        """Copy a page into scratch memory, behind its header."""
+        position, page_object = portion.positions[number], portion.objects[number]
+        payload = page_object[HEADER_LENGTH:]
+        gather(batch.buffers[position], payload)
+        # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
+        header = envelope.encode_header(batch.keys[position], [payload], checksum=self._checksum)
+        page_object[:HEADER_LENGTH] = header
+
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        wanted = list(dict.fromkeys(keys))
+        names = [self._object_name(key) for key in dict.fromkeys(keys)]
+        deadline = self._deadline()
         with self._attachment.client(resting_too=True) as client:
-            if client is None or not wanted:
+            if client is None or not names:
                 return 0
-            codes = client.batch_remove([self._object_name(key) for key in wanted], True)
+            codes = self._attachment.call_bounded(lambda: client.batch_remove(names, True), deadline)
+            if codes is None:
+                self._metrics.add("error", "timeout", len(names))
+                return 0
             for code in codes:
                 self._attachment.report(code)
         return sum(code == engine.OK for code in codes)
@@ -442,6 +515,10 @@ class MooncakeStore:
 
     def close(self) -> None:
         self._attachment.close()
+        self._copying.close()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._attachment.engine.tier.timeout
 
     def _object_name(self, key: bytes) -> str:
         return f"{self._tier.prefix}/{key[: envelope.IDENTITY_LENGTH].hex()}/{key[envelope.IDENTITY_LENGTH :].hex()}"

@@ -1,9 +1,9 @@
-"""From page batches to the library's buffer lists: portions of a batch, headers, small pages gathered.
+"""From page batches to the library's buffer lists, through memory of the tier's own.
 
-Every buffer of an object is a transfer of its own, with a fixed cost and, when its holder is frozen, a wait of its own.
-So pages that are small or cut in many segments go through scratch memory of ours as one buffer (a copy costs less than
-a transfer there), large ones as they lie in host memory behind a header from scratch memory. A call is given few
-transfers at once, which bounds what a frozen holder costs.
+A call of the library cannot be stopped, so none is given host memory: pages are copied into scratch memory and out of
+it by the thread that called the store, and a call that takes too long is left behind with its scratch memory. There an
+object is one piece, which the library moves faster than the three it is in host memory (header, K, V): every buffer is
+a transfer of its own. Measured over TCP the copy was paid back by that (docs/mooncake.md).
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ import numpy as np
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.mooncake.attachment import address_of
-from hicache_ext.storage.store import PageBatch
 
 logger = logging.getLogger(__name__)
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
-GATHER_BYTES = 512 * 1024
-"""Payloads up to this size are gathered."""
-DIRECT_SEGMENTS = 4
-"""Larger pages are gathered, too, when they are cut in more segments than this."""
-FIRST_TRANSFERS = 4
-FIRST_BYTES = 2 * 1024 * 1024
-TRANSFERS = 64
-"""Transfers in one call of the library. The first call of a batch is small and made from scratch memory alone, so that
-its caller can leave it when a holder is frozen; in a later one each transfer to such a holder is waited for."""
+FIRST_PAGES = 4
+PAGES = 64
+"""Pages in one call of the library. A frozen holder is waited for page by page, so the first call is small where
+nothing was heard of the holders lately: it decides for how long the tier is out of service."""
 SCRATCH_BYTES = 32 * 1024 * 1024
+"""Of one call; more where one page is larger."""
 
 
 @dataclass(slots=True)
@@ -42,54 +37,28 @@ class Portion:
     """The part of a batch that goes in one call. Lists are in the order of ``positions``."""
 
     positions: list[int] = field(default_factory=list)
-    headers: list[memoryview] = field(default_factory=list)
-    gathered: list[memoryview | None] = field(default_factory=list)
-    """Scratch memory of the payload, None where it stays in host memory."""
+    objects: list[memoryview] = field(default_factory=list)
+    """Scratch memory of header and payload."""
     addresses: list[list[int]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
-    transfers: int = 0
-    first: bool = False
-
-    @property
-    def in_scratch(self) -> bool:
-        """Whether no host memory takes part."""
-        return None not in self.gathered
-
-    def expected(self, number: int) -> int:
-        return sum(self.sizes[number])
 
 
-def portions(
-    batch: PageBatch, positions: Sequence[int], scratch: memoryview, known: Callable[[memoryview], bool]
-) -> Iterator[Portion]:
-    """``positions`` of ``batch`` in order. Each portion uses ``scratch`` anew: finish it before asking for the next.
+def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryview, first: int) -> Iterator[Portion]:
+    """``positions`` in order, ``first`` pages in the first portion; ``payloads`` are the bytes of all pages.
 
-    ``known`` says whether the library can reach a segment where it lies.
+    Each portion uses ``scratch`` anew: finish it before asking for the next. The largest page must fit.
     """
     base = address_of(scratch)
-    portion = Portion(first=True)
-    used, limit, room = 0, FIRST_TRANSFERS, min(FIRST_BYTES, scratch.nbytes)
+    portion, used, limit = Portion(), 0, first
     for position in positions:
-        segments, payload_bytes = batch.buffers[position], batch.sizes[position]
-        better = payload_bytes <= GATHER_BYTES or len(segments) > DIRECT_SEGMENTS or not all(map(known, segments))
-        # A page that no scratch memory can hold goes as it lies.
-        fits = HEADER_LENGTH + payload_bytes <= scratch.nbytes
-        gather = fits and (portion.first or better)
-        need = HEADER_LENGTH + (payload_bytes if gather else 0)
-        transfers = 1 if gather else 1 + len(segments)
-        if portion.positions and (used + need > room or portion.transfers + transfers > limit):
+        need = HEADER_LENGTH + payloads[position]
+        if portion.positions and (used + need > scratch.nbytes or len(portion.positions) == limit):
             yield portion
-            portion, used, limit, room = Portion(), 0, TRANSFERS, scratch.nbytes
-            gather = fits and better
-            need = HEADER_LENGTH + (payload_bytes if gather else 0)
-            transfers = 1 if gather else 1 + len(segments)
+            portion, used, limit = Portion(), 0, PAGES
         portion.positions.append(position)
-        portion.headers.append(scratch[used : used + HEADER_LENGTH])
-        portion.gathered.append(scratch[used + HEADER_LENGTH : used + need] if gather else None)
-        direct = [] if gather else [segment for segment in segments if segment.nbytes]
-        portion.addresses.append([base + used, *map(address_of, direct)])
-        portion.sizes.append([need, *(segment.nbytes for segment in direct)])
-        portion.transfers += transfers
+        portion.objects.append(scratch[used : used + need])
+        portion.addresses.append([base + used])
+        portion.sizes.append([need])
         used += need
     if portion.positions:
         yield portion
@@ -97,27 +66,27 @@ def portions(
 
 def gather(source: Sequence[memoryview], target: memoryview) -> None:
     """The concatenation of ``source`` into ``target``."""
+    whole = np.frombuffer(target, np.uint8)
     offset = 0
     for segment in source:
-        _copy(segment, target[offset : offset + segment.nbytes])
-        offset += segment.nbytes
+        if segment.nbytes:
+            # numpy releases the GIL for large copies, slices of memoryviews do not.
+            np.copyto(whole[offset : offset + segment.nbytes], np.frombuffer(segment, np.uint8))
+            offset += segment.nbytes
 
 
 def scatter(source: memoryview, target: Sequence[memoryview]) -> None:
+    whole = np.frombuffer(source, np.uint8)
     offset = 0
     for segment in target:
-        _copy(source[offset : offset + segment.nbytes], segment)
-        offset += segment.nbytes
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    # numpy releases the GIL for large copies, slices of memoryviews do not.
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+        if segment.nbytes:
+            np.copyto(np.frombuffer(segment, np.uint8), whole[offset : offset + segment.nbytes])
+            offset += segment.nbytes
 
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory of ours that one call of the store uses."""
+    """Memory of the tier that one call of the store uses."""
 
     memory: memoryview
     left_behind: bool = False
@@ -133,8 +102,9 @@ class ScratchPool:
         self._free: list[memoryview] = []
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[Scratch]:
-        scratch = Scratch(self._take())
+    def lent(self, largest_page: int) -> Iterator[Scratch]:
+        """Room for objects with payloads of up to ``largest_page`` bytes."""
+        scratch = Scratch(self._take(max(SCRATCH_BYTES, HEADER_LENGTH + largest_page)))
         try:
             yield scratch
         finally:
@@ -145,11 +115,13 @@ class ScratchPool:
         with self._lock:
             self._free.append(scratch.memory)
 
-    def _take(self) -> memoryview:
+    def _take(self, size: int) -> memoryview:
         with self._lock:
-            if self._free:
-                return self._free.pop()
-        region = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
+            # The one used last is the one in the caches.
+            for number in reversed(range(len(self._free))):
+                if self._free[number].nbytes >= size:
+                    return self._free.pop(number)
+        region = memoryview(mmap.mmap(-1, size))
         try:
             self._register([region])
         except StoreSetupError as error:

@@ -7,6 +7,8 @@ import time
 
 _DECAY = 0.7
 """Weight of all earlier observations against the newest: about three count, so that a tier that slows is noticed."""
+_SURPRISE = 2.0
+"""Two observations in a row that are off by this factor, both in one direction: what was learnt before them is over."""
 
 
 class LinearCost:
@@ -20,24 +22,45 @@ class LinearCost:
         self._lock = threading.Lock()
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._last = 0.0
+        self._last_point = (0.0, 0.0)
+        self._last_surprise = 0
 
     def observe(self, amount: float, seconds: float) -> None:
         with self._lock:
-            self._weight = self._weight * _DECAY + 1
-            self._x = self._x * _DECAY + amount
-            self._y = self._y * _DECAY + seconds
-            self._xx = self._xx * _DECAY + amount * amount
-            self._xy = self._xy * _DECAY + amount * seconds
+            surprise = self._surprise(amount, seconds)
+            if surprise and surprise == self._last_surprise:
+                self._weight = self._x = self._y = self._xx = self._xy = 0.0
+                self._add(*self._last_point)
+                surprise = 0
+            self._add(amount, seconds)
+            self._last_point, self._last_surprise = (amount, seconds), surprise
             self._last = time.monotonic()
+
+    def _surprise(self, amount: float, seconds: float) -> int:
+        """1 for much dearer than expected, -1 for much cheaper, 0 otherwise."""
+        expected = self._predict(amount)
+        if expected is None:
+            return 0
+        return (seconds > expected * _SURPRISE) - (seconds * _SURPRISE < expected)
+
+    def _add(self, amount: float, seconds: float) -> None:
+        self._weight = self._weight * _DECAY + 1
+        self._x = self._x * _DECAY + amount
+        self._y = self._y * _DECAY + seconds
+        self._xx = self._xx * _DECAY + amount * amount
+        self._xy = self._xy * _DECAY + amount * seconds
 
     def predict(self, amount: float) -> float | None:
         """Seconds for ``amount``; None before the first observation."""
         with self._lock:
-            if not self._weight:
-                return None
-            mean_x, mean_y = self._x / self._weight, self._y / self._weight
-            variance = self._xx / self._weight - mean_x * mean_x
-            covariance = self._xy / self._weight - mean_x * mean_y
+            return self._predict(amount)
+
+    def _predict(self, amount: float) -> float | None:
+        if not self._weight:
+            return None
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        covariance = self._xy / self._weight - mean_x * mean_y
         if variance <= 0.05 * mean_x * mean_x:
             return mean_y * max(1.0, amount / mean_x) if mean_x else mean_y
         slope = max(0.0, covariance / variance)

@@ -1,10 +1,11 @@
-"""A tier that knows how long it takes: feeds the pull rule, changes nothing."""
+"""A tier that knows how long it takes: feeds the pull rule, and is not asked where no answer could be worth it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.pulling.linear_cost import LinearCost
@@ -12,14 +13,32 @@ from hicache_ext.storage.store import GetResult, PageBatch, PageStore
 
 _COUNTED = (GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
 
+WorthAsking = Callable[[int], bool]
+"""Whether to look up so many keys."""
+
+
+@dataclass(slots=True)
+class LookUp:
+    """What came of one thread's look-ups."""
+
+    found: int = 0
+    """Keys that are there."""
+    not_asked: int = 0
+    """Keys that nobody looked for, because reading them would not have paid."""
+
 
 class MeasuredStore(DelegatingStore):
-    """``inner``, measured. ``read_cost`` is in bytes; ``take_found`` tells where a look-up found its pages."""
+    """``inner``, measured: ``read_cost`` in bytes, ``look_up_cost`` in keys.
+
+    ``ask_only_if`` holds for the calling thread's look-ups until ``take_look_up``; all other calls reach ``inner``.
+    """
 
     def __init__(self, inner: PageStore) -> None:
         super().__init__(inner)
         self.read_cost = LinearCost()
-        self._found = threading.local()
+        self.look_up_cost = LinearCost()
+        self._of_thread = threading.local()
+        self._last_probe = -float("inf")
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         started = time.perf_counter()
@@ -32,20 +51,50 @@ class MeasuredStore(DelegatingStore):
         return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if not self._is_worth_asking(len(keys)):
+            return [False] * len(keys)
+        started = time.perf_counter()
         known = self.inner.contains(keys)
-        self._count_found(sum(known))
+        self._note(len(keys), time.perf_counter() - started, sum(known))
         return known
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
+        if not self._is_worth_asking(len(keys)):
+            return 0
+        started = time.perf_counter()
         leading = self.inner.count_leading(keys)
-        self._count_found(leading)
+        self._note(len(keys), time.perf_counter() - started, leading)
         return leading
 
-    def take_found(self) -> int:
-        """Keys found by look-ups of this thread since the last call."""
-        found: int = getattr(self._found, "count", 0)
-        self._found.count = 0
-        return found
+    def probed(self) -> None:
+        """A background measurement begins."""
+        self._last_probe = time.monotonic()
 
-    def _count_found(self, count: int) -> None:
-        self._found.count = getattr(self._found, "count", 0) + count
+    def age(self) -> float:
+        """Seconds since it was last measured, or somebody tried to."""
+        return min(self.read_cost.age(), time.monotonic() - self._last_probe)
+
+    def ask_only_if(self, worth_asking: WorthAsking) -> None:
+        """A look-up that is about to begin on this thread: where ``worth_asking`` says no, its keys count as absent."""
+        self._of_thread.worth_asking = worth_asking
+        self._of_thread.look_up = LookUp()
+
+    def take_look_up(self) -> LookUp:
+        """What came of this thread's look-ups since ``ask_only_if``, whose condition ends here."""
+        self._of_thread.worth_asking = None
+        look_up: LookUp = getattr(self._of_thread, "look_up", LookUp())
+        self._of_thread.look_up = LookUp()
+        return look_up
+
+    def _is_worth_asking(self, keys: int) -> bool:
+        worth_asking: WorthAsking | None = getattr(self._of_thread, "worth_asking", None)
+        if worth_asking is None or worth_asking(keys):
+            return True
+        self._of_thread.look_up.not_asked += keys
+        return False
+
+    def _note(self, keys: int, seconds: float, found: int) -> None:
+        self.look_up_cost.observe(keys, seconds)
+        look_up: LookUp | None = getattr(self._of_thread, "look_up", None)
+        if look_up is not None:
+            look_up.found += found

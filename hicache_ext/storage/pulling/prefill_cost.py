@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hicache_ext.storage.pulling.linear_cost import LinearCost
+from hicache_ext.storage.pulling.sized_cost import SizedCost
 
 RUN_TARGET = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 RESULT_TARGET = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 
-prefill_cost = LinearCost()
+prefill_cost = SizedCost()
 """Of this process's scheduler, in tokens."""
 
 _started: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()

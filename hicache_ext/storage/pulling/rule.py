@@ -7,25 +7,31 @@ absent.
 Modes: ``off`` pulls always (there is no rule then); ``fixed`` pulls from ``min_tokens`` on; ``adaptive`` also compares
 what the read is expected to take, by what each tier's last reads took, with what computing is expected to take, by what
 the last prefill batches took (or the configured rate). Once a tier was too slow, a pull must be cheaper by
-``hysteresis`` to be made again. Tiers that are not used are measured in the background, never on a request.
+``hysteresis`` to be made again. A tier from which not even a hit of the whole prefix would pay, with the time of its
+look-ups counted in, is not asked: a slow look-up costs a request as much as a slow read. Tiers that are not used are
+measured in the background, never on a request.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
 from hicache_ext.config.pd import PullConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.pulling.linear_cost import LinearCost
-from hicache_ext.storage.pulling.measured_store import MeasuredStore
+from hicache_ext.storage.pulling.measured_store import LookUp, MeasuredStore
+from hicache_ext.storage.pulling.sized_cost import SizedCost
 from hicache_ext.storage.store import PageBatch, PageStore
 
 logger = logging.getLogger(__name__)
 
+_MARGIN = 0.1
+"""A pull must be expected to be cheaper by this share: what SGLang does around a read is in no tier's measurement."""
 _PROBE_PAGES = (1, 32)
 """Two sizes determine the line: what a read costs to start, and what each byte costs."""
 
@@ -36,7 +42,7 @@ class Decision:
 
     pull: bool
     reason: str
-    """short, long_enough, unmeasured, cheaper, dearer, not_cheaper_enough: the metric's label."""
+    """short, long_enough, unmeasured, cheaper, dearer, not_cheaper_enough, not_asked: the metric's label."""
     tokens: int
     read_seconds: float | None = None
     compute_seconds: float | None = None
@@ -52,9 +58,25 @@ Tiers = Callable[[], Sequence[PageStore]]
 """The tiers in use, which a reload may exchange."""
 
 
-def open_pull_rule(config: PullConfig, tiers: Tiers, compute_cost: LinearCost) -> PullRule | None:
+def open_pull_rule(config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> PullRule | None:
     """The rule over those of ``tiers()`` that are measured; None with mode off."""
     return None if config.mode == "off" else PullRule(config, tiers, compute_cost)
+
+
+@dataclass(slots=True)
+class Asked:
+    """One question of SGLang's: how many of ``pages`` leading pages to pull; ``looked_up`` by tier, at its end."""
+
+    pages: int
+    page_tokens: int
+    page_bytes: int
+    parts: int = 1
+    """Objects that a page is split in."""
+    looked_up: dict[MeasuredStore, LookUp] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * self.page_tokens
 
 
 class PullRule:
@@ -64,34 +86,68 @@ class PullRule:
         self,
         config: PullConfig,
         tiers: Tiers,
-        compute_cost: LinearCost,
+        compute_cost: SizedCost,
         metrics: TierMetrics | None = None,
     ) -> None:
         self._config = config
         self._in_use = tiers
         self._compute_cost = compute_cost
-        self.metrics = metrics or TierMetrics("pull")
+        self.metrics = metrics or TierMetrics("pull", prefix="pull_")
         self._was_too_dear = False
         self._probing = threading.Lock()
 
-    @property
-    def _tiers(self) -> list[MeasuredStore]:
-        return [tier for tier in self._in_use() if isinstance(tier, MeasuredStore)]
+    @contextmanager
+    def looking_up(self, pages: int, page_tokens: int, page_bytes: int, parts: int = 1) -> Iterator[Asked | None]:
+        """Around the look-ups for one question, on their thread. None: too short, look for nothing."""
+        asked = Asked(pages, page_tokens, page_bytes, parts)
+        if asked.tokens < self._config.min_tokens:
+            self._count(Decision(False, "short", asked.tokens))
+            yield None
+            return
+        tiers = [tier for tier in self._in_use() if isinstance(tier, MeasuredStore)]
+        for tier in tiers:
+            tier.ask_only_if(partial(self._is_worth_asking, asked, tier))
+        try:
+            yield asked
+        finally:
+            asked.looked_up = {tier: tier.take_look_up() for tier in tiers}
 
-    def pages_to_pull(self, pages: int, page_tokens: int, page_bytes: int, keys: Callable[[int], list[bytes]]) -> int:
-        """``pages``, or 0 if they should be computed. ``keys(n)`` gives the store keys of the first n, for a probe."""
-        found = [tier.take_found() for tier in self._tiers]
+    def _is_worth_asking(self, asked: Asked, tier: MeasuredStore, keys: int) -> bool:
+        """Whether looking up and reading ``keys`` pages can be cheaper than computing them, if all are there."""
+        if self._config.mode != "adaptive":
+            return True
+        looking = tier.look_up_cost.predict(keys)
+        reading = tier.read_cost.predict(keys * asked.page_bytes)
+        computing = self._compute_seconds(keys * asked.page_tokens)
+        if looking is None or reading is None or computing is None:
+            return True
+        return looking + reading <= self._bound(computing, keys * asked.page_tokens)
+
+    def pages_to_pull(self, asked: Asked, pages: int, keys: Callable[[int], list[bytes]]) -> int:
+        """``pages``, which were found, or 0 if they should be computed.
+
+        ``keys(n)`` gives the store keys of the first parts of the first n pages asked for, for a probe.
+        """
+        not_asked = [tier for tier, look_up in asked.looked_up.items() if look_up.not_asked]
         if not pages:
+            if not_asked:
+                self._was_too_dear = True
+                self._count(Decision(False, "not_asked", asked.tokens))
+                self._probe(not_asked, asked, keys)
             return 0
-        decision = self.decide(pages * page_tokens, pages * page_bytes, found)
+        found = {tier: look_up.found for tier, look_up in asked.looked_up.items() if look_up.found}
+        decision = self.decide(pages * asked.page_tokens, pages * asked.page_bytes, found)
+        self._count(decision)
+        unused = [] if decision.pull or decision.reason == "short" else list(found)
+        self._probe(not_asked + unused, asked, keys)
+        return pages if decision.pull else 0
+
+    def _count(self, decision: Decision) -> None:
         self.metrics.add("decision", decision.reason)
         self.metrics.add("tokens", "pulled" if decision.pull else "recomputed", decision.tokens)
         logger.debug("hicache_ext: %s", decision)
-        if not decision.pull and decision.reason != "short":
-            self._probe(found, page_bytes, keys(min(pages, _PROBE_PAGES[-1])))
-        return pages if decision.pull else 0
 
-    def decide(self, tokens: int, size: int, found: Sequence[int]) -> Decision:
+    def decide(self, tokens: int, size: int, found: Mapping[MeasuredStore, int]) -> Decision:
         """``found``: how many of the pages' keys each tier has, for their shares of ``size`` bytes."""
         if tokens < self._config.min_tokens:
             return Decision(False, "short", tokens)
@@ -100,8 +156,7 @@ class PullRule:
         reading, computing = self._read_seconds(size, found), self._compute_seconds(tokens)
         if reading is None or computing is None:
             return Decision(True, "unmeasured", tokens, reading, computing)
-        bound = computing * (1 - self._config.hysteresis) if self._was_too_dear else computing
-        if reading <= bound:
+        if reading <= self._bound(computing, tokens):
             self._was_too_dear = False
             return Decision(True, "cheaper", tokens, reading, computing)
         self._was_too_dear = True
@@ -111,38 +166,39 @@ class PullRule:
     def _compute_seconds(self, tokens: int) -> float | None:
         if self._config.prefill_rate is not None:
             return tokens / self._config.prefill_rate
-        return self._compute_cost.predict(tokens)
+        return self._compute_cost.saved_by(tokens)
 
-    def _read_seconds(self, size: int, found: Sequence[int]) -> float | None:
-        total = sum(found)
+    def _bound(self, computing: float, tokens: int) -> float:
+        margin = max(_MARGIN, self._config.hysteresis) if self._was_too_dear else _MARGIN
+        doubt = self._compute_cost.doubt(tokens) if self._config.prefill_rate is None else 1.0
+        return computing * (1 - margin) / doubt
+
+    def _read_seconds(self, size: int, found: Mapping[MeasuredStore, int]) -> float | None:
+        total = sum(found.values())
         if not total:
             return None
         seconds = 0.0
-        for tier, count in zip(self._tiers, found, strict=True):
-            if count:
-                cost = tier.read_cost.predict(size * count / total)
-                if cost is None:
-                    return None
-                seconds += cost
+        for tier, count in found.items():
+            cost = tier.read_cost.predict(size * count / total)
+            if cost is None:
+                return None
+            seconds += cost
         return seconds
 
-    def _probe(self, found: Sequence[int], page_bytes: int, keys: list[bytes]) -> None:
-        """Read a few pages from each tier in use that was not measured lately: in the background, one probe at once."""
-        stale = [
-            tier
-            for tier, count in zip(self._tiers, found, strict=True)
-            if count and tier.read_cost.age() >= self._config.probe_interval
-        ]
-        if not stale or not keys or not self._probing.acquire(blocking=False):
+    def _probe(self, unused: Sequence[MeasuredStore], asked: Asked, keys: Callable[[int], list[bytes]]) -> None:
+        """Look up and read a few pages from each of ``unused`` that was not measured lately.
+
+        In the background, one probe at once. What a tier lacks measures its look-ups alone.
+        """
+        stale = [tier for tier in unused if tier.age() >= self._config.probe_interval]
+        if not stale or not self._probing.acquire(blocking=False):
             return
+        probed = keys(min(asked.pages, _PROBE_PAGES[-1]))
 
         def measure() -> None:
             try:
                 for tier in stale:
-                    for pages in _PROBE_PAGES:
-                        chosen = keys[:pages]
-                        tier.get(PageBatch(chosen, [[memoryview(bytearray(page_bytes))] for _ in chosen]))
-                    self.metrics.add("probe", tier.name)
+                    self._measure(tier, probed, asked.page_bytes // asked.parts)
             except StoreClosedError:
                 pass  # the server is on its way out
             except Exception:
@@ -151,3 +207,12 @@ class PullRule:
                 self._probing.release()
 
         threading.Thread(target=measure, name="hicache-ext-pull-probe", daemon=True).start()
+
+    def _measure(self, tier: MeasuredStore, keys: list[bytes], size: int) -> None:
+        self.metrics.add("probe", tier.name)
+        tier.probed()
+        present = tier.count_leading(keys)
+        for pages in _PROBE_PAGES:
+            chosen = keys[: min(pages, present)]
+            if chosen:
+                tier.get(PageBatch(chosen, [[memoryview(bytearray(size))] for _ in chosen]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from hicache_ext.storage.file import device_probe
-from hicache_ext.storage.file.device_probe import MODES, Measured, measured_device
+from hicache_ext.storage.file.device_probe import MODES, Measured, measured_device, takes_direct
 
 
 def test_every_mode_that_works_here_has_a_rate_in_both_directions(tmp_path):
@@ -110,3 +111,19 @@ def test_a_mode_that_the_file_system_lacks_is_left_out(tmp_path, monkeypatch):
     measured = measured_device(tmp_path)
     assert "dontcache" not in measured.read
     assert "buffered" in measured.read
+
+
+@pytest.mark.parametrize(("error", "possible"), [(None, True), (22, False), (95, False), (28, True)])
+def test_direct_is_impossible_only_where_the_file_system_says_so(tmp_path, monkeypatch, error, possible):
+    def pwrite(fd, block, offset):
+        if error is not None:
+            raise OSError(error, os.strerror(error))
+        return len(block)
+
+    monkeypatch.setattr(device_probe.os, "pwrite", pwrite)
+    assert takes_direct(tmp_path) is possible
+
+
+def test_this_machine_does_direct(tmp_path):
+    assert takes_direct(tmp_path)
+    assert list(tmp_path.iterdir()) == []

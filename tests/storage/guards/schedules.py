@@ -1,7 +1,8 @@
-"""Any order of calls and faults over guarded tiers: results honest, host pages left alone, nothing left behind.
+"""Any order of calls and faults over tiers: results honest, host pages left alone, nothing left behind.
 
-Two tiers in one TieredStore, each a faulty store in memory behind all guards, with deadlines of milliseconds. The truth
-is what the stores at the bottom hold.
+Two tiers in one TieredStore, each a faulty store in memory, with or without guards, and with the work in the background
+(asynchronous writes, promotion, prefetch) that a schedule draws; deadlines of milliseconds, queues of a few pages. The
+truth is what the stores at the bottom hold.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import enum
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -23,9 +25,11 @@ from hicache_ext.storage.guards.breaker_store import breaker_of
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.prefetch import PrefetchSettings
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.tiered import TieredStore
-from hicache_ext.testing.conformance.pages import HostPages, page_key, read_pages
+from hicache_ext.storage.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.write_behind import QueueSettings
+from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_key
 from hicache_ext.testing.faults import PageStoreWrapper
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import eventually
@@ -47,7 +51,40 @@ _PLAN = GuardPlan(
     exists_budget=0.002,
 )
 
+_LIFETIME = 0.02
+"""Of a page fetched ahead, in seconds."""
+
 _keys = st.lists(st.sampled_from(_KEYS), min_size=1, max_size=6)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What stands around and between the two tiers of a schedule."""
+
+    guards: bool
+    background_writes: frozenset[str]
+    promotes: bool
+    prefetches: bool
+
+    def open(self, near: PageStore, far: PageStore) -> TieredStore:
+        settings = TieringSettings(
+            async_tiers=self.background_writes,
+            store_queue=QueueSettings(capacity=5 * _SIZE, drain=5.0),
+            promotion_queue=QueueSettings(capacity=3 * _SIZE, drain=5.0),
+            prefetch=PrefetchSettings(buffer=4 * _SIZE if self.prefetches else 0, lifetime=_LIFETIME, streams=2),
+        )
+        store = TieredStore([near, far], [near, far], promote_to=near if self.promotes else None, settings=settings)
+        store.register_identity(IDENTITY, {"pool": {"segments": list(_SIZES)}})
+        return store
+
+
+_arrangements = st.builds(
+    Arrangement,
+    guards=st.sampled_from([True, True, True, False]),
+    background_writes=st.sampled_from([frozenset(), frozenset({"far"}), frozenset({"near", "far"})]),
+    promotes=st.booleans(),
+    prefetches=st.booleans(),
+)
 
 
 class Mode(enum.Enum):
@@ -138,9 +175,10 @@ def _scribble(batch: PageBatch) -> None:
 
 
 _COUNTED = ("timeout", "rejected", "late", "retry", "breaker", "breaker_probe", "negative_cache", "exists_budget")
+_COUNTED_IN_BACKGROUND = ("promotion", "prefetch", "dropped_pages", "corrupt")
 
 
-class GuardedTiersMachine(RuleBasedStateMachine):
+class TiersMachine(RuleBasedStateMachine):
     counts: ClassVar[Counter[str]] = Counter()
     """What the schedules met, for the campaign's report."""
 
@@ -149,22 +187,29 @@ class GuardedTiersMachine(RuleBasedStateMachine):
         self.threads_before = set(threading.enumerate())
         self.bottoms = [MemoryPageStore("near"), MemoryPageStore("far")]
         self.faulty = [FaultyStore(bottom) for bottom in self.bottoms]
-        self.guarded = [guarded(store, _PLAN) for store in self.faulty]
-        self.store = TieredStore(self.guarded, self.guarded)
         self.written: dict[bytes, set[bytes]] = {key: set() for key in _KEYS}
         """Every payload that anybody ever set out to write."""
+        self.damaged: set[bytes] = set()
+        """Page objects that a bit has flipped in."""
         self.durable: set[bytes] = set()
         """What this process has stored and nobody can have removed: never a MISS again."""
+        self.may_be_near: set[bytes] = set()
+        """Written there by anybody, or read as part of a leading run."""
         self.removing = False
         """A remove() may still be on its way to a store that hangs."""
         self.returned: deque[tuple[HostPages, list[bytes]]] = deque(maxlen=_REMEMBERED_READS)
 
-    @initialize(keys=_keys)
-    def begins_with_pages(self, keys: list[bytes]) -> None:
+    @initialize(keys=_keys, arrangement=_arrangements)
+    def begins_with_pages(self, keys: list[bytes], arrangement: Arrangement) -> None:
+        self.arrangement = arrangement
+        self.tiers: list[PageStore] = [guarded(store, _PLAN) if arrangement.guards else store for store in self.faulty]
+        self.store = arrangement.open(*self.tiers)
         self.set_pages(keys, 1)
 
     @rule(tier=st.integers(0, 1), mode=st.sampled_from(Mode))
     def fault(self, tier: int, mode: Mode) -> None:
+        if mode is Mode.HANGS and not self.arrangement.guards:
+            mode = Mode.SLOW  # nothing would end the call
         self.counts[f"store: {mode.name.lower().replace('_', ' ')}"] += 1
         self.faulty[tier].become(mode)
 
@@ -175,34 +220,44 @@ class GuardedTiersMachine(RuleBasedStateMachine):
     @rule(keys=_keys, fill=st.integers(0, 0x80))
     def set_pages(self, keys: list[bytes], fill: int) -> None:
         pages = HostPages([_SIZES] * len(keys), fill=fill)
-        for key in keys:
-            self.written[key].add(bytes([fill]) * _SIZE)
+        self._will_be_written(keys, fill, near=True)
         before = pages.snapshot()
         results = self.store.set(PageBatch(keys, pages.buffers))
         assert len(results) == len(keys) and all(isinstance(result, SetResult) for result in results)
         assert pages.snapshot() == before, "a write changed the pages"
-        for key, result in zip(keys, results, strict=True):
-            if result.durable and not self.removing:
-                assert any(key in bottom.objects for bottom in self.bottoms), "STORED, and nobody has it"
-                self.durable.add(key)
+        if "near" not in self.arrangement.background_writes:
+            for key, result in zip(keys, results, strict=True):
+                if result.durable and not self.removing:
+                    assert any(key in bottom.objects for bottom in self.bottoms), "STORED, and nobody has it"
+                    self.durable.add(key)
         for number in range(len(keys)):
             pages.write(number, bytes([_REUSED]) * _SIZE)
         self._returned(pages)
 
     @rule(keys=_keys)
     def get_pages(self, keys: list[bytes]) -> None:
+        for result in self._read(keys):
+            self.counts[f"get: {result.value}"] += 1
+
+    def _read(self, keys: list[bytes]) -> list[GetResult]:
+        """Read from the tiers; everything that is true of any read is asserted."""
         pages = HostPages([_SIZES] * len(keys), fill=0x77)
         results = self.store.get(PageBatch(keys, pages.buffers))
         assert len(results) == len(keys) and all(isinstance(result, GetResult) for result in results)
+        leading = True
         for number, (key, result) in enumerate(zip(keys, results, strict=True)):
-            self.counts[f"get: {result.value}"] += 1
             if result is GetResult.HIT:
                 assert pages.payload(number) in self.written[key], "a HIT with bytes that nobody wrote"
-            else:
+                if leading:
+                    self.may_be_near.add(key)
+                continue
+            leading = False
+            assert result is not GetResult.MISS or key not in self.durable, "MISS, and it was STORED by ourselves"
+            if self.arrangement.guards:
                 assert pages.payload(number) == b"\x77" * _SIZE, "no HIT, and the host page was touched"
-                assert result is not GetResult.MISS or key not in self.durable, "MISS, and it was STORED by ourselves"
         pages.assert_guards_intact()
         self._returned(pages)
+        return results
 
     @rule(keys=_keys, at_once=st.booleans())
     def look_up(self, keys: list[bytes], at_once: bool) -> None:
@@ -221,16 +276,70 @@ class GuardedTiersMachine(RuleBasedStateMachine):
 
     @rule(keys=_keys)
     def remove(self, keys: list[bytes]) -> None:
-        self.removing = True
         self.durable -= set(keys)
-        self.store.remove(keys)
+        if self._done_in_full(lambda: self.store.remove(keys)):
+            self.counts["removed while all was well"] += 1
+            assert self.store.contains(keys) == [False] * len(keys), "removed, and still there"
+            assert not any(key in bottom.objects for key in keys for bottom in self.bottoms)
+            self.may_be_near -= set(keys)
+
+    @rule(everything=st.booleans())
+    def clear(self, everything: bool) -> None:
+        self.durable.clear()
+        if self._done_in_full(lambda: self.store.clear(None if everything else [IDENTITY])):
+            self.counts["cleared while all was well"] += 1
+            assert self.store.wait_until_written(30)
+            assert not any(self.store.contains(_KEYS)), "cleared, and still there"
+            self.may_be_near.clear()
+
+    def _done_in_full(self, removal: Callable[[], object]) -> bool:
+        """Whether a removal reached both stores. On a busy machine even a call of a healthy store may be late."""
+        well, refused = self._all_is_well(), self._refused()
+        removal()
+        done = well and self._refused() == refused
+        self.removing = self.removing or not done
+        return done
+
+    def _refused(self) -> int:
+        return sum(bottom.metrics.total(event) for bottom in self.bottoms for event in ("timeout", "rejected", "error"))
+
+    def _all_is_well(self) -> bool:
+        """No fault, and none of the past whose calls are still on their way."""
+        return (
+            not self.removing
+            and all(store.mode is Mode.WELL for store in self.faulty)
+            and self.store.wait_until_written(30)
+            and all(
+                _breaker_state(store) is BreakerState.CLOSED and not _deadline(store).stuck_calls
+                for store in self.tiers
+                if self.arrangement.guards
+            )
+        )
 
     @rule(keys=_keys, tier=st.integers(0, 1), fill=st.integers(0, 0x80))
     def another_process_writes(self, keys: list[bytes], tier: int, fill: int) -> None:
         pages = HostPages([_SIZES] * len(keys), fill=fill)
-        for key in keys:
-            self.written[key].add(bytes([fill]) * _SIZE)
+        self._will_be_written(keys, fill, near=tier == 0)
         self.bottoms[tier].set(PageBatch(keys, pages.buffers))
+
+    @rule(keys=_keys, tier=st.integers(0, 1))
+    def another_process_evicts(self, keys: list[bytes], tier: int) -> None:
+        self.durable -= set(keys)
+        self.bottoms[tier].remove(keys)
+
+    @rule(key=st.sampled_from(_KEYS), tier=st.integers(0, 1), place=st.integers(0, 1 << 16))
+    def a_bit_flips(self, key: bytes, tier: int, place: int) -> None:
+        objects = self.bottoms[tier].objects
+        stored = bytearray(objects.get(key, b""))
+        if stored:
+            self.durable.discard(key)
+            stored[place % len(stored)] ^= 1
+            self.damaged.add(bytes(stored))
+            objects[key] = bytes(stored)
+
+    @rule()
+    def time_passes(self) -> None:
+        time.sleep(_LIFETIME * 1.25)
 
     @rule()
     def all_is_well_again(self) -> None:
@@ -238,25 +347,34 @@ class GuardedTiersMachine(RuleBasedStateMachine):
         for store in self.faulty:
             store.become(Mode.WELL)
             store.let_go()
-        eventually(lambda: not any(_deadline(store).stuck_calls for store in self.guarded))
+        if self.arrangement.guards:
+            eventually(lambda: not any(_deadline(store).stuck_calls for store in self.tiers))
         self.removing = False
-        everything = [key for key in _KEYS if any(key in bottom.objects for bottom in self.bottoms)]
-        eventually(lambda: self._reads_exactly(everything))
-        eventually(self._all_closed)
+        eventually(self._reads_exactly)
+        if self.arrangement.guards:
+            eventually(self._all_closed)
 
-    def _reads_exactly(self, expected: list[bytes]) -> bool:
-        results, payloads = read_pages(self.store, _KEYS, _SIZES)
-        for key, result, payload in zip(_KEYS, results, payloads, strict=True):
-            assert result is not GetResult.HIT or payload in self.written[key]
-            if (result is GetResult.HIT) != (key in expected):
-                time.sleep(0.002)
-                return False
-        return True
+    def _reads_exactly(self) -> bool:
+        """Whether every page that a store has is read, and no other. Pages on their way to a store arrive first."""
+        assert self.store.wait_until_written(30)
+        results = self._read(_KEYS)
+        stored = [any(key in bottom.objects for bottom in self.bottoms) for key in _KEYS]
+        if [result is GetResult.HIT for result in results] == stored:
+            return True
+        time.sleep(0.002)
+        return False
 
     def _all_closed(self) -> bool:
-        for store in self.guarded:
-            read_pages(store, _KEYS, _SIZES)
-        return all(_breaker_state(store) is BreakerState.CLOSED for store in self.guarded)
+        for store in self.tiers:
+            pages = HostPages([_SIZES] * len(_KEYS))
+            store.get(PageBatch(_KEYS, pages.buffers))
+        return all(_breaker_state(store) is BreakerState.CLOSED for store in self.tiers)
+
+    def _will_be_written(self, keys: list[bytes], fill: int, *, near: bool) -> None:
+        for key in keys:
+            self.written[key].add(bytes([fill]) * _SIZE)
+        if near:
+            self.may_be_near |= set(keys)
 
     def _returned(self, pages: HostPages) -> None:
         self.returned.append((pages, pages.snapshot()))
@@ -270,7 +388,11 @@ class GuardedTiersMachine(RuleBasedStateMachine):
     def nothing_is_stored_that_nobody_wrote(self) -> None:
         for bottom in self.bottoms:
             for key, stored in list(bottom.objects.items()):
-                assert stored[envelope.FIELDS_LENGTH :] in self.written[key]
+                assert stored[envelope.FIELDS_LENGTH :] in self.written[key] or stored in self.damaged
+
+    @invariant()
+    def near_is_only_what_was_written_or_read_in_a_leading_run(self) -> None:
+        assert set(self.bottoms[0].objects) <= self.may_be_near, "a page past a gap was promoted"
 
     def teardown(self) -> None:
         try:
@@ -280,15 +402,19 @@ class GuardedTiersMachine(RuleBasedStateMachine):
             for store in self.faulty:
                 store.let_go()
             self.store.close()
+            self.store.close()
         eventually(lambda: set(threading.enumerate()) <= self.threads_before)
         self.memory_that_was_given_back_is_left_alone()
-        for store in self.guarded:
-            assert _deadline(store)._bounce.lent == 0
-            assert _deadline(store).stuck_calls == 0
+        self.near_is_only_what_was_written_or_read_in_a_leading_run()
+        if self.arrangement.guards:
+            for store in self.tiers:
+                assert _deadline(store)._bounce.lent == 0
+                assert _deadline(store).stuck_calls == 0
         self.counts["schedules"] += 1
+        self.counts["with guards" if self.arrangement.guards else "without guards"] += 1
         for bottom in self.bottoms:
             for (event, reason), amount in bottom.metrics.snapshot().items():
-                if event in _COUNTED:
+                if event in (*_COUNTED, *_COUNTED_IN_BACKGROUND):
                     self.counts[f"{event} {reason}".strip()] += amount
 
 

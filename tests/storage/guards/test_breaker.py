@@ -206,19 +206,71 @@ def test_a_probe_without_an_answer_leaves_the_breaker_open(result: GetResult) ->
 
 
 def test_answers_are_no_failures() -> None:
-    """A cold cache, a page beyond capacity and a damaged page say that the tier works."""
+    """A cold cache, a page beyond capacity and a damaged page here and there say that the tier works."""
     inner = MemoryPageStore()
     store = BreakerStore(inner, QUICK, None)
     keys = page_keys(30)
-    for key in keys:
+    for number, key in enumerate(keys):
         assert read_pages(store, [key])[0] == [GetResult.MISS]
-        inner.objects[key] = b"damaged"
-        assert read_pages(store, [key])[0] == [GetResult.CORRUPT]
+        store_pages(store, [key])
+        if number % 3 == 0:
+            inner.objects[key] = b"damaged"
+        assert read_pages(store, [key])[0] == [GetResult.CORRUPT if number % 3 == 0 else GetResult.HIT]
     refusing = BreakerStore(FailingStore(inner, set_result=SetResult.REJECTED), QUICK, None)
     for key in keys:
         store_pages(refusing, [key])
     assert store.state is refusing.state is CLOSED
     store.close()
+
+
+def test_a_tier_that_returns_garbage_is_left_out_though_it_writes_and_looks_up_well() -> None:
+    """Each of its reads costs the transfer of a whole prefix, and the prefix is computed all the same."""
+    inner = MemoryPageStore()
+    store = BreakerStore(inner, BreakerSettings(probe_interval=60.0), None)
+    keys = page_keys(12)
+    store_pages(store, keys)
+    damaged = 0
+    while store.state is CLOSED:
+        batch = keys[4 * damaged : 4 * damaged + 4]
+        assert batch, "it was never left out"
+        for key in batch[:2]:  # half of what is read
+            inner.objects[key] = b"damaged"
+        assert store.contains(batch) == [True] * 4
+        assert read_pages(store, batch)[0].count(GetResult.CORRUPT) == 2
+        store_pages(store, page_keys(3, f"new-{damaged}"))
+        damaged += 1
+    assert damaged == 3
+    assert read_pages(store, keys)[0] == [GetResult.REJECTED] * 12
+    store.close()
+
+
+def test_after_a_good_probe_the_first_damaged_read_opens_again(breaker: Breaker, clock: Clock) -> None:
+    call(breaker, Outcome.TIMEOUT)
+    breaker.recover()
+    ticket = breaker.admit()
+    assert ticket is not None
+    breaker.record(ticket, Outcome.GOOD)
+    breaker.record_read(ticket, True, "damaged")
+    assert breaker.state is OPEN
+
+
+def test_a_damaged_read_that_began_before_the_last_change_says_nothing(breaker: Breaker) -> None:
+    ticket = breaker.admit()
+    assert ticket is not None
+    call(breaker, Outcome.TIMEOUT)
+    breaker.recover()
+    breaker.record_read(ticket, True, "damaged")
+    assert breaker.state is HALF_OPEN
+
+
+def test_damaged_reads_of_long_ago_are_forgotten(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(4):
+        for _ in range(2):
+            ticket = breaker.admit()
+            assert ticket is not None
+            breaker.record_read(ticket, True, "damaged")
+        clock.now += 61
+    assert breaker.state is CLOSED
 
 
 def test_a_store_that_raises_is_a_store_that_fails() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
@@ -13,18 +12,8 @@ from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.guards import composition
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.composition import GuardPlan, guarded, plan_guards
-from hicache_ext.storage.guards.network_mounts import file_system_type, is_on_network
 from hicache_ext.storage.store import HostMemoryUser, PageStore
 from hicache_ext.testing.memory_store import MemoryPageStore
-
-MOUNTS = """\
-22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw
-30 22 0:40 / /mnt/pool rw,relatime shared:2 - nfs4 server:/pool rw,vers=4.2
-31 30 259:2 / /mnt/pool/local rw shared:3 - xfs /dev/nvme1n1 rw
-32 22 0:41 / /mnt/with\\040space rw - fuse.juicefs JuiceFS:x rw
-33 22 0:42 / /mnt/twice rw - nfs4 server:/a rw
-34 33 259:3 / /mnt/twice rw - ext4 /dev/nvme2n1 rw
-"""
 
 
 class PoolConfig(RemoteTierConfig):
@@ -129,23 +118,3 @@ def test_guards_forward_optional_abilities() -> None:
     plain = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig()))
     assert isinstance(plain, HostMemoryUser)
     plain.register_host_memory([memoryview(bytearray(8))])  # nothing to do
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "network"),
-    [
-        ("/home/x", "ext4", False),
-        ("/mnt/pool/cache/not/there/yet", "nfs4", True),
-        ("/mnt/poolside", "ext4", False),
-        ("/mnt/pool/local/cache", "xfs", False),
-        ("/mnt/with space/cache", "fuse.juicefs", True),
-        ("/mnt/twice", "ext4", False),
-    ],
-)
-def test_the_file_system_is_told_by_the_longest_mount(path: str, kind: str, network: bool) -> None:
-    assert file_system_type(path, MOUNTS) == kind
-    assert is_on_network(path, MOUNTS) is network
-
-
-def test_the_file_system_of_this_machine_is_known(tmp_path: Path) -> None:
-    assert file_system_type(str(tmp_path / "not there yet"))

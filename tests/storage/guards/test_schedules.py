@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-from tests.storage.guards.schedules import GuardedTiersMachine
+from tests.storage.guards.schedules import TiersMachine
 
-TestGuardedTiers = GuardedTiersMachine.TestCase
-TestGuardedTiers.settings = settings(
+TestTiers = TiersMachine.TestCase
+TestTiers.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

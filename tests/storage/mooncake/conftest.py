@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from hicache_ext.config import MooncakeTierConfig
+from hicache_ext.storage.mooncake.attachment import Attachment
+from hicache_ext.storage.mooncake.engine import Engine
+from hicache_ext.storage.mooncake.pages import MooncakeStore
 from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
 from hicache_ext.testing.own_network import NetworkUnavailable, own_network
 
@@ -31,3 +35,38 @@ def servers(network, tmp_path_factory) -> Iterator[MooncakeServers]:
 def tier_for(servers: MooncakeServers, **settings) -> MooncakeTierConfig:
     wanted = {"type": "mooncake", "master": servers.master, "local_hostname": "127.0.0.1", "timeout": 2}
     return MooncakeTierConfig.model_validate({**wanted, "metrics": servers.metrics, **settings})
+
+
+class _KeptClient:
+    """A client of the library that outlives the stores it is lent to: to close one takes the library a second."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def close(self) -> int:
+        return 0
+
+
+class _EngineOfOneClient(Engine):
+    def __init__(self, tier: MooncakeTierConfig, client: Any) -> None:
+        super().__init__("pool", tier)
+        self._client = client
+
+    def open_client(self) -> Any:
+        return _KeptClient(self._client)
+
+
+@pytest.fixture(scope="module")
+def open_quickly(servers) -> Iterator[Callable[..., MooncakeStore]]:
+    """Opens stores (settings of the tier as keywords) that all use one client of the library."""
+    client = Engine("pool", tier_for(servers)).open_client()
+
+    def open_store(**settings) -> MooncakeStore:
+        tier = tier_for(servers, **settings)
+        return MooncakeStore("pool", tier, Attachment("pool", _EngineOfOneClient(tier, client), required=True))
+
+    yield open_store
+    client.close()

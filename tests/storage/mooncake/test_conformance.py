@@ -14,7 +14,6 @@ from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_s
 from tests.storage.mooncake.conftest import tier_for
 from tests.storage.mooncake.raw_client import RawClient
 
-# The library takes up to a second to close a client, and every test has one of its own.
 pytestmark = pytest.mark.slow
 
 
@@ -27,9 +26,9 @@ def client(servers):
 
 class TestMooncakeStore(PageStoreTests):
     @pytest.fixture
-    def store(self, servers, client):
+    def store(self, open_quickly, client):
         client.empty()
-        store = open_mooncake_tier("pool", tier_for(servers))
+        store = open_quickly()
         yield store
         store.close()
 
@@ -38,17 +37,14 @@ class TestMooncakeStore(PageStoreTests):
         return client
 
     @pytest.fixture
-    def reopen(self, servers):
-        return lambda: open_mooncake_tier("pool", tier_for(servers))
+    def reopen(self, open_quickly):
+        return open_quickly
 
 
-def test_any_order_of_calls(servers, client):
+def test_any_order_of_calls(open_quickly, client):
     def open_store() -> StoreUnderTest:
         client.empty()
-        return StoreUnderTest(reopen(), dispose=client.empty, raw=client, reopen=reopen)
-
-    def reopen():
-        return open_mooncake_tier("pool", tier_for(servers))
+        return StoreUnderTest(open_quickly(), dispose=client.empty, raw=client, reopen=open_quickly)
 
     case = page_store_machine(open_store).TestCase
     case.settings = settings(
@@ -66,7 +62,7 @@ def test_the_doctor_sees_a_healthy_pool(servers):
     assert "256MiB" in findings["capacity"].seen
 
 
-def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, client):
+def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, open_quickly, client):
     for wanted in (
         {"soft_pin": True},
         {"soft_pin": "10s"},
@@ -75,11 +71,21 @@ def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, client):
         {"preferred_segments": servers.segment_names},
     ):
         client.empty()
-        store = open_mooncake_tier("pool", tier_for(servers, **wanted))
+        store = open_quickly(**wanted)
         assert store_pages(store, page_keys(3)) == [SetResult.STORED] * 3, wanted
         assert_hits(store, page_keys(3))
         store.close()
     client.empty()
+
+
+def test_pages_outlive_the_librarys_client(servers, client):
+    client.empty()
+    store = open_mooncake_tier("pool", tier_for(servers))
+    store_pages(store, page_keys(3))
+    store.close()
+    store = open_mooncake_tier("pool", tier_for(servers))
+    assert_hits(store, page_keys(3))
+    store.close()
 
 
 def test_a_process_that_contributes_memory_reads_and_writes_its_own(servers, client):

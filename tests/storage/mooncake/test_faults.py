@@ -152,16 +152,20 @@ def test_a_holder_frozen_while_pages_are_written_leaves_no_half_page(cluster, st
     assert_hits(store, keys, PAGE)
 
 
-def test_a_killed_holder_takes_its_pages_along_and_another_serves(cluster, store):
-    keys = page_keys(8)
-    store_pages(store, keys, PAGE)
-    cluster.kill_holder()
-    results, _ = timed("holder killed, get", lambda: read_pages(store, keys, PAGE)[0])
-    assert no_hit(results)
-    results, _ = timed("holder killed, set", lambda: store_pages(store, page_keys(8, "new"), PAGE))
-    assert SetResult.STORED not in results
-    cluster.start_holder()
-    comes_back(store)
+def test_a_killed_holder_takes_its_pages_along_and_another_serves(network, tmp_path):
+    # Until the master forgets the dead one it sends half of the pages there.
+    with MooncakeServers(tmp_path, client_ttl=2) as cluster:
+        store = open_mooncake_tier("pool", tier_for(cluster))
+        keys = page_keys(8)
+        store_pages(store, keys, PAGE)
+        cluster.kill_holder()
+        results, _ = timed("holder killed, get", lambda: read_pages(store, keys, PAGE)[0])
+        assert no_hit(results)
+        results, _ = timed("holder killed, set", lambda: store_pages(store, page_keys(8, "new"), PAGE))
+        assert SetResult.STORED not in results
+        cluster.start_holder()
+        comes_back(store)
+        store.close()
 
 
 def test_a_full_pool_rejects_or_evicts_and_what_it_says_it_has_is_right(network, tmp_path):

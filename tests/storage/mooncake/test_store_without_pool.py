@@ -14,22 +14,19 @@ import pytest
 
 from hicache_ext.config import MooncakeTierConfig
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.storage.mooncake import pages as pages_module
 from hicache_ext.storage.mooncake.attachment import Attachment
 from hicache_ext.storage.mooncake.engine import environment
 from hicache_ext.storage.mooncake.pages import MooncakeStore
 from hicache_ext.storage.mooncake.transfers import (
-    DIRECT_SEGMENTS,
-    FIRST_BYTES,
-    FIRST_TRANSFERS,
-    GATHER_BYTES,
+    FIRST_PAGES,
     HEADER_LENGTH,
-    TRANSFERS,
+    PAGES,
+    SCRATCH_BYTES,
     portions,
 )
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiered import TieredStore
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_keys, read_pages, store_pages
-from hicache_ext.testing.faults import PageStoreWrapper
 
 
 class RecordingClient:
@@ -160,30 +157,42 @@ def wait_until(true) -> None:
     raise AssertionError("waited in vain")
 
 
-def test_host_memory_is_registered_once_and_given_back_on_close(engine, store):
-    memory = regions(4096, 8192)
-    wrapped = PageStoreWrapper(TieredStore([store], [store]))
-    wrapped.register_host_memory(memory)
-    wrapped.register_host_memory(memory)
-    wrapped.register_host_memory([memory[1][100:200], memory[0][:0]])
-    assert sorted(size for _, size in engine.client.registered) == [4096, 8192]
+def test_the_library_is_given_memory_of_the_tier_alone_registered_once_and_unregistered_on_close(engine, store):
+    keys = page_keys(3)
+    given: list[tuple[int, int]] = []
+    put, read = engine.client.batch_put_from_multi_buffers, engine.client.batch_get_into_multi_buffers
+
+    def note(names, addresses, sizes, *more):
+        given.extend((place, size) for [place], [size] in zip(addresses, sizes, strict=True))
+        return (put if more else read)(names, addresses, sizes, *more)
+
+    engine.client.batch_put_from_multi_buffers = engine.client.batch_get_into_multi_buffers = note
+    for _ in range(2):
+        store_pages(store, keys, [5000, 0, 7000])
+        assert read_pages(store, keys, [12000])[0] == [GetResult.HIT] * 3
+        store.remove(keys)
+    ((begin, size),) = engine.client.registered
+    assert size == SCRATCH_BYTES
+    assert len(given) == 12
+    assert all(begin <= place and place + length <= begin + size for place, length in given)
     store.close()
-    assert engine.client.unregistered == [address for address, _ in engine.client.registered]
+    assert engine.client.unregistered == [begin]
     assert engine.client.calls[-1] == "close"
 
 
-def test_memory_that_the_library_refuses_is_an_error_at_start(engine, store):
-    memory = memoryview(bytearray(8192))
-    store.register_host_memory([memory[:4096]])
-    with pytest.raises(StoreSetupError, match="could not be registered"):
-        store.register_host_memory([memory[2048:]])
+def test_memory_that_the_library_refuses_is_a_result_of_its_transfers(engine, store):
+    engine.client.register_buffer = lambda address, size: -600
+    engine.client.codes["put"] = -800
+    assert store_pages(store, page_keys(1)) == [SetResult.ERROR]
 
 
-def test_memory_named_while_the_pool_is_away_is_registered_when_it_comes(tier):
+def test_memory_that_the_library_knew_is_registered_again_with_a_new_client(tier):
     engine = RecordingEngine(tier)
     engine.up = False
-    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=False))
-    store.register_host_memory(regions(4096))
+    attachment = Attachment("pool", engine, required=False)
+    store = MooncakeStore("pool", tier, attachment)
+    attachment.register(regions(4096))
+    attachment.register(regions(0))
     assert engine.client.calls == []
     assert store_pages(store, page_keys(1)) == [SetResult.REJECTED]
     engine.up = True
@@ -287,54 +296,48 @@ def test_the_master_lost_answers_rejected_at_once_until_it_is_back(engine, store
     assert read_pages(store, page_keys(2))[0] == [GetResult.HIT] * 2
 
 
-def test_large_pages_lie_where_they_are_and_small_or_scattered_ones_are_gathered():
-    scratch = memoryview(bytearray(8 * GATHER_BYTES))
-    large = [[GATHER_BYTES, GATHER_BYTES]] * 20
-    small = [[100, 50]] * 100
-    scattered = [[GATHER_BYTES // 4] * 8]
-    sizes = [*large, *small, *scattered]
-    assert len(scattered[0]) > DIRECT_SEGMENTS
-    pages = HostPages(sizes)
-    batch = PageBatch(page_keys(len(sizes)), pages.buffers)
-    seen = []
-    for portion in portions(batch, range(len(sizes)), scratch, lambda segment: True):
-        assert sum(map(len, portion.sizes)) == portion.transfers <= (TRANSFERS if seen else FIRST_TRANSFERS)
-        assert portion.first == (not seen)
-        if portion.first:
-            assert portion.in_scratch
-            assert len(portion.positions) == 1 or sum(map(sum, portion.sizes)) <= FIRST_BYTES
-        for number, position in enumerate(portion.positions):
-            assert portion.expected(number) == HEADER_LENGTH + sum(sizes[position])
-            assert len(portion.sizes[number]) == (3 if position < 20 and seen else 1)
-        places = [
-            (address, address + size)
-            for addresses, lengths in zip(portion.addresses, portion.sizes, strict=True)
-            for address, size in zip(addresses, lengths, strict=True)
-        ]
-        places.sort()
+def test_a_batch_is_cut_in_calls_of_few_pages_that_fit_and_do_not_overlap():
+    scratch = memoryview(bytearray(1 << 20))
+    payloads = [300_000] * 20 + [100] * 200 + [(1 << 20) - HEADER_LENGTH, 1]
+    seen: list[int] = []
+    for number, portion in enumerate(portions(payloads, range(len(payloads)), scratch, FIRST_PAGES)):
+        assert 0 < len(portion.positions) <= (PAGES if number else FIRST_PAGES)
+        assert [[len(whole)] for whole in portion.objects] == portion.sizes
+        assert [size for (size,) in portion.sizes] == [HEADER_LENGTH + payloads[i] for i in portion.positions]
+        places = [(place, place + size) for [place], [size] in zip(portion.addresses, portion.sizes, strict=True)]
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
+        assert places[-1][1] - places[0][0] <= len(scratch)
         seen += portion.positions
-    assert seen == list(range(len(sizes)))
+    assert seen == list(range(len(payloads)))
 
 
-def test_memory_that_was_never_registered_goes_through_scratch_memory():
-    scratch = memoryview(bytearray(8 * GATHER_BYTES))
-    sizes = [[GATHER_BYTES, GATHER_BYTES]] * 6
-    pages = HostPages(sizes)
-    batch = PageBatch(page_keys(6), pages.buffers)
-    registered = {id(segment) for segment in pages.buffers[4]}
-    cut = list(portions(batch, range(6), scratch, lambda segment: id(segment) in registered))
-    assert [position for portion in cut for position in portion.positions] == list(range(6))
-    direct = [p for portion in cut for p, sizes in zip(portion.positions, portion.sizes, strict=True) if len(sizes) > 1]
-    assert direct == [4]
+def test_only_the_first_call_after_a_pause_is_small(engine, store, monkeypatch):
+    monkeypatch.setattr(pages_module, "_TRUSTED", 3600.0)
+    sizes: list[int] = []
+    put = engine.client.batch_put_from_multi_buffers
+    engine.client.batch_put_from_multi_buffers = lambda names, *more: sizes.append(len(names)) or put(names, *more)
+    store_pages(store, page_keys(PAGES))
+    store_pages(store, page_keys(PAGES, "more"))
+    assert sizes == [FIRST_PAGES, PAGES - FIRST_PAGES, PAGES]
+    engine.client.codes["put"] = -800
+    monkeypatch.setattr(pages_module, "_SLOW_FAILURE", 0.0)
+    store_pages(store, page_keys(PAGES, "in vain"))
+    assert sizes[3:] == [PAGES]
+
+
+def test_a_page_larger_than_scratch_memory_gets_more_of_it(engine, store):
+    (key,) = page_keys(1)
+    assert store_pages(store, [key], [SCRATCH_BYTES]) == [SetResult.STORED]
+    assert read_pages(store, [key], [SCRATCH_BYTES])[0] == [GetResult.HIT]
+    assert [size for _, size in engine.client.registered] == [SCRATCH_BYTES + HEADER_LENGTH]
 
 
 def test_read_only_pages_can_be_stored(engine, store):
     (key,) = page_keys(1)
-    pages = filled([key], [[GATHER_BYTES, GATHER_BYTES]])
+    pages = filled([key], [[5000, 3000]])
     batch = PageBatch([key], [[memoryview(bytes(segment)) for segment in pages.buffers[0]]])
     assert store.set(batch) == [SetResult.STORED]
-    assert read_pages(store, [key], [GATHER_BYTES, GATHER_BYTES])[0] == [GetResult.HIT]
+    assert read_pages(store, [key], [5000, 3000])[0] == [GetResult.HIT]
 
 
 def test_the_librarys_variables_are_set_before_the_import_and_the_users_kept():

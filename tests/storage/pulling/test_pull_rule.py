@@ -13,8 +13,9 @@ import pytest
 from hicache_ext.config.pd import PullConfig
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.pulling.linear_cost import LinearCost
-from hicache_ext.storage.pulling.measured_store import MeasuredStore
+from hicache_ext.storage.pulling.measured_store import LookUp, MeasuredStore
 from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
+from hicache_ext.storage.pulling.sized_cost import SizedCost
 from hicache_ext.storage.store import GetResult, PageBatch
 
 MIB = 2**20
@@ -43,6 +44,21 @@ class FakeTier:
         return len(keys)
 
 
+class SlowLookUps(FakeTier):
+    """Look-ups take ``seconds``; ``askers`` are the threads that have waited for one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.seconds = 0.0
+        self.askers: set[str] = set()
+
+    def count_leading(self, keys: list[bytes]) -> int:
+        if self.seconds:
+            self.askers.add(threading.current_thread().name)
+        time.sleep(self.seconds)
+        return len(keys)
+
+
 def cost(start_up: float, per_unit: float) -> LinearCost:
     line = LinearCost()
     for amount in (1, 10, 100, 1000, 10_000):
@@ -50,11 +66,18 @@ def cost(start_up: float, per_unit: float) -> LinearCost:
     return line
 
 
+def compute_cost(start_up: float, per_token: float) -> SizedCost:
+    known = SizedCost()
+    for amount in (1, 10, 100, 1000, 10_000) * 2:
+        known.observe(amount, start_up + amount * per_token)
+    return known
+
+
 def rule_of(
-    *tiers: MeasuredStore, compute: LinearCost | None = None, mode: str = "adaptive", **settings: Any
+    *tiers: MeasuredStore, compute: SizedCost | None = None, mode: str = "adaptive", **settings: Any
 ) -> PullRule:
     config = PullConfig(**{"mode": mode, "min_tokens": 64, **settings})
-    return PullRule(config, lambda: tiers, compute or LinearCost())
+    return PullRule(config, lambda: tiers, compute or SizedCost())
 
 
 def tier_with(start_up: float, per_byte: float, name: str = "pool") -> MeasuredStore:
@@ -72,6 +95,44 @@ def test_a_line_is_learnt_and_follows_a_tier_that_slows() -> None:
     assert line.predict(500) == pytest.approx(5.1, rel=0.1)
 
 
+def test_what_a_long_prefix_costs_is_not_worn_away_by_many_short_ones() -> None:
+    known = SizedCost()
+    assert known.predict(100) is None
+    known.observe(2048, 0.5)
+    assert known.predict(4096) == 0.5  # the cheap side, until it was tried
+    assert known.predict(1024) == 0.25
+    for _ in range(100):
+        known.observe(16, 0.020)
+    assert known.predict(2048) == 0.5
+    assert known.predict(1032) == pytest.approx(0.26)
+    assert known.predict(4080) == pytest.approx(0.98)
+    assert known.saved_by(2048) == pytest.approx(0.48)  # the rest takes its 20 ms either way
+    assert known.saved_by(16) == 0.020
+
+
+def test_too_high_a_figure_for_computing_is_found_out() -> None:
+    now = 0.0
+    known = SizedCost(lambda: now)
+    known.observe(2048, 10.0)  # the first batch of its size
+    tier = tier_with(1.0, 0.0)
+    rule = rule_of(tier, compute=known)
+    assert not rule.decide(2048, MIB, {tier: 128}).pull
+    known.observe(2048, 0.5)
+    known.observe(2048, 0.5)
+    assert known.predict(2048) == pytest.approx(1.355)
+    known.observe(2048, 0.9)
+    assert known.predict(2048) == pytest.approx(1.0365)  # falls fast
+    known.observe(2048, 5.0)
+    assert known.predict(2048) == pytest.approx(2.22555)  # rises slowly
+    fast = tier_with(0.8, 0.0)
+    rule = rule_of(fast, compute=known)
+    assert rule.decide(2048, MIB, {fast: 128}).pull
+    now = 3600.0
+    assert rule.decide(2048, MIB, {fast: 128}).reason == "not_cheaper_enough"  # computed once, which measures it
+    known.observe(2048, 2.2)
+    assert rule.decide(2048, MIB, {fast: 128}).pull
+
+
 def test_equal_amounts_give_the_dear_side() -> None:
     line = LinearCost()
     assert line.predict(5) is None
@@ -83,29 +144,31 @@ def test_equal_amounts_give_the_dear_side() -> None:
 
 def test_what_was_not_measured_is_pulled() -> None:
     fresh = MeasuredStore(FakeTier("pool"))  # type: ignore[arg-type]
-    assert rule_of(fresh, prefill_rate=1000.0).decide(1024, MIB, [64]).reason == "unmeasured"
-    assert rule_of(tier_with(9, 9)).decide(1024, MIB, [64]).pull  # the prefill rate is not known
+    assert rule_of(fresh, prefill_rate=1000.0).decide(1024, MIB, {fresh: 64}).reason == "unmeasured"
+    slow = tier_with(9, 9)
+    assert rule_of(slow).decide(1024, MIB, {slow: 64}).pull  # the prefill rate is not known
 
 
 def test_short_prefixes_are_computed_and_fixed_mode_measures_nothing() -> None:
     slow = tier_with(100, 1)
-    assert not rule_of(slow, mode="fixed").decide(63, MIB, [4]).pull
-    assert rule_of(slow, mode="fixed").decide(64, MIB, [4]).pull
+    assert not rule_of(slow, mode="fixed").decide(63, MIB, {slow: 4}).pull
+    assert rule_of(slow, mode="fixed").decide(64, MIB, {slow: 4}).pull
 
 
 def test_a_fast_tier_is_pulled_from_and_a_slow_one_is_not() -> None:
-    compute = cost(0.0, 0.001)  # 1,000 tokens a second
+    compute = compute_cost(0.0, 0.001)  # 1,000 tokens a second
     fast, slow = tier_with(0.001, 1e-9), tier_with(0.5, 1e-6)
-    assert rule_of(fast, compute=compute).decide(1024, 16 * MIB, [64]).pull
-    decision = rule_of(slow, compute=compute).decide(1024, 16 * MIB, [64])
+    assert rule_of(fast, compute=compute).decide(1024, 16 * MIB, {fast: 64}).pull
+    decision = rule_of(slow, compute=compute).decide(1024, 16 * MIB, {slow: 64})
     assert (decision.pull, decision.reason) == (False, "dearer")
     assert "recompute 1024 tokens: dearer, reading 17" in str(decision)
 
 
 @pytest.mark.parametrize("slowness", [1e-9, 1e-8, 3e-8, 5e-8, 6e-8, 7e-8, 1e-7, 1e-6])
 def test_no_decision_is_expected_to_cost_more_than_computing(slowness: float) -> None:
-    compute = cost(0.002, 0.001)
-    decision = rule_of(tier_with(0.001, slowness), compute=compute).decide(1024, 16 * MIB, [64])
+    compute = compute_cost(0.002, 0.001)
+    tier = tier_with(0.001, slowness)
+    decision = rule_of(tier, compute=compute).decide(1024, 16 * MIB, {tier: 64})
     chosen = decision.read_seconds if decision.pull else decision.compute_seconds
     assert chosen is not None
     assert chosen <= 1.05 * (0.002 + 1.024)
@@ -114,19 +177,20 @@ def test_no_decision_is_expected_to_cost_more_than_computing(slowness: float) ->
 def test_after_a_slow_phase_a_pull_must_be_clearly_cheaper() -> None:
     tier = tier_with(0.0, 2e-7)
     rule = rule_of(tier, prefill_rate=1000.0, hysteresis=0.2)
-    assert rule.decide(1000, 4_500_000, [60]).pull  # 0.9 s against 1 s
-    assert rule.decide(1000, 6_000_000, [60]).reason == "dearer"
-    assert rule.decide(1000, 4_500_000, [60]).reason == "not_cheaper_enough"
-    assert rule.decide(1000, 3_500_000, [60]).pull
-    assert rule.decide(1000, 4_500_000, [60]).pull
+    assert rule.decide(1000, 4_400_000, {tier: 60}).pull  # 0.88 s against 1 s
+    assert rule.decide(1000, 6_000_000, {tier: 60}).reason == "dearer"
+    assert rule.decide(1000, 4_500_000, {tier: 60}).reason == "not_cheaper_enough"
+    assert rule.decide(1000, 3_500_000, {tier: 60}).pull
+    assert rule.decide(1000, 4_400_000, {tier: 60}).pull
+    assert rule.decide(1000, 4_800_000, {tier: 60}).reason == "not_cheaper_enough"
 
 
 def test_each_tier_counts_for_the_pages_it_has() -> None:
     near, far = tier_with(0.0, 1e-9, "near"), tier_with(0.0, 1e-6, "far")
     rule = rule_of(near, far, prefill_rate=1000.0)
-    assert rule.decide(1024, 16 * MIB, [64, 0]).pull
-    assert not rule.decide(1024, 16 * MIB, [0, 64]).pull
-    half = rule.decide(1024, 16 * MIB, [32, 32])
+    assert rule.decide(1024, 16 * MIB, {near: 64}).pull
+    assert not rule.decide(1024, 16 * MIB, {far: 64}).pull
+    half = rule.decide(1024, 16 * MIB, {near: 32, far: 32})
     assert half.read_seconds == pytest.approx(8 * MIB * 1.001e-6, rel=0.01)
 
 
@@ -139,10 +203,15 @@ def test_a_store_measures_hits_and_trouble_and_not_misses() -> None:
     inner.result = GetResult.TIMEOUT
     tier.get(batch)
     assert tier.read_cost.predict(100) is not None
+    tier.contains([b"lost"])
+    tier.ask_only_if(lambda keys: keys < 3)
     tier.contains([b"a", b"b"])
     tier.count_leading([b"a"])
-    assert tier.take_found() == 3
-    assert tier.take_found() == 0
+    assert tier.count_leading([b"a", b"b", b"c"]) == 0
+    assert tier.contains([b"a", b"b", b"c"]) == [False] * 3
+    assert tier.take_look_up() == LookUp(found=3, not_asked=6)
+    assert tier.take_look_up() == LookUp()
+    assert tier.count_leading([b"a", b"b", b"c"]) == 3
 
 
 def test_an_unused_tier_is_measured_in_the_background_and_used_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,23 +224,61 @@ def test_an_unused_tier_is_measured_in_the_background_and_used_again(caplog: pyt
     def keys(count: int) -> list[bytes]:
         return [bytes([number]) * 48 for number in range(count)]
 
-    def ask() -> int:
-        tier.count_leading(keys(64))
-        return rule.pages_to_pull(64, 16, 100, keys)
-
     with caplog.at_level(logging.DEBUG, logger="hicache_ext.storage.pulling.rule"):
-        assert ask() == 0
+        assert ask(rule, tier, keys) == 0
     assert "recompute 1024 tokens: dearer" in caplog.text
     assert inner.read.wait(10)
-    wait_until(lambda: _asked_until_pulled(ask))
+    wait_until(lambda: ask(rule, tier, keys) == 64)
     assert inner.reads[:2] == [1, 32]
     assert rule.metrics.value("decision", "dearer") >= 1
     assert rule.metrics.value("tokens", "recomputed") >= 1024
     assert rule.metrics.value("tokens", "pulled") == 1024
 
 
-def _asked_until_pulled(ask: Callable[[], int]) -> bool:
-    return ask() == 64
+def ask(rule: PullRule, tier: MeasuredStore, keys: Callable[[int], list[bytes]]) -> int:
+    """SGLang's question about 64 pages of 16 tokens, as the backend puts it."""
+    with rule.looking_up(64, 16, 100) as asked:
+        found = 0 if asked is None else tier.count_leading(keys(64))
+    return 0 if asked is None else rule.pages_to_pull(asked, found, keys)
+
+
+def test_a_tier_whose_look_ups_alone_cost_too_much_is_not_asked_until_a_probe_says_otherwise() -> None:
+    inner = SlowLookUps("pool")
+    tier = MeasuredStore(inner)  # type: ignore[arg-type]
+    rule = rule_of(tier, prefill_rate=10_000.0, probe_interval=0.0)  # 102 ms for 1,024 tokens
+
+    def keys(count: int) -> list[bytes]:
+        return [bytes([number]) * 48 for number in range(count)]
+
+    tier.get(PageBatch(keys(1), [[memoryview(bytearray(100))]]))
+    inner.seconds = 0.4
+    assert ask(rule, tier, keys) == 64  # what was not measured yet is asked
+    assert ask(rule, tier, keys) == 0
+    assert rule.metrics.value("decision", "not_asked") == 1
+    inner.seconds = 0.0
+    wait_until(lambda: ask(rule, tier, keys) == 64)
+    assert inner.askers == {threading.current_thread().name, "hicache-ext-pull-probe"}
+
+
+def test_a_short_prefix_costs_no_look_up() -> None:
+    tier = MeasuredStore(FakeTier("pool"))  # type: ignore[arg-type]
+    rule = rule_of(tier, prefill_rate=1000.0)
+    with rule.looking_up(3, 16, 100) as asked:
+        assert asked is None
+    assert rule.metrics.value("decision", "short") == 1
+
+
+def test_two_surprises_in_a_row_end_what_was_learnt_and_one_does_not() -> None:
+    line = LinearCost()
+    for _ in range(20):
+        line.observe(100, 0.010)
+    line.observe(100, 0.050)
+    assert line.predict(100) == pytest.approx(0.022, rel=0.01)
+    line.observe(100, 0.050)
+    assert line.predict(100) == pytest.approx(0.050)
+    for amount in (1, 32):
+        line.observe(amount, 0.001)
+    assert line.predict(100) == pytest.approx(0.001, rel=0.01)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -182,4 +289,4 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_mode_off_has_no_rule() -> None:
-    assert open_pull_rule(PullConfig(), list, LinearCost()) is None
+    assert open_pull_rule(PullConfig(), list, SizedCost()) is None

@@ -16,7 +16,9 @@ import re
 from hicache_ext.envelope import IDENTITY_LENGTH
 
 PAGES = "pages"
+IDENTITIES = "identities"
 _PAGE = re.compile(r"pages/([0-9a-f]{32})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.page", re.ASCII)
+_IDENTITY = re.compile(r"identities/([0-9a-f]{32})\.json", re.ASCII)
 _DIGEST = re.compile(r"pages/([0-9a-f]{32})", re.ASCII)
 
 
@@ -45,4 +47,10 @@ def digest_of(prefix: str) -> bytes | None:
 
 def identity_name(digest: bytes) -> str:
     """The object that says in words what an identity is."""
-    return f"identities/{digest.hex()}.json"
+    return f"{IDENTITIES}/{digest.hex()}.json"
+
+
+def digest_of_identity(name: str) -> bytes | None:
+    """The identity that the object ``name`` describes; None for a stranger's."""
+    found = _IDENTITY.fullmatch(name)
+    return bytes.fromhex(found.group(1)) if found else None

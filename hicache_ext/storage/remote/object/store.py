@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ext import envelope
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.errors import StoreError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import CallGate
@@ -26,7 +26,16 @@ from hicache_ext.storage.remote.object.calls import Call, RequestThreads
 from hicache_ext.storage.remote.object.clearing import Clearings, delete_objects
 from hicache_ext.storage.remote.object.client import Failure, explain
 from hicache_ext.storage.remote.object.conditional import ConditionalCreate
-from hicache_ext.storage.remote.object.names import PAGES, digest_of, identity_name, page_key, page_name, pages_of
+from hicache_ext.storage.remote.object.names import (
+    IDENTITIES,
+    PAGES,
+    digest_of,
+    digest_of_identity,
+    identity_name,
+    page_key,
+    page_name,
+    pages_of,
+)
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -167,6 +176,23 @@ class ObjectPageStore:
         if not done or failure:
             reason = failure or Failure("timeout")
             logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), reason)
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        documents: dict[bytes, dict[str, Any]] = {}
+
+        def look() -> None:
+            for listed in self._obstore.list(self._client, IDENTITIES):
+                for entry in listed:
+                    digest = digest_of_identity(entry["path"])
+                    if digest is not None:
+                        documents[digest] = json.loads(bytes(self._obstore.get(self._client, entry["path"]).bytes()))
+
+        with self._calls:
+            done, failure = self.within(look)
+        if not done or failure:
+            reason = failure or Failure("timeout")
+            raise StoreError(f"tier {self._name!r}: the identities that it has cannot be listed ({reason})")
+        return documents
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -137,8 +137,8 @@ class Clearing:
                     self._unlink(client, names)
                 if job.digests is None:
                     prefix = identity_name(self._settings.prefix, b"")
-                    for names in _scan(client, prefix, b""):
-                        self._unlink(client, [name for name in names if _is_hex(name.removeprefix(prefix), 32)])
+                    for names in scan(client, prefix, b""):
+                        self._unlink(client, [name for name in names if is_hex(name.removeprefix(prefix), 32)])
             finally:
                 client.close()
         except (redis.RedisError, OSError, ConfigError) as error:
@@ -152,7 +152,7 @@ class Clearing:
         prefix = page_prefix(self._settings.prefix)
         # One walk whatever the number of identities: each walk looks at every key of the server.
         only = b"" if job.digests is None or len(job.digests) != 1 else next(iter(job.digests)).hex().encode()
-        for names in _scan(client, prefix, only):
+        for names in scan(client, prefix, only):
             wanted = []
             for name in names:
                 digest = digest_of(prefix, name)
@@ -175,16 +175,18 @@ class Clearing:
 def digest_of(page_names: bytes, name: bytes) -> bytes | None:
     """The identity digest in the name of a page of ours; None for any other key."""
     rest = name.removeprefix(page_names)
-    if rest == name or rest[32:33] != b":" or not _is_hex(rest[:32], 32) or not _is_hex(rest[33:], 64):
+    if rest == name or rest[32:33] != b":" or not is_hex(rest[:32], 32) or not is_hex(rest[33:], 64):
         return None
     return bytes.fromhex(rest[:32].decode())
 
 
-def _is_hex(text: bytes, length: int) -> bool:
+def is_hex(text: bytes, length: int) -> bool:
+    """Whether ``text`` is that many lower-case hex digits."""
     return len(text) == length and not text.strip(b"0123456789abcdef")
 
 
-def _scan(client: redis.Redis, prefix: bytes, more: bytes) -> Iterator[list[bytes]]:
+def scan(client: redis.Redis, prefix: bytes, more: bytes) -> Iterator[list[bytes]]:
+    """The names of one node that begin with ``prefix`` and ``more``, portion by portion."""
     pattern = _GLOB_SPECIAL.sub(rb"\\\g<0>", prefix) + more + b"*"
     scan: Callable[..., Any] = client.scan
     cursor = 0

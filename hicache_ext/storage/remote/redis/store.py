@@ -19,6 +19,8 @@ from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import CallGate, Workers
+from hicache_ext.storage.hints.board import BoardLimits
+from hicache_ext.storage.remote.redis import hints
 from hicache_ext.storage.remote.redis.clearing import Clearing, identity_name, page_name, page_prefix
 from hicache_ext.storage.remote.redis.connection import Connection
 from hicache_ext.storage.remote.redis.node import Lane, LaneBusyError, Node, NodeDownError
@@ -118,6 +120,12 @@ class RedisPageStore:
             self._save_identities([digest], self._deadline())
         except StoreClosedError:
             pass
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        from hicache_ext.storage.remote.redis.identities import stored_identities
+
+        with self._entered():
+            return stored_identities(self._name, self._settings, self._topology.nodes)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -254,6 +262,14 @@ class RedisPageStore:
         return found
 
     # -- the rest --------------------------------------------------------------------------------------------------
+
+    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+        with self._entered():
+            hints.post_hint(self._settings, self._topology, hint, limits)
+
+    def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
+        with self._entered():
+            return hints.read_hints(self._settings, self._topology, since, limits)
 
     def diagnose(self) -> list[Finding]:
         from hicache_ext.storage.remote.redis.diagnosis import diagnose

@@ -1,0 +1,105 @@
+"""Parsers for single values within limits, for the fields of every model: numbers, sizes, durations, paths.
+
+Each function makes a parser for ``schema.checked``: it takes what the file says and returns the value, or raises
+``ConfigError`` with an empty key. ``allowed`` ends the sentence; it is the field's ``Allowed`` text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from hicache_ext.config.problems import quoted, refuse, shown
+from hicache_ext.config.templates import expand_templates
+from hicache_ext.config.units import format_duration, format_size, parse_duration, parse_size
+from hicache_ext.errors import ConfigError
+
+Value = TypeVar("Value")
+Word = TypeVar("Word")
+Parser = Callable[[object], Value]
+
+
+def whole_number(least: int, most: float, allowed: str) -> Parser[int]:
+    """A whole number from ``least`` to ``most`` (``math.inf`` for no limit)."""
+
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise refuse(value, allowed)
+        return value
+
+    return parse
+
+
+def size(least: int, most: float, allowed: str, *, or_none: bool = False, units: str = "") -> Parser[int]:
+    """Bytes from ``least`` to ``most``, written as a whole number or with a unit; with ``or_none`` also 0.
+
+    ``units`` takes the place of ``allowed`` where the unit is what is wrong.
+    """
+
+    def parse(value: object) -> int:
+        if value is None or isinstance(value, bool | float):
+            raise refuse(value, allowed)
+        try:
+            number = parse_size(value)
+        except ConfigError as error:
+            raise ConfigError("", error.problem, units if units and "unit" in error.problem else allowed) from None
+        if number < least and not (or_none and number == 0):
+            raise ConfigError("", f"{shown(value)} is less than {format_size(least)}", allowed)
+        if number > most:
+            raise ConfigError("", f"{shown(value)} is more than {format_size(int(most))}", allowed)
+        return number
+
+    return parse
+
+
+def duration(least: float, most: float, allowed: str) -> Parser[float]:
+    """Seconds from ``least`` to ``most``, written as a number or with a unit."""
+
+    def parse(value: object) -> float:
+        if value is None or isinstance(value, bool):
+            raise refuse(value, allowed)
+        try:
+            seconds = parse_duration(value)
+        except ConfigError as error:
+            raise ConfigError("", error.problem, allowed) from None
+        if seconds < least:
+            raise ConfigError("", f"{shown(value)} is less than {format_duration(least)}", allowed)
+        if seconds > most:
+            raise ConfigError("", f"{shown(value)} is more than {format_duration(most)}", allowed)
+        return seconds
+
+    return parse
+
+
+def or_word(word: str, meaning: Word, parse: Parser[Value]) -> Parser[Value | Word]:
+    """What ``parse`` takes, or ``word``, which stands for ``meaning``."""
+    return lambda value: meaning if value == word else parse(value)
+
+
+def or_auto(parse: Parser[Value]) -> Parser[Value | None]:
+    """What ``parse`` takes; ``auto`` and an empty value are None."""
+    return lambda value: None if value is None or value == "auto" else parse(value)
+
+
+def or_off(off: float, parse: Parser[float]) -> Parser[float]:
+    """What ``parse`` takes, or the word ``off``, bare or quoted: YAML 1.1 reads the bare one as false."""
+    return lambda value: off if value is False or value == "off" else parse(value)
+
+
+def absolute_path(allowed: str) -> Parser[str]:
+    """An absolute path, templates expanded. Errors show it as it was written: an environment variable stays unsaid."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise refuse(value, allowed)
+        path = expand_templates(value)
+        if not os.path.isabs(path):
+            raise ConfigError("", f"{quoted(value)} is not an absolute path", allowed)
+        return path
+
+    return parse
+
+
+NO_LIMIT = math.inf

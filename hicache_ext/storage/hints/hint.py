@@ -1,0 +1,55 @@
+"""What a hint says, and how it is written: see docs/pd.md.
+
+::
+
+    "HXHINT1\\0"  scope (16)  milliseconds since 1970 (8)  number of pages (4)  page hashes (32 each)
+
+A hint is a stranger's word: whoever can write to the pool can write one. It is taken apart with every length checked,
+and says nothing but which pages to look for under the reader's own identity.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MAGIC = b"HXHINT1\0"
+_HEAD = struct.Struct("<8s16sQI")
+_HASH_LENGTH = 32
+SCOPE_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """The first pages of a conversation are in the pool."""
+
+    scope: bytes
+    """Which model and page size: ``hint_scope`` of the backend that says so."""
+    written: float
+    """Seconds since 1970, by the writer's clock."""
+    page_hashes: tuple[bytes, ...]
+
+
+def encode(hint: Hint) -> bytes:
+    head = _HEAD.pack(_MAGIC, hint.scope, int(hint.written * 1000), len(hint.page_hashes))
+    return head + b"".join(hint.page_hashes)
+
+
+def decode(data: bytes, most_pages: int) -> Hint | None:
+    """None for whatever is not exactly a hint of at most ``most_pages`` pages."""
+    if len(data) < _HEAD.size:
+        return None
+    magic, scope, milliseconds, pages = _HEAD.unpack_from(data)
+    if magic != _MAGIC or not 0 < pages <= most_pages or len(data) != _HEAD.size + pages * _HASH_LENGTH:
+        return None
+    return Hint(scope, milliseconds / 1000, tuple(_split(data[_HEAD.size :])))
+
+
+def longest(most_pages: int) -> int:
+    """Bytes of a hint of ``most_pages`` pages."""
+    return _HEAD.size + most_pages * _HASH_LENGTH
+
+
+def _split(data: bytes) -> Sequence[bytes]:
+    return [data[first : first + _HASH_LENGTH] for first in range(0, len(data), _HASH_LENGTH)]
