@@ -5,9 +5,19 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
+from hicache_ext.storage.file.slab import touches as module
 from hicache_ext.storage.file.slab.touches import Chains, Touches
 
 PATIENCE = 30.0
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread writes nothing as long as a test takes."""
+    monkeypatch.setattr(module, "_QUIET", 1000.0)
+    monkeypatch.setattr(module, "_LONGEST", 1000.0)
 
 
 class Recorder:
@@ -44,6 +54,7 @@ def test_reads_without_a_pause_are_written_all_the_same() -> None:
     assert recorder.written
 
 
+@pytest.mark.usefixtures("no_pause")
 def test_an_eviction_takes_a_bounded_number_of_pages_in_whole_chains_oldest_first() -> None:
     touches = Touches("test", lambda: False)
     chains = [[bytes([number]) * 48] * 100 for number in range(4)]
@@ -55,6 +66,7 @@ def test_an_eviction_takes_a_bounded_number_of_pages_in_whole_chains_oldest_firs
     touches.close()
 
 
+@pytest.mark.usefixtures("no_pause")
 def test_a_chain_longer_than_a_transaction_takes_is_written_alone() -> None:
     touches = Touches("test", lambda: False)
     chain = [bytes(48)] * 1000
@@ -65,6 +77,7 @@ def test_a_chain_longer_than_a_transaction_takes_is_written_alone() -> None:
     touches.close()
 
 
+@pytest.mark.usefixtures("no_pause")
 def test_closing_writes_the_rest_unless_it_was_forgotten() -> None:
     for forgotten in (False, True):
         recorder = Recorder()
@@ -77,6 +90,7 @@ def test_closing_writes_the_rest_unless_it_was_forgotten() -> None:
         assert recorder.touches.take() == []
 
 
+@pytest.mark.usefixtures("no_pause")
 def test_what_is_noted_is_bounded_when_nothing_can_be_written() -> None:
     touches = Touches("test", lambda: False)
     for _ in range(2000):

@@ -309,7 +309,7 @@ class _SlabPart:
             results[page.position] = GetResult.CORRUPT if healed else GetResult.MISS
             if not healed:
                 moved.append(page.position)
-        return moved
+        return sorted(moved)
 
     def _read_run(self, batch: PageBatch, run: list[Located], results: list[GetResult]) -> list[tuple[Located, str]]:
         """One preadv for a run of neighbouring slots; those that do not hold their page, each with the reason."""
@@ -725,6 +725,7 @@ class _SlabPart:
 
 
 def _keys_at(batch: PageBatch, positions: Sequence[int]) -> Sequence[bytes]:
+    """The keys at some positions, which rise."""
     return batch.keys if len(positions) == len(batch) else [batch.keys[position] for position in positions]
 
 
