@@ -9,6 +9,7 @@ Everything here is pure: no I/O, safe from any thread. Checksums are xxh3-128; x
 
 from __future__ import annotations
 
+import functools
 import struct
 import time
 from collections.abc import Sequence
@@ -64,8 +65,8 @@ def payload_checksum(segments: Segments) -> bytes:
     """xxh3-128 (16 bytes, canonical big-endian form) of the concatenation of ``segments``."""
     if len(segments) == 1:
         return xxhash.xxh3_128_digest(segments[0])
-    state = xxhash.xxh3_128()
-    for segment in segments:
+    state = xxhash.xxh3_128(segments[0] if segments else b"")
+    for segment in segments[1:]:
         state.update(segment)
     return state.digest()
 
@@ -151,15 +152,15 @@ def is_page(fields: bytes, header_length: int, key: bytes, payload_length: int, 
     ``fields`` are the first 128 bytes of what was read in front of the payload, ``header_length`` is how much that was.
     Where the answer is False, ``reason_to_refuse`` tells why.
     """
-    expected = (
-        _START.pack(MAGIC, FORMAT_VERSION, FLAG_PAYLOAD_CHECKSUM, header_length)
-        + key
-        + payload_length.to_bytes(8, "little")
-        + payload_checksum(segments)
-    )
+    expected = _start(header_length) + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
     return fields.startswith(expected) and fields[_FIELDS_BEFORE_CHECKSUM:] == xxhash.xxh3_128_digest(
         fields[:_FIELDS_BEFORE_CHECKSUM]
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _start(header_length: int) -> bytes:
+    return _START.pack(MAGIC, FORMAT_VERSION, FLAG_PAYLOAD_CHECKSUM, header_length)
 
 
 def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum: bool = True) -> str | None:

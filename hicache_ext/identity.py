@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,26 @@ def digest_of_document(document: Mapping[str, Any]) -> bytes:
 
 def _canonical(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def page_hashes(keys: Sequence[str]) -> list[bytes]:
+    """``page_hash_bytes`` of each key."""
+    joined = joined_page_hashes(keys)
+    return [joined[begin : begin + 32] for begin in range(0, len(joined), 32)]
+
+
+def joined_page_hashes(keys: Sequence[str]) -> bytes:
+    """``page_hash_bytes`` of each key, one behind the other; SGLang's page hashes are converted all at once."""
+    text = "".join(keys)
+    if set(map(len, keys)) == {64}:
+        try:
+            raw = bytes.fromhex(text)
+        except ValueError:
+            raw = b""
+        # Not so with capitals, or with blanks, which fromhex() skips.
+        if raw.hex() == text:
+            return raw
+    return b"".join([page_hash_bytes(key) for key in keys])
 
 
 def page_hash_bytes(key: str) -> bytes:

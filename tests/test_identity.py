@@ -8,7 +8,15 @@ import json
 
 import pytest
 
-from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
+from hicache_ext.identity import (
+    ModelIdentity,
+    PageIdentity,
+    PoolIdentity,
+    Shard,
+    joined_page_hashes,
+    page_hash_bytes,
+    page_hashes,
+)
 
 IDENTITY = PageIdentity(
     model=ModelIdentity("org/model", "main", "f00d", "0", "quantization=none"),
@@ -109,6 +117,15 @@ def test_any_other_text_is_hashed_in_a_domain_of_its_own(key):
     assert len(stored) == 32
     assert stored.hex() != key
     assert stored == hashlib.sha256(b"hicache_ext/text-key\0" + key.encode("utf-8", "surrogatepass")).digest()
+
+
+@pytest.mark.parametrize("odd", ["", "a", "A" * 64, "ab" * 31 + "a ", "ab" * 31, "é" * 64, "g" * 64])
+def test_keys_converted_together_are_those_converted_one_by_one(odd):
+    hexes = [hashlib.sha256(bytes([number])).hexdigest() for number in range(5)]
+    # Two keys of other lengths must not pass for two of 64 digits, either.
+    for keys in ([], hexes, [*hexes, odd], [odd, odd], [hexes[0][:-1], hexes[1] + hexes[0][-1]]):
+        assert page_hashes(keys) == [page_hash_bytes(key) for key in keys]
+        assert joined_page_hashes(keys) == b"".join(page_hash_bytes(key) for key in keys)
 
 
 def test_upper_case_hex_does_not_meet_its_lower_case_page():

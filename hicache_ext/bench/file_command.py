@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _GEOMETRIES = ("mha", "mla")
 _PAYLOADS = ("32KiB", "128KiB", "1MiB", "4MiB")
 _BATCHES_AT_LEAST = 4
+_SHORT_MLA_PAYLOAD = 128 << 10
+_SHORT_BATCHES = 16
+_SHORT_BATCH_BYTES = 64 << 20
+"""In a short run: the one page size with MLA geometry, batches per mode of small pages, and the largest batch."""
 _PACKAGES = ("hicache-ext", "sglang", "torch", "aiofiles", "nixl-cu12", "lmdb", "xxhash")
 
 
@@ -67,7 +71,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drop-caches", action="store_true", help="empty the whole page cache before cold reads (root)"
     )
-    parser.add_argument("--quick", action="store_true", help="seconds instead of an hour: shows that it works, no more")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--short",
+        action="store_true",
+        help="a quarter of an hour instead of several: every mode, size and round with fewer bytes, MLA at 128KiB only",
+    )
+    length.add_argument("--quick", action="store_true", help="seconds: shows that it works, no more")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables, without paths of this machine")
@@ -87,6 +97,7 @@ class Settings:
     rounds: int
     chain: int
     drop_caches: bool
+    short: bool
     warm_ups: int = 1
 
     @classmethod
@@ -104,7 +115,19 @@ class Settings:
             rounds=arguments.rounds or (2 if quick else 5),
             chain=arguments.chain or (400 if quick else 10_000),
             drop_caches=arguments.drop_caches,
+            short=arguments.short,
         )
+
+    def cells(self) -> list[tuple[str, int]]:
+        """Geometry and page size of each part of the run."""
+        every = [(geometry, payload) for geometry in self.geometries for payload in self.payloads]
+        if self.short and _SHORT_MLA_PAYLOAD in self.payloads:
+            return [cell for cell in every if cell[0] != "mla" or cell[1] == _SHORT_MLA_PAYLOAD]
+        return every
+
+    def total_of(self, payload: int) -> int:
+        """Bytes that each mode moves in pages of this size."""
+        return min(self.total, _SHORT_BATCHES * self.batch * payload) if self.short else self.total
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -195,9 +218,8 @@ class _Run:
 
     def measure(self) -> None:
         modes = [mode for mode in self.settings.modes if mode != "exists"]
-        for geometry in self.settings.geometries if modes else ():
-            for payload in self.settings.payloads:
-                self._measure_transfers(geometry, payload, modes)
+        for geometry, payload in self.settings.cells() if modes else ():
+            self._measure_transfers(geometry, payload, modes)
         if "exists" in self.settings.modes:
             self._measure_exists()
 
@@ -266,14 +288,18 @@ class _Run:
         """The case, with smaller batches where memory is short. Raises BenchmarkError where the disk is."""
         from hicache_ext.bench.file_modes import Case
 
-        batch = self.settings.batch
+        batch, short = self.settings.batch, self.settings.short
+        while short and batch > 1 and batch * payload > _SHORT_BATCH_BYTES:
+            batch //= 2
+        short = batch < self.settings.batch
         # Two pools (host and device) of two batches each, next to the pages in the page cache: half of what there is.
         while batch > 1 and (4 + 2 * _BATCHES_AT_LEAST) * batch * payload > available_memory() // 2:
             batch //= 2
         what = f"{geometry} {format_size(payload)}"
         if batch < self.settings.batch:
-            self.results.note(f"{what}: batches of {batch} pages, not {self.settings.batch}: memory is short")
-        batches = max(_BATCHES_AT_LEAST, -(-self.settings.total // (batch * payload)))
+            why = "a short run" if short else "memory is short"
+            self.results.note(f"{what}: batches of {batch} pages, not {self.settings.batch}: {why}")
+        batches = max(_BATCHES_AT_LEAST, -(-self.settings.total_of(payload) // (batch * payload)))
         case = Case(geometry, payload, batch, batches, self.settings.threads)
         if "overwrite" in self.settings.modes and case.overwrite_capacity < 8 * batch * payload:
             held = case.overwrite_capacity // (batch * payload)

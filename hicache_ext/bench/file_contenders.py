@@ -27,11 +27,10 @@ import torch
 from hicache_ext.bench.file_report import HICACHE_FILE
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import FileTierConfig
+from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, HicacheExtError
-from hicache_ext.identity import page_hash_bytes
 from hicache_ext.storage.file import open_file_tier, vectored
 from hicache_ext.storage.host_pool import HostPages
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore
 
 PAGE_SIZE = 16
 """Tokens per page."""
@@ -40,7 +39,6 @@ LAYER_BYTES = 16 * 1024
 GEOMETRIES = ("mha", "mla")
 RAW_THREADS = (1, 2, 4)
 
-_IDENTITY = bytes(16)
 _STAMP = 8
 _LARGEST_RUN = 1 << 20
 """Bytes the raw limit moves by one call at most."""
@@ -239,33 +237,27 @@ def all_contenders(directory: Path) -> list[Contender]:
 
 
 class OurContender:
-    """The file tier of this package, opened from its configuration."""
+    """The backend of this package over a file tier: the whole path, from SGLang's keys and indices on."""
 
     def __init__(self, place: Workplace, layout: str, io: str) -> None:
-        self._store = _open_store(place.directory, place.capacity, place.threads, layout, io)
-        self._store.register_identity(_IDENTITY, {"benchmark": "file"})
-        self._pages = place.host.pages
+        from hicache_ext.storage.backend import HiCacheExtBackend
 
-    def _batch(self, keys: Sequence[str], batch: HostBatch) -> PageBatch:
-        numbers = self._pages.page_numbers(batch.indices, len(keys))
-        assert numbers is not None
-        return PageBatch(_stored_keys(keys), [self._pages.buffers(page) for page in numbers if page is not None])
+        tier = _tier(place.directory, place.capacity, place.threads, layout, io)
+        section = {"tiers": {"bench": tier}, "model": {"id": "bench", "fingerprint": "off"}}
+        self._backend = HiCacheExtBackend(_storage_config(place.host.geometry, ExtraConfig.around(section)), {})
+        self._backend.register_mem_pool_host(place.host.pool)
 
     def write(self, keys: Sequence[str], batch: HostBatch) -> int:
-        return sum(result.durable for result in self._store.set(self._batch(keys, batch)))
+        return sum(self._backend.batch_set_v1(list(keys), batch.indices))
 
     def read(self, keys: Sequence[str], batch: HostBatch) -> int:
-        return _leading([result is GetResult.HIT for result in self._store.get(self._batch(keys, batch))])
+        return _leading(self._backend.batch_get_v1(list(keys), batch.indices))
 
     def count_leading(self, keys: Sequence[str]) -> int:
-        return self._store.count_leading(_stored_keys(keys))
+        return int(self._backend.batch_exists(list(keys)))
 
     def close(self) -> None:
-        self._store.close()
-
-
-def _stored_keys(keys: Sequence[str]) -> list[bytes]:
-    return [_IDENTITY + page_hash_bytes(key) for key in keys]
+        self._backend.close()
 
 
 def _opener_of_layout(name: str) -> Callable[[Workplace], FileContender]:
@@ -273,16 +265,21 @@ def _opener_of_layout(name: str) -> Callable[[Workplace], FileContender]:
     return lambda place: OurContender(place, layout, io)
 
 
-def _open_store(directory: Path, capacity: int, threads: int, layout: str, io: str) -> PageStore:
-    tier = FileTierConfig.model_validate(
-        {"path": str(directory), "capacity": capacity, "threads": threads, "layout": layout, "io": io}
-    )
-    return open_file_tier("bench", tier)
+def _tier(directory: Path, capacity: int, threads: int, layout: str, io: str) -> dict[str, Any]:
+    """The configuration of a file tier."""
+    return {
+        "type": "file",
+        "path": str(directory),
+        "capacity": capacity,
+        "threads": threads,
+        "layout": layout,
+        "io": io,
+    }
 
 
 def _missing_layout(name: str, directory: Path) -> str | None:
     try:
-        _open_store(directory, 64 << 20, 1, *LAYOUTS[name]).close()
+        open_file_tier("bench", FileTierConfig.model_validate(_tier(directory, 64 << 20, 1, *LAYOUTS[name]))).close()
     except ConfigError as error:
         return f"not in this version: {error}"
     except (HicacheExtError, ImportError) as error:

@@ -30,7 +30,8 @@ Every contender moves the same pages between the same SGLang host pool and the s
 own that is deleted afterwards. Rounds are interleaved, {warm_ups} warm-up round thrown away, {rounds} measured:
 medians, quartiles in brackets. A batch is one call, as SGLang's controller makes it; p50 and p99 are of a batch of
 {batch} pages (fewer where a note says so). What was read is compared byte for byte outside the timed part. Writes end
-in the page cache, for every contender; dirty pages are written back between the modes. CPU is this process's. At
+in the page cache, for every contender; dirty pages are written back between the modes. CPU is this process's. Which
+pages were read the slab layout writes into its index in pauses, after the call: that is in no figure of a read. At
 capacity, half of the bytes written fit. The raw limit is the best of preadv/pwritev with 1, 2 and 4 threads over one
 preallocated file: no envelope, no checksum, no index. A first pass also pays for the page cache's first touch of its
 memory, which in a virtual machine can cost more than all the rest. GB are 10^9 bytes of payload. Ratios above 1 are

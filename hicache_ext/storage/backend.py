@@ -39,8 +39,17 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
 from hicache_ext.config.model import hints_over
+from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
+from hicache_ext.identity import (
+    ModelIdentity,
+    PageIdentity,
+    PoolIdentity,
+    Shard,
+    joined_page_hashes,
+    page_hash_bytes,
+    page_hashes,
+)
 from hicache_ext.kernels import sglang_hooks
 from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.metrics import TierMetrics, TransferSamples
@@ -58,7 +67,7 @@ from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_la
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.pulling.prefill_cost import prefill_cost
 from hicache_ext.storage.pulling.rule import open_pull_rule
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, SetResult
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +76,9 @@ _HINTS_TIMEOUT = 5.0
 """Seconds that close() waits for a hint that is being followed."""
 _HINT_MEMORY = 32 * 1024 * 1024
 """Bytes of pages that are on their way at once because of a hint."""
+_FIRST_LOOK_UP = 8
 _LOOK_UP_PORTION = 512
-"""Keys of a chain converted and looked up at once."""
+"""Keys of a chain converted and looked up at once. The first time only a few: most chains that end do so at once."""
 
 _LIVE: weakref.WeakSet[HiCacheExtBackend] = weakref.WeakSet()
 
@@ -155,6 +165,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
         self._closed = False
+        self._found_all = False
         sglang_hooks.configure(self._config.kernels)
         # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
@@ -287,9 +298,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
     def _leading_of_any_kind(self, pool: _BoundPool | None, keys: Sequence[str]) -> int:
         leading = self._leading(pool, keys) if pool is not None and pool.pages is not None else 0
-        if leading < len(keys) and (self._flat is not None or self._scheduler is None):
-            # Pages that came as flat tensors; a server has them only where SGLang uses the generic calls.
-            leading = max(leading, self._leading(self._flat_pool(), keys))
+        if not leading and (self._flat is not None or self._scheduler is None):
+            # Pages that came as flat tensors; a server has them only where SGLang uses the generic calls. A chain is of
+            # one kind.
+            leading = self._leading(self._flat_pool(), keys)
         return leading
 
     @_answering(lambda *_, **__: False)
@@ -342,18 +354,23 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
     def _leading(self, pool: _BoundPool, keys: Sequence[str]) -> int:
         """Leading pages of which every part is present; long chains in portions, since most end early."""
-        for first in range(0, len(keys), _LOOK_UP_PORTION):
-            hashes = [page_hash_bytes(key) for key in keys[first : first + _LOOK_UP_PORTION]]
-            leading = len(hashes)
+        # SGLang asks for a long chain 128 pages at a time: after a call that found all, the next goes on with it.
+        done, portion = 0, _LOOK_UP_PORTION if self._found_all else _FIRST_LOOK_UP
+        while done < len(keys):
+            hashes = joined_page_hashes(keys[done : done + portion])
+            leading = asked = len(hashes) // PAGE_HASH_LENGTH
             for digest in pool.digests:
                 with self._patience():
-                    leading = self._store.count_leading([digest + page_hash for page_hash in hashes[:leading]])
-            if leading < len(hashes):
-                return first + leading
-        return len(keys)
+                    leading = self._store.count_leading(PageKeys(digest, hashes[: leading * PAGE_HASH_LENGTH]))
+            done += leading
+            if leading < asked:
+                break
+            portion = _LOOK_UP_PORTION
+        self._found_all = done == len(keys)
+        return done
 
     def _present(self, pool: _BoundPool, keys: Sequence[str]) -> list[bool]:
-        hashes = [page_hash_bytes(key) for key in keys]
+        hashes = page_hashes(keys)
         present = [True] * len(hashes)
         for digest in pool.digests:
             with self._patience():
@@ -424,19 +441,23 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         started = time.perf_counter()
         moved = move(batch)
         seconds = time.perf_counter() - started
-        samples.record(len(keys), sum(size for size, ok in zip(batch.sizes, moved, strict=True) if ok), seconds)
-        return _per_page(len(keys), len(pool.digests), owners, moved)
+        samples.record(len(keys), sum([size for size, ok in zip(batch.sizes, moved, strict=True) if ok]), seconds)
+        return moved if owners is None else _per_page(len(keys), len(pool.digests), owners, moved)
 
     def _read(self, batch: PageBatch) -> list[bool]:
-        return [result is GetResult.HIT for result in self._store.get(batch)]
+        hit = GetResult.HIT
+        return [result is hit for result in self._store.get(batch)]
 
     def _write(self, batch: PageBatch) -> list[bool]:
         return [result.durable for result in self._store.set(batch)]
 
     def _batch(
         self, pool: _BoundPool, pages: HostPages, keys: Sequence[str], host_indices: torch.Tensor | None
-    ) -> tuple[PageBatch, list[int]]:
-        """The batch of all parts of all sound pages, and for each of its entries the page it belongs to."""
+    ) -> tuple[PageBatch, list[int] | None]:
+        """The batch of all parts of all sound pages, and for each of its entries the page it belongs to.
+
+        None instead where entries and pages are the same, as they mostly are.
+        """
         numbers = pages.page_numbers(host_indices, len(keys))
         if numbers is None:
             given = host_indices.numel() if host_indices is not None else "no"
@@ -444,18 +465,18 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 "host_indices", ValueError(f"{given} indices for {len(keys)} pages of {pages.page_size} in {pool.name}")
             )
             numbers = [None] * len(keys)
-        store_keys: list[bytes] = []
-        buffers: list[list[memoryview]] = []
-        owners: list[int] = []
-        for page, (key, number) in enumerate(zip(keys, numbers, strict=True)):
-            if number is None:
-                continue
-            page_hash = page_hash_bytes(key)
-            for part, digest in enumerate(pool.digests):
-                store_keys.append(digest + page_hash)
-                buffers.append(pages.buffers(number, part))
-                owners.append(page)
-        return PageBatch(store_keys, buffers), owners
+        sound = [number for number in numbers if number is not None]
+        owners = [page for page, number in enumerate(numbers) if number is not None]
+        hashes = page_hashes(keys if len(sound) == len(keys) else [keys[page] for page in owners])
+        parts = len(pool.digests)
+        store_keys = [digest + page_hash for page_hash in hashes for digest in pool.digests]
+        sizes = [pages.part_bytes(part) for part in range(parts)] * len(sound)
+        buffers = [pages.buffers_of(sound, part) for part in range(parts)]
+        if parts == 1:
+            return PageBatch(store_keys, buffers[0], sizes), None if len(sound) == len(keys) else owners
+        # The parts of a page one after the other, as its keys.
+        of_parts = [segments for page in zip(*buffers, strict=True) for segments in page]
+        return PageBatch(store_keys, of_parts, sizes), [page for page in owners for _ in range(parts)]
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 
@@ -465,7 +486,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         pool = self._pools.get(_KV)
         if self._unavailable or pool is None:
             return [False] * len(keys)
-        hashes = [page_hash_bytes(key) for key in keys]
+        hashes = page_hashes(keys)
         per_part = [self._store.stored([digest + page_hash for page_hash in hashes]) for digest in pool.digests]
         return [all(known) for known in zip(*per_part, strict=True)]
 
@@ -475,7 +496,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         pool = self._pools.get(_KV)
         if self._unavailable or pool is None:
             return 0
-        hashes = [page_hash_bytes(key) for key in keys]
+        hashes = page_hashes(keys)
         return min(
             (
                 self._store.count_leading_in_pool([digest + page_hash for page_hash in hashes])
@@ -497,7 +518,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         stored = sum(size for size, result in zip(batch.sizes, results, strict=True) if result.durable)
         self._backed_up.record(len(keys), stored, seconds)
         worst: list[SetResult | None] = [None] * len(keys)
-        for owner, result in zip(owners, results, strict=True):
+        for owner, result in zip(range(len(keys)) if owners is None else owners, results, strict=True):
             before = worst[owner]
             if before is None or not result.durable:
                 worst[owner] = result

@@ -18,10 +18,11 @@ The implementer guarantees:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
+from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.metrics import TierMetrics
 
 
@@ -55,6 +56,56 @@ class SetResult(enum.Enum):
         return self in (SetResult.STORED, SetResult.EXISTS)
 
 
+class PageKeys(Sequence[bytes]):
+    """The keys of pages of one identity, for a question about a long chain: a key is made when it is asked for, or all
+    of them at once with what a store puts in front of its keys."""
+
+    __slots__ = ("_hashes", "identity")
+
+    def __init__(self, identity: bytes, hashes: bytes) -> None:
+        """``hashes``: the page hashes, one behind the other."""
+        self.identity = identity
+        self._hashes = hashes
+
+    def __len__(self) -> int:
+        return len(self._hashes) // PAGE_HASH_LENGTH
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.behind(b""))
+
+    @overload
+    def __getitem__(self, which: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> list[bytes]: ...
+
+    def __getitem__(self, which: int | slice) -> bytes | list[bytes]:
+        chosen = range(len(self))[which]
+        if isinstance(chosen, range):
+            return [self[position] for position in chosen]
+        return self.identity + self._hashes[chosen * PAGE_HASH_LENGTH : (chosen + 1) * PAGE_HASH_LENGTH]
+
+    def behind(self, prefix: bytes) -> list[bytes]:
+        """Every key with ``prefix`` in front of it."""
+        start, hashes = prefix + self.identity, self._hashes
+        return [start + hashes[begin : begin + PAGE_HASH_LENGTH] for begin in range(0, len(hashes), PAGE_HASH_LENGTH)]
+
+
+_Result = TypeVar("_Result", GetResult, SetResult)
+
+
+def counted(results: Sequence[_Result]) -> dict[str, int]:
+    """How often each result occurs, by its value: for the metrics of a call."""
+    left = len(results)
+    counts: dict[str, int] = {}
+    # The first result is mostly that of all pages, and count() compares by identity first.
+    while left:
+        result = next(result for result in results if result.value not in counts)
+        counts[result.value] = results.count(result)
+        left -= counts[result.value]
+    return counts
+
+
 @dataclass(frozen=True, slots=True)
 class PageBatch:
     """Pages to read into or write from: ``keys[i]`` belongs to the segments ``buffers[i]``.
@@ -65,27 +116,39 @@ class PageBatch:
 
     keys: Sequence[bytes]
     buffers: Sequence[Sequence[memoryview]]
-    sizes: Sequence[int] = field(init=False, repr=False)
-    """Payload bytes of each page."""
+    sizes: Sequence[int] = field(default=(), repr=False)
+    """Payload bytes of each page; counted where the caller does not know them."""
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.buffers):
             raise ValueError(f"{len(self.keys)} keys for {len(self.buffers)} pages")
-        # Counted once: stores ask several times per page.
-        sizes = [sum([segment.nbytes for segment in segments]) for segments in self.buffers]
-        object.__setattr__(self, "sizes", sizes)
+        if len(self.sizes) != len(self.buffers):
+            # Once: stores ask several times per page.
+            sizes = [sum([segment.nbytes for segment in segments]) for segments in self.buffers]
+            object.__setattr__(self, "sizes", sizes)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def select(self, positions: Iterable[int]) -> PageBatch:
-        chosen = list(positions)
-        if chosen == list(range(len(self))):
+        everything = range(len(self))
+        if positions == everything:
             return self
-        return PageBatch([self.keys[i] for i in chosen], [self.buffers[i] for i in chosen])
+        chosen = list(positions)
+        if chosen == list(everything):
+            return self
+        return PageBatch(
+            [self.keys[i] for i in chosen], [self.buffers[i] for i in chosen], [self.sizes[i] for i in chosen]
+        )
 
     def payload_bytes(self, position: int) -> int:
         return self.sizes[position]
+
+    def bytes_of(self, wanted: _Result, results: Sequence[_Result]) -> int:
+        """Payload bytes of the pages that have the result ``wanted``."""
+        if results.count(wanted) == len(results):
+            return sum(self.sizes)
+        return sum([size for size, result in zip(self.sizes, results, strict=True) if result is wanted])
 
 
 @dataclass(frozen=True, slots=True)

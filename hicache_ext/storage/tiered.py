@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.demand import DemandGate
 from hicache_ext.storage.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
 from hicache_ext.storage.promotion import Promoter
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo, counted
 from hicache_ext.storage.write_behind import AsyncStore, QueueSettings
 
 logger = logging.getLogger(__name__)
@@ -153,6 +153,13 @@ class TieredStore:
     def get(self, batch: PageBatch) -> list[GetResult]:
         self._check_open()
         self._learn_page_bytes(batch)
+        if len(self._retrieve) == 1 and self._inner_tiers == 1:
+            # Nothing further out: nothing is prefetched, joined or promoted.
+            (tier,) = self._retrieve
+            results = self._call(tier, "get", partial(tier.get, batch), [GetResult.ERROR] * len(batch))
+            leading = _leading_hits(results)
+            self._count(results, leading, {tier.name: leading} if leading else {})
+            return results
         read = _Read(batch)
         staged = self._prefetcher.begin_demand(batch.keys)
         try:
@@ -163,8 +170,8 @@ class TieredStore:
                 self._take_staged(read, staged)
         finally:
             self._prefetcher.end_demand(batch.keys, staged)
-        leading = read.leading()
-        self._count(read, leading)
+        leading = _leading_hits(read.results)
+        self._count(read.results, leading, Counter(source.name for source in read.sources[:leading] if source))
         if self._promoter is not None:
             # Only now is it known what the contiguous prefix is; past a gap nothing is promoted.
             outer = [
@@ -188,7 +195,7 @@ class TieredStore:
     def _walk(self, read: _Read, positions: Iterable[int]) -> None:
         """Ask every tier that was not asked yet for what is still missing, inner tiers first."""
         for number in range(len(self._retrieve)):
-            missing = [p for p in positions if read.results[p] is not GetResult.HIT and number not in read.asked[p]]
+            missing = [p for p in positions if read.results[p] is not GetResult.HIT and not read.asked[p] >> number & 1]
             if missing:
                 self._read_tier(read, number, missing)
 
@@ -217,14 +224,14 @@ class TieredStore:
         if failed:
             self._walk(read, failed)
 
-    def _count(self, read: _Read, leading: int) -> None:
-        counts = Counter(result.value for result in read.results)
+    def _count(self, results: Sequence[GetResult], leading: int, sources: Mapping[str, int]) -> None:
+        """``sources``: how many pages of the leading run came from which tier."""
+        counts = counted(results)
         # SGLang uses the leading run alone: what was read past a gap is no hit to it.
-        past = sum(result is GetResult.HIT for result in read.results[leading:])
-        counts["hit"] -= past
-        counts["gap"] += past
-        self._metrics.add_many("get", {reason: count for reason, count in counts.items() if count})
-        self._metrics.add_many("hit_from", Counter(source.name for source in read.sources[:leading] if source))
+        hits = counts.pop("hit", 0)
+        counts |= {reason: count for reason, count in (("hit", leading), ("gap", hits - leading)) if count}
+        self._metrics.add_many("get", counts)
+        self._metrics.add_many("hit_from", sources)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self._check_open()
@@ -247,6 +254,10 @@ class TieredStore:
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """The leading run over all tiers; what of it lies further out begins to move inwards."""
         self._check_open()
+        if len(self._retrieve) == 1 and self._inner_tiers == 1:
+            (tier,) = self._retrieve
+            return self._call(tier, "exists", partial(tier.count_leading, keys), 0) if keys else 0
+        keys = list(keys)
         places = self._find_leading(keys)
         outer = [
             (key, self._retrieve[place], self._page_bytes.get(key[:IDENTITY_LENGTH], 0))
@@ -306,7 +317,7 @@ class TieredStore:
                 if number == 0
                 else [min(pair, key=_WORST_LAST.index) for pair in zip(best, answers, strict=True)]
             )
-        self._metrics.add_many("set", Counter(result.value for result in best))
+        self._metrics.add_many("set", counted(best))
         return best
 
     # -- administration --------------------------------------------------------------------------------------------
@@ -347,7 +358,7 @@ class TieredStore:
                 results = self._call(tier, "get", partial(tier.get, read.batch.select(positions)), failed)
                 for position, result in zip(positions, results, strict=True):
                     read.note(position, number, tier, result)
-        leading = read.leading()
+        leading = _leading_hits(read.results)
         taken = promoter.promote(read.batch, list(range(leading))) if leading else 0
         return Counter(
             present=len(keys) - len(missing),
@@ -429,18 +440,22 @@ class _Read:
         self.keys = batch.keys
         self.results = [GetResult.MISS] * len(batch)
         self.sources: list[PageStore | None] = [None] * len(batch)
-        self.asked: list[set[int]] = [set() for _ in batch.keys]
+        self.asked = [0] * len(batch)
+        """Which tiers were asked for each page, as bits."""
 
     def note(self, position: int, number: int, tier: PageStore, result: GetResult) -> None:
-        self.asked[position].add(number)
+        self.asked[position] |= 1 << number
         # What went wrong further in is more telling than that a tier further out lacks the page.
         if result is not GetResult.MISS:
             self.results[position] = result
         if result is GetResult.HIT:
             self.sources[position] = tier
 
-    def leading(self) -> int:
-        return next((p for p, result in enumerate(self.results) if result is not GetResult.HIT), len(self.results))
+
+def _leading_hits(results: Sequence[GetResult]) -> int:
+    if results.count(GetResult.HIT) == len(results):
+        return len(results)
+    return next(position for position, result in enumerate(results) if result is not GetResult.HIT)
 
 
 class _Places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.bench.file_command import Settings, configure
 from hicache_ext.bench.file_report import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Point, Results, entries, tables
 from hicache_ext.bench.harness import (
     BenchmarkError,
@@ -31,6 +33,21 @@ POINT = Point("read-warm", "mha", 32768)
 def sample(rate: float, *, work: int = 1000, cpu_share: float = 0.5, calls: tuple[float, ...] = (0.1,)) -> Sample:
     seconds = work / rate
     return Sample(work=work, seconds=seconds, cpu_seconds=seconds * cpu_share, calls=calls)
+
+
+def settings_of(*arguments: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    return Settings.of(parser.parse_args(arguments))
+
+
+def test_a_short_run_has_every_mode_size_and_round_and_fewer_bytes() -> None:
+    short, whole = settings_of("--short"), settings_of()
+    assert (short.modes, short.payloads, short.rounds) == (whole.modes, whole.payloads, whole.rounds)
+    assert whole.cells() == [(geometry, payload) for geometry in ("mha", "mla") for payload in whole.payloads]
+    assert short.cells() == [*[("mha", payload) for payload in short.payloads], ("mla", 128 << 10)]
+    assert [short.total_of(payload) >> 20 for payload in (32 << 10, 128 << 10, 1 << 20)] == [64, 256, 512]
+    assert settings_of("--short", "--geometry", "mla", "--payload", "1MiB").cells() == [("mla", 1 << 20)]
 
 
 # -- statistics, on samples made up ------------------------------------------------------------------------------------

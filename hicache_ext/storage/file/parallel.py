@@ -68,12 +68,13 @@ class Workers:
             self.close()
             raise
 
-    def run(self, count: int, work: Callable[[int], Any]) -> list[Any]:
-        """``work(0..count-1)`` by this thread and the helpers; returns, or raises, only when all of it has ended."""
+    def run(self, count: int, work: Callable[[int], Any], at_once: int | None = None) -> list[Any]:
+        """``work(0..count-1)`` by this thread and the helpers, ``at_once`` of them at most; returns, or raises, only
+        when all of it has ended."""
         if count <= 1:
             return [work(i) for i in range(count)]
         job = _Job(count, work)
-        for _ in range(min(len(self._threads), count) - 1):
+        for _ in range(min(at_once or len(self._threads), len(self._threads), count) - 1):
             self._jobs.put(job)
         return job.finish()
 

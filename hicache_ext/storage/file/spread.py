@@ -205,7 +205,7 @@ class SpreadStore:
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         if len(self._parts) > 1:
-            present = self.contains(keys)
+            present = self.contains(list(keys))
             return present.index(False) if False in present else len(present)
         with self._calls:
             if not self._usable:
@@ -270,9 +270,13 @@ class SpreadStore:
         def one(which: int) -> None:
             number, positions = split[which]
             answers = self._call(number, kind, lambda store: call(store, positions), moved)
-            if answers is not None:
-                for position, answer in zip(positions, answers, strict=True):
-                    results[position] = answer
+            if answers is None:
+                return
+            if len(positions) == len(results):
+                results[:] = answers
+                return
+            for position, answer in zip(positions, answers, strict=True):
+                results[position] = answer
 
         if self._workers is None or len(split) < 2:
             for which in range(len(split)):

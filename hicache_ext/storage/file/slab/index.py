@@ -13,9 +13,13 @@ after every process has closed it in order (then it was synced); otherwise it is
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +45,7 @@ from hicache_ext.storage.file.slab.records import (
     Slab,
 )
 from hicache_ext.storage.file.usage import writer_name
+from hicache_ext.storage.store import PageKeys
 
 _MAP_SIZE = 1 << 38
 """Bytes of address space the index may grow to; the file itself stays as small as its content."""
@@ -51,8 +56,6 @@ that is noticed: 20 MB within seconds when this was 256."""
 _CLEAR_BATCH = 2048
 """Pages of a cleared identity freed in one transaction: writers wait for no longer than that takes."""
 
-_FIRST_LOOKED_UP = 16
-"""Keys of a chain looked up before it is known that it is there at all."""
 _VERSION = str(INDEX_VERSION).encode()
 _SLAB_CHANGES = b"slab changes"
 
@@ -65,6 +68,12 @@ class Located(NamedTuple):
     length: int
     position: int
     """The number that the caller gave with the key."""
+
+
+_located = functools.partial(tuple.__new__, Located)
+_LOCATED = struct.Struct("<4xIII8xQx")
+"""Of ``PAGE``: slab, slot, length, and of its rank when it was last used."""
+assert _LOCATED.size == PAGE.size
 
 
 class SlabIndex:
@@ -132,21 +141,21 @@ class SlabIndex:
         ``positions[i]`` comes back as the position of ``keys[i]``. ``oldest`` as for ``contains``.
         """
         with self._environment.begin(db=self.pages_db) as transaction:
-            get = transaction.get
-            values = [get(key) for key in self.full_keys(transaction, keys)]
-            slabs = self._slabs_by_number(transaction)
-            ranking = Ranking(slabs, transaction, self.state_db)
-            oldest_fresh: dict[int, int] = {}
-            stale = False
-            located: list[Located] = []
-            for position, value in zip(positions, values, strict=True):
-                if value is None or value < oldest:
-                    continue
-                _, slab, slot, length, rank = PAGE.unpack(value)
-                located.append(Located(slab, slot, length, position))
-                if slab not in oldest_fresh:
-                    oldest_fresh[slab] = ranking.oldest_fresh_use(slabs[slab].slot_size)
-                stale = stale or Rank.used_of(rank) < oldest_fresh[slab]
+            values: list[Any] = list(map(transaction.get, self.full_keys(transaction, keys)))
+            if oldest or None in values:
+                found = [n for n, value in enumerate(values) if value is not None and value >= oldest]
+                positions, values = [positions[n] for n in found], [values[n] for n in found]
+            if not values:
+                return [], False
+            # Column by column, without a step of Python per page.
+            slabs, slots, lengths, uses = zip(*_LOCATED.iter_unpack(b"".join(values)), strict=True)
+            located = list(map(_located, zip(slabs, slots, lengths, positions, strict=True)))
+            known = self._slabs_by_number(transaction)
+            ranking = Ranking(known, transaction, self.state_db)
+            fresh = {slab: ranking.oldest_fresh_use(known[slab].slot_size) for slab in set(slabs)}
+            stale = min(uses) < max(fresh.values()) and any(
+                used < fresh[slab] for slab, used in zip(slabs, uses, strict=True)
+            )
         return located, stale
 
     def find(self, key: bytes) -> Place | None:
@@ -162,18 +171,13 @@ class SlabIndex:
 
     def count_leading(self, keys: Sequence[bytes], oldest: bytes = b"") -> int:
         with self._environment.begin(db=self.pages_db) as transaction:
-            # In growing portions: most chains that end do so early, and a portion is looked up without a loop.
-            done, portion = 0, _FIRST_LOOKED_UP
-            while done < len(keys):
-                values = list(map(transaction.get, self.full_keys(transaction, keys[done : done + portion])))
-                leading = len(values) if all(values) else values.index(None)
-                if oldest:
-                    expired = (n for n, value in enumerate(values[:leading]) if value is not None and value < oldest)
-                    leading = next(expired, leading)
-                if leading < len(values):
-                    return done + leading
-                done, portion = done + portion, portion * 8
-        return len(keys)
+            full_keys = self.full_keys(transaction, keys)
+            if oldest:
+                values = map(transaction.get, full_keys)
+                return sum(1 for _ in takewhile(lambda value: value is not None and value >= oldest, values))
+            with transaction.cursor() as cursor:
+                # Ends at the first key that is not there, and is no step of Python up to it.
+                return len(list(takewhile(operator.truth, map(cursor.set_key, full_keys))))
 
     def expired(self, oldest: bytes, begin: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
         """Of up to ``limit`` entries of ``pages`` from ``begin`` on: the keys of those written before ``oldest``, and
@@ -219,6 +223,8 @@ class SlabIndex:
     def full_keys(self, transaction: Any, keys: Sequence[bytes]) -> list[bytes]:
         """The keys in ``pages``: with the generation of their identity in front."""
         state = self.state_db
+        if isinstance(keys, PageKeys):
+            return keys.behind(transaction.get(b"generation" + keys.identity, db=state) or FIRST_GENERATION)
         generations = {
             digest: transaction.get(b"generation" + digest, db=state) or FIRST_GENERATION
             for digest in {key[:IDENTITY_LENGTH] for key in keys}

@@ -48,8 +48,14 @@ class Read(NamedTuple):
     headers: memoryview
     stride: int
 
-    def fields(self, number: int) -> bytes:
-        return bytes(self.headers[number * self.stride : number * self.stride + _FIELDS])
+    def fields(self, pages: int) -> list[bytes]:
+        """Those of the first ``pages`` pages."""
+        stride, headers = self.stride, self.headers
+        if stride == _FIELDS:
+            # Copied at once: a page costs a slice of bytes.
+            together = bytes(headers[: pages * _FIELDS])
+            return [together[begin : begin + _FIELDS] for begin in range(0, pages * _FIELDS, _FIELDS)]
+        return [bytes(headers[begin : begin + _FIELDS]) for begin in range(0, pages * stride, stride)]
 
 
 class SlotIo:

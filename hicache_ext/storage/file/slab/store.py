@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -42,7 +43,8 @@ from hicache_ext.storage.file.slab.directory import (
 from hicache_ext.storage.file.slab.index import Located
 from hicache_ext.storage.file.slab.records import CREATED, Place, Slab
 from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.file.slab.touches import Chains, Touches
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 logger = logging.getLogger(__name__)
 
@@ -164,10 +166,8 @@ class SlabStore:
         with self._calls:
             for part, positions in self._by_part(batch.keys):
                 part.get(batch, positions, results)
-        self._metrics.add_many("get", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "get", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is GetResult.HIT)
-        )
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
@@ -175,10 +175,8 @@ class SlabStore:
         with self._calls:
             for part, positions in self._by_part(batch.keys):
                 part.set(batch, positions, results)
-        self._metrics.add_many("set", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "set", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is SetResult.STORED)
-        )
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -226,12 +224,15 @@ class SlabStore:
         self._workers.close()
         for cleaner in self._cleaners:
             cleaner.join()
+        for part in self._parts:
+            part.close()
         self._resources.close()
 
     def abandon(self) -> None:
         """``close()`` after the device failed: the index is rebuilt by whoever comes back."""
         for part in self._parts:
             part.directory.doubt()
+            part.forget_uses()
         self.close()
 
     def _by_part(self, keys: Sequence[bytes]) -> Iterable[tuple[_SlabPart, list[int]]]:
@@ -254,6 +255,10 @@ class _SlabPart:
         self._metrics = store.metrics
         self._io = SlotIo(directory, store.plan, store.metrics)
         self._pins = PinnedPages(store.name, directory.path, capacity // 2, self._index.occupied_by)
+        # A read through the page cache is mostly work of a processor: more threads only take it from each other.
+        processors = len(os.sched_getaffinity(0))
+        self._readers = store.threads if store.plan.read == "direct" else min(store.threads, processors)
+        self._touches = Touches(store.name, self._write_touches)
         self._slabs = {slab.number: slab for slab in self._index.slabs()}
         # A slab of another slot size that holds colder pages than those evicted here.
         self._colder_slab: Slab | None = None
@@ -268,6 +273,10 @@ class _SlabPart:
         self._capacity = capacity
         self._shrink()
 
+    def close(self) -> None:
+        """No call is under way."""
+        self._touches.close()
+
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch, positions: list[int], results: list[GetResult]) -> None:
@@ -275,14 +284,13 @@ class _SlabPart:
         stale = False
         wanted = positions
         for _ in range(2):
-            located, worth_a_touch = self._locate([batch.keys[i] for i in wanted], wanted)
+            located, worth_a_touch = self._locate(_keys_at(batch, wanted), wanted)
             stale = stale or worth_a_touch
             wanted = self._read(batch, located, results)
             if not wanted:
                 break
         if stale:
-            hits = [batch.keys[i] for i in positions if results[i] is GetResult.HIT]
-            self._change(lambda change: change.touch(hits))
+            self._touches.note([batch.keys[i] for i in positions if results[i] is GetResult.HIT])
 
     def _read(self, batch: PageBatch, located: list[Located], results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
@@ -291,54 +299,50 @@ class _SlabPart:
         doubtful = [(page, "length") for page in located if page.length != _shape(sizes[page.position]).length]
         if doubtful:
             located = [page for page in located if page.length == _shape(sizes[page.position]).length]
-        runs = self._runs(batch, located)
-        for run, reasons in zip(
-            runs, self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n])), strict=True
-        ):
-            if reasons is None:
-                for page in run:
-                    results[page.position] = GetResult.ERROR
-                continue
-            for page, reason in zip(run, reasons, strict=True):
-                if reason is None:
-                    results[page.position] = GetResult.HIT
-                else:
-                    doubtful.append((page, reason))
+        readers = self._readers
+        runs = self._runs(batch, located, readers)
+        for of_run in self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
+            doubtful += of_run
         moved = []
         for page, reason in doubtful:
             healed = self._heal(batch.keys[page.position], page, reason)
             results[page.position] = GetResult.CORRUPT if healed else GetResult.MISS
             if not healed:
                 moved.append(page.position)
-        return moved
+        return sorted(moved)
 
-    def _read_run(self, batch: PageBatch, run: list[Located]) -> list[str | None] | None:
-        """One preadv for a run of neighbouring slots; why each is not its page; None where I/O failed."""
-        shapes = [_shape(batch.sizes[page.position]) for page in run]
+    def _read_run(self, batch: PageBatch, run: list[Located], results: list[GetResult]) -> list[tuple[Located, str]]:
+        """One preadv for a run of neighbouring slots; those that do not hold their page, each with the reason."""
         slab = self._slab(run[0].slab)
         if slab is None:
-            return ["truncated"] * len(run)
-        stored = [Stored(shape.header, batch.buffers[page.position]) for page, shape in zip(run, shapes, strict=True)]
+            return [(page, "truncated") for page in run]
+        keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
+        headers = [_shape(sizes[page.position]).header for page in run]
+        stored = [Stored(header, buffers[page.position]) for page, header in zip(run, headers, strict=True)]
         try:
             read = self._io.read(slab, run[0].slot * slab.slot_size, stored)
         except FileNotFoundError:
             # The slab was dropped meanwhile.
-            return ["truncated"] * len(run)
+            return [(page, "truncated") for page in run]
         except OSError as error:
             self._count_error(error)
-            return None
-        if read.moved != sum([shape.length for shape in shapes]):
+            for page in run:
+                results[page.position] = GetResult.ERROR
+            return []
+        if read.moved != sum([page.length for page in run]):
             # The same, while it was being read.
-            return ["truncated"] * len(run)
-        reasons: list[str | None] = []
-        for number, (page, shape) in enumerate(zip(run, shapes, strict=True)):
-            header = read.fields(number)
-            key, segments = batch.keys[page.position], batch.buffers[page.position]
-            if envelope.is_page(header, shape.header, key, batch.sizes[page.position], segments):
-                reasons.append(None)
-            else:
-                reasons.append(envelope.reason_to_refuse(header.ljust(shape.header, b"\0"), key, segments))
-        return reasons
+            return [(page, "truncated") for page in run]
+        doubtful: list[tuple[Located, str]] = []
+        for page, header, fields in zip(run, headers, read.fields(len(run)), strict=True):
+            position = page.position
+            key, segments = keys[position], buffers[position]
+            if not envelope.is_page(fields, header, key, sizes[position], segments):
+                reason = envelope.reason_to_refuse(fields.ljust(header, b"\0"), key, segments)
+                if reason is not None:
+                    doubtful.append((page, reason))
+                    continue
+            results[position] = GetResult.HIT
+        return doubtful
 
     def _heal(self, key: bytes, page: Located, reason: str) -> bool:
         """Remove a page whose slot does not hold it; False when the index says by now that it is elsewhere or gone."""
@@ -348,6 +352,21 @@ class _SlabPart:
             self._metrics.add("corrupt", reason)
             logger.warning("tier %s: page %s was bad (%s) and is removed", self._store.name, key.hex(), reason)
         return bool(removed)
+
+    def forget_uses(self) -> None:
+        self._touches.forget()
+
+    def _write_touches(self) -> bool:
+        """Write into the index which pages were read; False when there was nothing."""
+        taken = self._touches.take()
+        if taken:
+            self._change(lambda change: self._touch(change, taken))
+        return bool(taken)
+
+    @staticmethod
+    def _touch(change: IndexChange, chains: Chains) -> None:
+        for keys in chains:
+            change.touch(keys)
 
     # -- presence --------------------------------------------------------------------------------------------------
 
@@ -375,12 +394,12 @@ class _SlabPart:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
-        located, stale = self._locate([batch.keys[i] for i in positions], positions)
+        located, stale = self._locate(_keys_at(batch, positions), positions)
         for page in located:
             results[page.position] = SetResult.EXISTS
         if stale:
             # Computed and written once more is used, too.
-            self._change(lambda change: change.touch([batch.keys[page.position] for page in located]))
+            self._touches.note([batch.keys[page.position] for page in located])
         known = {page.position for page in located}
         missing = [position for position in positions if position not in known] if known else positions
         for portion in self._portions(batch, missing):
@@ -420,7 +439,7 @@ class _SlabPart:
         self._metrics.add("rejected", "capacity", len(positions) - len(taken))
         if not taken:
             return
-        runs = self._runs(batch, taken)
+        runs = self._runs(batch, taken, self._store.threads)
         written: list[Located] = []
         published: dict[int, SetResult] = {}
         try:
@@ -452,6 +471,7 @@ class _SlabPart:
                 places += change.take_free_slots(slot_size, count - len(places))
             if len(places) < count:
                 self._full.add(slot_size)
+                self._touch(change, self._touches.take())
                 change.evict(slot_size, count - len(places), self._pins.spared())
                 places += change.take_free_slots(slot_size, count - len(places))
             for position, (slab, slot) in zip(wanted, places, strict=False):
@@ -567,6 +587,7 @@ class _SlabPart:
         """
         for slot_size, count in Counter(_shape(batch.sizes[page.position]).slot for page in written).items():
             if slot_size in self._full:
+                self._touch(change, self._touches.take())
                 wanted = min(count, self._capacity // slot_size // _MOST_EVICTED_AHEAD)
                 change.evict(slot_size, wanted - change.free_slots(slot_size, wanted), self._pins.spared())
                 self._colder_slab = change.colder_slab(slot_size)
@@ -644,26 +665,28 @@ class _SlabPart:
         ttl = self._store.ttl
         return b"" if ttl is None else CREATED.pack(max(0, int(time.time() - ttl)))
 
-    def _runs(self, batch: PageBatch, pages: list[Located]) -> list[list[Located]]:
+    def _runs(self, batch: PageBatch, pages: list[Located], threads: int) -> list[list[Located]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
         if not pages:
             return []
-        longest = max(1, -(-len(pages) // (2 * self._store.threads)))
+        longest = max(1, -(-len(pages) // (2 * threads)))
         runs: list[list[Located]] = []
         run: list[Located] = []
         # The place right behind the run. Only full slots have no gap between them.
         following = (-1, -1)
         room = 0
+        sizes = batch.sizes
         for page in sorted(pages):
-            shape = _shape(batch.sizes[page.position])
-            if (page.slab, page.slot) == following and len(run) < longest and shape.slot == shape.length <= room:
+            slab, slot, _, position = page
+            _, length, takes = _shape(sizes[position])
+            if (slab, slot) == following and len(run) < longest and takes == length <= room:
                 run.append(page)
-                room -= shape.slot
+                room -= takes
             else:
                 run = [page]
                 runs.append(run)
-                room = _LARGEST_RUN - shape.slot
-            following = (page.slab, page.slot + 1) if shape.slot == shape.length else (-1, -1)
+                room = _LARGEST_RUN - takes
+            following = (slab, slot + 1) if takes == length else (-1, -1)
         return runs
 
     def _slab(self, number: int) -> Slab | None:
@@ -699,6 +722,11 @@ class _SlabPart:
         self._metrics.add("error", type(error).__name__)
         logger.error("tier %s: index of %s: %s", self._store.name, self.directory.path, error)
         self._store.trouble(error)
+
+
+def _keys_at(batch: PageBatch, positions: Sequence[int]) -> Sequence[bytes]:
+    """The keys at some positions, which rise."""
+    return batch.keys if len(positions) == len(batch) else [batch.keys[position] for position in positions]
 
 
 class _Shape(NamedTuple):

@@ -1,0 +1,92 @@
+"""Uses of pages, noted by reads and written into the index later: a request does not wait for what only ranks pages.
+
+A use costs the index about as much as a page written. Reads note it here; it is written before the next eviction of
+this process, and otherwise by a thread in a pause of the reads, which it would compete with for the interpreter. What a
+killed process had noted is lost: its pages rank as if they had not been used for that moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+_QUIET = 0.05
+"""Seconds without a note that are taken for a pause."""
+_LONGEST = 1.0
+"""Seconds after which notes are written also where reads go on without a pause."""
+_MOST_AT_ONCE = 256
+"""Pages in one transaction: writers wait for no longer than that takes."""
+_MOST_NOTED = 1 << 16
+"""Pages noted and not yet written; what is noted beyond that is dropped."""
+
+Chains = list[Sequence[bytes]]
+
+
+class Touches:
+    """For one directory. Thread-safe."""
+
+    def __init__(self, name: str, write: Callable[[], bool]) -> None:
+        """``write`` takes what is noted (``take``) and writes it; False when there was nothing. It never raises."""
+        self._name = name
+        self._write = write
+        self._condition = threading.Condition()
+        self._noted: Chains = []
+        self._pages = 0
+        self._last_note = 0.0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """The leading pages of a chain were used."""
+        with self._condition:
+            if not keys or self._closing or self._pages + len(keys) > _MOST_NOTED:
+                return
+            self._noted.append(keys)
+            self._pages += len(keys)
+            self._last_note = time.monotonic()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"hicache-{self._name}-touch", daemon=True)
+                self._thread.start()
+            elif len(self._noted) == 1:
+                self._condition.notify_all()
+
+    def take(self) -> Chains:
+        """The chains noted longest ago, as many as one transaction may write; they are noted no more."""
+        with self._condition:
+            count = pages = 0
+            for keys in self._noted:
+                if count and pages + len(keys) > _MOST_AT_ONCE:
+                    break
+                count, pages = count + 1, pages + len(keys)
+            taken, self._noted = self._noted[:count], self._noted[count:]
+            self._pages -= pages
+            return taken
+
+    def forget(self) -> None:
+        """Drop what is noted."""
+        with self._condition:
+            self._noted, self._pages = [], 0
+
+    def close(self) -> None:
+        """End the thread; everything noted is written before this returns."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        while self._write():
+            pass
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._noted or self._closing)
+                latest = time.monotonic() + _LONGEST
+                while not self._closing and (now := time.monotonic()) < min(self._last_note + _QUIET, latest):
+                    self._condition.wait(min(self._last_note + _QUIET, latest) - now)
+                if self._closing:
+                    return
+            while not self._closing and self._write():
+                pass
