@@ -432,6 +432,18 @@ def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(
     store.close()
 
 
+def test_what_is_left_of_a_batch_at_the_deadline_is_not_begun(engine, store):
+    keys = page_keys(2)
+    store_pages(store, keys)
+    store._deadline = lambda: 0.0
+    assert read_pages(store, keys)[0] == [GetResult.TIMEOUT] * 2
+    assert "get" not in engine.client.calls
+    # Nothing was left behind, so nothing keeps the next call waiting.
+    del store._deadline
+    assert store.attached
+    assert read_pages(store, keys)[0] == [GetResult.HIT] * 2
+
+
 def test_a_client_with_a_call_that_never_ends_is_not_closed_under_it(tier, engine):
     engine.tier = tier.model_copy(update={"timeout": 0.2})
     store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
