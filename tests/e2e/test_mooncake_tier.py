@@ -23,7 +23,7 @@ def servers(tmp_path):
     if missing := missing_mooncake():
         pytest.skip(f"missing: {missing}")
     try:
-        with own_network(), MooncakeServers(tmp_path / "mooncake") as servers:
+        with own_network(), MooncakeServers(tmp_path / "mooncake", lease_ms=5000) as servers:
             yield servers
     except NetworkUnavailable as error:
         pytest.skip(f"missing: {error}")

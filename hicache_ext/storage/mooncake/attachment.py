@@ -110,6 +110,9 @@ class Attachment:
         """
         answers: list[Answer] = []
         started = time.monotonic()
+        if started >= deadline:
+            at_last()
+            return None
 
         def run() -> Answer:
             answers.append(call())

@@ -62,6 +62,14 @@ def wait_until(true: Callable[[], bool], seconds: float = 40) -> float:
     return time.monotonic() - started
 
 
+def all_hits(store: MooncakeStore, keys: list[bytes]) -> bool:
+    """Whether every page is a hit now; a slow machine may miss a deadline. Fails where a hit is not the page."""
+    results, payloads = read_pages(store, keys, PAGE)
+    for key, result, payload in zip(keys, results, payloads, strict=True):
+        assert result is not GetResult.HIT or payload == payload_of(key, sum(PAGE))
+    return set(results) == {GetResult.HIT}
+
+
 def comes_back(store: MooncakeStore) -> None:
     """Pages can be stored and read again, without any help."""
     attempt = 0
@@ -70,10 +78,7 @@ def comes_back(store: MooncakeStore) -> None:
         nonlocal attempt
         attempt += 1
         keys = page_keys(2, f"back {attempt}")
-        if store_pages(store, keys, PAGE) != [SetResult.STORED] * 2:
-            return False
-        assert_hits(store, keys, PAGE)
-        return True
+        return store_pages(store, keys, PAGE) == [SetResult.STORED] * 2 and all_hits(store, keys)
 
     print(f"back by itself after {wait_until(works):.1f} s")
 
@@ -135,7 +140,7 @@ def test_a_frozen_holder_costs_a_bounded_call_and_late_bytes_never_arrive(cluste
     assert pages.snapshot() == untouched
     comes_back(store)
     # The pages were whole all the time: nothing was removed for a reason that was the holder's.
-    assert_hits(store, keys, PAGE)
+    wait_until(lambda: all_hits(store, keys))
 
 
 def test_a_holder_frozen_while_pages_are_written_leaves_no_half_page(cluster, store):
@@ -145,11 +150,9 @@ def test_a_holder_frozen_while_pages_are_written_leaves_no_half_page(cluster, st
     assert SetResult.STORED not in results
     cluster.thaw_holder()
     comes_back(store)
-    results, payloads = read_pages(store, keys, PAGE)
-    for key, result, payload in zip(keys, results, payloads, strict=True):
-        assert result is not GetResult.HIT or payload == payload_of(key, sum(PAGE))
+    all_hits(store, keys)
     wait_until(lambda: all(result.durable for result in store_pages(store, keys, PAGE)))
-    assert_hits(store, keys, PAGE)
+    wait_until(lambda: all_hits(store, keys))
 
 
 def test_a_killed_holder_takes_its_pages_along_and_another_serves(network, tmp_path):
@@ -170,7 +173,7 @@ def test_a_killed_holder_takes_its_pages_along_and_another_serves(network, tmp_p
 
 def test_a_full_pool_rejects_or_evicts_and_what_it_says_it_has_is_right(network, tmp_path):
     with MooncakeServers(tmp_path, segment_bytes=64 * MIB, lease_ms=100) as cluster:
-        store = open_mooncake_tier("pool", tier_for(cluster))
+        store = open_mooncake_tier("pool", tier_for(cluster, timeout=20))
         counts = dict.fromkeys(SetResult, 0)
         for round_number in range(16):
             keys = page_keys(8, f"round {round_number}")
