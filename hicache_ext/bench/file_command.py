@@ -36,7 +36,7 @@ _GEOMETRIES = ("mha", "mla")
 _PAYLOADS = ("32KiB", "128KiB", "1MiB", "4MiB")
 _BATCHES_AT_LEAST = 4
 _SHORT_MLA_PAYLOAD = 128 << 10
-_SHORT_BATCHES = 16
+_SHORT_BATCHES = 8
 _SHORT_BATCH_BYTES = 64 << 20
 """In a short run: the one page size with MLA geometry, batches per mode of small pages, and the largest batch."""
 _PACKAGES = ("hicache-ext", "sglang", "torch", "aiofiles", "nixl-cu12", "lmdb", "xxhash")
