@@ -40,7 +40,6 @@ from hicache_ext.envelope import KEY_LENGTH
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
 from hicache_ext.storage.file.slab.change import Written
 from hicache_ext.storage.file.slab.index import SlabIndex
-from hicache_ext.storage.file.slab.records import Place
 
 Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024
@@ -148,11 +147,11 @@ def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int]) ->
         if len(places) < len(positions):
             change.evict(_SLOT_SIZE, len(positions) - len(places))
             places += change.take_free_slots(_SLOT_SIZE, len(positions) - len(places))
-        token = change.pend([(slab, slot, keys[i]) for i, (slab, slot) in zip(positions, places, strict=True)])
+        token = change.pend(places)
         change.publish(
             [token],
             [
-                Written(keys[i], Place(slab, slot, 1), i, keys[i - 1] if i else None)
+                Written(keys[i], slab, slot, 1, i, keys[i - 1] if i else None)
                 for i, (slab, slot) in zip(positions, places, strict=True)
             ],
         )

@@ -41,6 +41,8 @@ _HEADER_CHECKSUM = struct.Struct("<16s")
 _FIELDS_BEFORE_CHECKSUM = FIELDS_LENGTH - _HEADER_CHECKSUM.size
 assert _FIELDS.size == _FIELDS_BEFORE_CHECKSUM
 
+_RESERVED = bytes(16)
+
 Buffer = bytes | bytearray | memoryview
 Segments = Sequence[memoryview]
 
@@ -100,17 +102,33 @@ def encode_fields(
         raise ValueError(f"a page key has {KEY_LENGTH} bytes, got {len(key)}")
     if not FIELDS_LENGTH <= header_length <= MAX_HEADER_LENGTH:
         raise ValueError(f"header_length must be {FIELDS_LENGTH}..{MAX_HEADER_LENGTH}, got {header_length}")
-    fields = _FIELDS.pack(
-        MAGIC,
-        FORMAT_VERSION,
+    return _encoded(
+        key,
         FLAG_PAYLOAD_CHECKSUM if checksum else 0,
         header_length,
-        key[:IDENTITY_LENGTH],
-        key[IDENTITY_LENGTH:],
         sum([segment.nbytes for segment in segments]),
         payload_checksum(segments) if checksum else bytes(16),
         int(time.time() * 1000) if created_ms is None else created_ms,
-        bytes(16),
+    )
+
+
+def encode_page(key: bytes, segments: Segments, payload_length: int, header_length: int, created_ms: int) -> bytes:
+    """``encode_fields`` for a caller that has checked its arguments and counted the payload: stores do it per page."""
+    return _encoded(key, FLAG_PAYLOAD_CHECKSUM, header_length, payload_length, payload_checksum(segments), created_ms)
+
+
+def _encoded(key: bytes, flags: int, header_length: int, length: int, checksum: bytes, created_ms: int) -> bytes:
+    fields = _FIELDS.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        flags,
+        header_length,
+        key[:IDENTITY_LENGTH],
+        key[IDENTITY_LENGTH:],
+        length,
+        checksum,
+        created_ms,
+        _RESERVED,
     )
     return fields + xxhash.xxh3_128_digest(fields)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.change import Written
-from hicache_ext.storage.file.slab.records import Place
 from hicache_ext.storage.file.slab.store import SlabStore, _SlabPart
 from hicache_ext.testing.memory_store import MemoryPageStore
 
@@ -105,8 +104,8 @@ class RawSlots:
             for other in passed_over:
                 change.give_back(*other)
             stored = stored[:slot_size]
-            token = change.pend([(slab, slot, key)])
-            assert change.publish([token], [Written(key, Place(slab, slot, len(stored)), 0, None)]) == [True]
+            token = change.pend([(slab, slot)])
+            assert change.publish([token], [Written(key, slab, slot, len(stored), 0, None)]) == [True]
         file, offset = self._file_and_offset(part, slab, slot)
         with file.open("r+b") as opened:
             opened.seek(offset)

@@ -37,7 +37,9 @@ batch rank like heads, and a tail can outlive its head until the head is inserte
 
 from __future__ import annotations
 
+import functools
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -67,7 +69,6 @@ _LOG2: Final = (0, 256, 406, 512, 594, 662, 719, 768)
 
 _CLOCK = struct.Struct("<QQI")
 _RANK = struct.Struct("<QQB")
-_GHOST = struct.Struct("<QB")
 _MAX_REUSES: Final = (1 << 32) - 1
 
 
@@ -122,6 +123,8 @@ class Rank(NamedTuple):
 
 
 RANK_LENGTH: Final = _RANK.size
+_rank = functools.partial(tuple.__new__, Rank)
+"""``Rank`` at a third of the price, for what is made once per page written."""
 
 
 class Ghost(NamedTuple):
@@ -133,19 +136,6 @@ class Ghost(NamedTuple):
     @classmethod
     def of(cls, evicted: Rank) -> Ghost:
         return cls(evicted.used, evicted.hits)
-
-    @classmethod
-    def unpack(cls, stored: bytes) -> Ghost:
-        return cls(*_GHOST.unpack(stored))
-
-    def pack(self) -> bytes:
-        """9 bytes."""
-        return _GHOST.pack(self.used, self.hits)
-
-    @staticmethod
-    def pack_evicted(stored: bytes) -> bytes:
-        """``Ghost.of(Rank.unpack(stored)).pack()``: the record of a page without its priority."""
-        return stored[8:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +166,34 @@ class EvictionPolicy:
         """The new clock, and the record of a page written now, ``depth`` pages after the first of its chain."""
         clock = clock.after_insert()
         if ghost is None:
-            # Most pages: written out, because every page of every write passes here.
-            distance = self.reuse_distance(clock)
-            capacity = self.capacity
-            tail = (distance if distance < capacity else capacity) * (depth if depth < _MAX_DEPTH else _MAX_DEPTH)
-            return clock, Rank(_bounded(_ORIGIN + clock.inserts - tail // _DEPTH_WEIGHT, before), clock.inserts, 0)
+            return clock, Rank(_bounded(self._priority(clock, 0, depth), before), clock.inserts, 0)
         clock = clock.after_reuse(max(0, clock.inserts - ghost.used))
         hits = min(ghost.hits + 1, _MAX_HITS)
         return clock, Rank(_bounded(self._priority(clock, hits, depth), before), clock.inserts, hits)
+
+    def inserted_chain(
+        self, clock: Clock, before: Rank | None, first_depth: int, ghosts: Sequence[Ghost | None]
+    ) -> tuple[Clock, list[Rank]]:
+        """``inserted`` for pages each of which follows the one before it, the first one ``before``; one ghost, or None,
+        per page. Written out, because every page of every write passes here."""
+        ranks: list[Rank] = []
+        inserts, distance = clock.inserts, min(self.reuse_distance(clock), self.capacity)
+        highest = _MAX_PRIORITY if before is None else max(0, before.priority - 1)
+        for depth, ghost in enumerate(ghosts, first_depth):
+            if ghost is None:
+                inserts += 1
+                priority = _ORIGIN + inserts - distance * (depth if depth < _MAX_DEPTH else _MAX_DEPTH) // _DEPTH_WEIGHT
+                if priority > highest:
+                    priority = highest
+                before = _rank((priority, inserts, 0))
+            else:
+                clock = Clock(inserts, clock.distance_sum, clock.reuses)
+                clock, before = self.inserted(clock, depth, before, ghost)
+                inserts, distance = clock.inserts, min(self.reuse_distance(clock), self.capacity)
+                priority = before.priority
+            highest = priority - 1 if priority else 0
+            ranks.append(before)
+        return Clock(inserts, clock.distance_sum, clock.reuses), ranks
 
     def renewed(self, clock: Clock, rank: Rank, depth: int, before: Rank | None = None) -> tuple[Clock, Rank] | None:
         """The new clock and the record of a present page that was used; None when nothing worth a write changes."""

@@ -166,7 +166,6 @@ def test_the_measured_distance_follows_a_change():
 def test_records_survive_packing_and_fit_24_bytes(priority, used, hits):
     rank, clock = Rank(priority, used, hits), Clock(priority, used, hits)
     assert Rank.unpack(rank.pack()) == rank
-    assert Ghost.unpack(Ghost.of(rank).pack()) == Ghost(used, hits)
     assert Clock.unpack(clock.pack()) == clock
     assert len(rank.pack()) == RANK_LENGTH <= 24
 
@@ -221,3 +220,20 @@ def test_the_script_replays_a_trace_and_writes_its_results(replay_trace, tmp_pat
 def test_without_the_trace_the_script_says_so_and_ends_well(replay_trace, tmp_path, capsys):
     assert replay_trace.main([str(tmp_path / "absent.jsonl")]) == 0
     assert "nothing to replay" in capsys.readouterr().out
+
+
+@given(
+    st.integers(1, 1000),
+    st.integers(0, 200),
+    st.one_of(st.none(), st.integers(0, 1 << 41)),
+    st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 5000), st.integers(0, 7))), max_size=80),
+)
+def test_a_chain_inserted_at_once_ranks_as_page_by_page(capacity, depth, priority, remembered):
+    policy, clock = EvictionPolicy(capacity), Clock(5000, 700_000, 900)
+    before = None if priority is None else Rank(priority, 0, 0)
+    ghosts = [None if ghost is None else Ghost(*ghost) for ghost in remembered]
+    after, ranks = policy.inserted_chain(clock, before, depth, ghosts)
+    for number, ghost in enumerate(ghosts):
+        clock, before = policy.inserted(clock, depth + number, before, ghost)
+        assert ranks[number] == before
+    assert after == clock

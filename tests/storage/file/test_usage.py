@@ -6,8 +6,11 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -195,6 +198,30 @@ def test_many_threads_lose_nothing(open_usage):
 def test_this_process_is_alive_and_a_killed_one_is_not():
     assert writer_alive(writer_name(), time.time())
     assert not writer_alive(_dead_writer(), time.time())
+
+
+def test_a_process_is_alive_while_a_thread_of_it_is_at_work_though_its_first_one_has_ended():
+    """A killed writer: its first thread was gone, another one still inside a write to a slot that was given away."""
+    program = (
+        "import ctypes, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('ready', flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            name = writer_name(process.pid)
+            state = Path(f"/proc/{process.pid}/stat")
+            deadline = time.monotonic() + 30
+            while ") Z " not in state.read_text() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert ") Z " in state.read_text()
+            assert writer_alive(name, time.time())
+        finally:
+            process.kill()
+    assert not writer_alive(name, time.time())
 
 
 def test_a_zombie_is_dead():

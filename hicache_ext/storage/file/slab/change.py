@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import xxhash
 
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.storage.file.eviction import RANK_LENGTH, Ghost, Rank
+from hicache_ext.storage.file.slab.groups import Group, Groups
 from hicache_ext.storage.file.slab.ranking import Ranking
 from hicache_ext.storage.file.slab.records import (
     CREATED,
-    FINGERPRINT_LENGTH,
-    FREE,
     GENERATION,
+    HELD,
+    HELD_KEY,
+    HELD_PRIORITY,
     NUMBER,
-    ORDER,
     PAGE,
-    PENDING,
+    PAGE_WITH_RANK,
     PLACE,
     PRIORITY,
     SLAB,
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     from hicache_ext.storage.file.slab.index import SlabIndex
 
 
-_GROUP = 2 << 20
-"""Bytes of slots, from a border of so many, within which neighbours are evicted together."""
-
-
 _HIGHEST_PRIORITY = (1 << 64) - 1
 _LATEST = (1 << 32) - 1
 _RANK_IN_PAGE = PAGE.size - RANK_LENGTH
@@ -47,7 +42,9 @@ class Written(NamedTuple):
     """A page whose bytes are in its slot."""
 
     key: bytes
-    place: Place
+    slab: int
+    slot: int
+    length: int
     depth: int
     """Position in its chain, as far as is known."""
     before: bytes | None
@@ -62,12 +59,13 @@ class IndexChange:
         self._index = index
         self._transaction = transaction
         self._ranking = Ranking(slabs, transaction, index.state_db)
-        self._next_gone: int | None = None
+        self._groups = Groups(transaction, index.groups_db, index.order_db, index.free_db)
         self._slabs_changed = False
         self.evicted = 0
 
     def finish(self) -> bool:
         """At the end of the transaction; whether there are other slabs than before."""
+        self._groups.save()
         self._ranking.save()
         return self._slabs_changed
 
@@ -78,17 +76,7 @@ class IndexChange:
 
         In order of place: slots taken together lie together and are written together.
         """
-        first = SLOT_SIZE.pack(slot_size)
-        taken: list[bytes] = []
-        with self._transaction.cursor(self._index.free_db) as cursor:
-            if cursor.set_range(first):
-                for where in itertools.islice(cursor.iternext(keys=True, values=False), count):
-                    if not where.startswith(first):
-                        break
-                    taken.append(where)
-        for where in taken:
-            self._transaction.delete(where, db=self._index.free_db)
-        return [PLACE.unpack(where[SLOT_SIZE.size :]) for where in taken]
+        return self._groups.take_free(slot_size, count)
 
     def evict(self, slot_size: int, count: int, spared: frozenset[bytes] = frozenset()) -> None:
         """Free the slots of at least ``count`` pages of this slot size, as long as there are any: those that go first.
@@ -97,92 +85,61 @@ class IndexChange:
         Neighbours of such a page whose turn would come soon go with it: single slots here and there would each need a
         system call of their own (1.6 pages a call in a full directory, where this gives more than five).
         """
-        gone: list[tuple[bytes, bytes]] = []
+        gone: list[bytes] = []
         soon = self._ranking.soon(slot_size)
         may_spare = self._ranking.slots(slot_size) if spared else 0
         while len(gone) < count:
-            victim = self._first_victim(slot_size)
-            if victim is None:
+            group = self._groups.first_victim(slot_size)
+            if group is None:
                 break
-            priority, slab, slot = victim
-            if may_spare and self._spare(slot_size, slab, slot, spared):
+            slab, held = self._ranking.slab(group.slab), self._groups.held(group)
+            if may_spare and self._spare(slab, group, held, spared):
                 may_spare -= 1
                 continue
-            self._evict_group(slot_size, slab, slot, priority + soon, gone, spared if may_spare else frozenset())
+            # Compared as the bytes they are stored as: this runs once per page of every write.
+            highest = PRIORITY.pack(min(group.priority + soon, _HIGHEST_PRIORITY))
+            chosen = [of_slot for of_slot in held if of_slot[HELD_PRIORITY] <= highest]
+            if may_spare:
+                chosen = [of_slot for of_slot in chosen if of_slot[-PAGE_HASH_LENGTH:] not in spared]
+            self._groups.let_go(slab, group, held, chosen)
+            gone += [of_slot[HELD_KEY] for of_slot in chosen]
         self.evicted += len(gone)
-        self._remember(gone)
-        self._forget_ghosts(slot_size)
+        self._forget_pages(slot_size, gone)
 
-    def _spare(self, slot_size: int, slab: int, slot: int, spared: frozenset[bytes]) -> bool:
-        """Give the page in this slot, if it is one of ``spared``, the room of as many inserts as there are slots."""
-        holds = self._transaction.get(PLACE.pack(slab, slot), db=self._index.slots_db)
-        if holds[-PAGE_HASH_LENGTH:] not in spared:
+    def _spare(self, slab: Slab, group: Group, held: Sequence[bytes], spared: frozenset[bytes]) -> bool:
+        """Give the group's next victim, if it is one of ``spared``, the room of as many inserts as there are slots."""
+        offset, priority, full_key = HELD.unpack(min(held, key=lambda of_slot: of_slot[HELD_PRIORITY]))
+        if full_key[-PAGE_HASH_LENGTH:] not in spared:
             return False
-        full_key = holds[PRIORITY.size :]
-        created, _, _, length, stored = PAGE.unpack(self._transaction.get(full_key, db=self._index.pages_db))
-        rank = Rank.unpack(stored)
-        self._transaction.delete(ORDER.pack(slot_size, rank.priority, slab, slot), db=self._index.order_db)
-        later = min(rank.priority + self._ranking.slots(slot_size), _HIGHEST_PRIORITY)
-        self._put(full_key, created, slab, slot, length, Rank(later, rank.used, rank.hits))
+        value = self._transaction.get(full_key, db=self._index.pages_db)
+        rank = Rank.unpack(value[_RANK_IN_PAGE:])
+        later = min(priority + self._ranking.slots(slab.slot_size), _HIGHEST_PRIORITY)
+        self._put(full_key, value, slab, group.first + offset, Rank(later, rank.used, rank.hits))
         return True
 
-    def _evict_group(
-        self,
-        slot_size: int,
-        slab: int,
-        slot: int,
-        up_to: int,
-        gone: list[tuple[bytes, bytes]],
-        spared: frozenset[bytes],
-    ) -> None:
-        """Evict the pages beside a slot, its own included, with priorities ``up_to``; their ghosts go to ``gone``."""
-        transaction, index = self._transaction, self._index
-        slots = max(1, _GROUP // slot_size)
-        first = slot - slot % slots
-        end = PLACE.pack(slab, first + slots)
-        # Compared and put together as the bytes they are stored as: this runs once per page of every write.
-        highest = PRIORITY.pack(min(up_to, _HIGHEST_PRIORITY))
-        chosen: list[tuple[bytes, bytes]] = []
-        with transaction.cursor(index.slots_db) as cursor:
-            cursor.set_range(PLACE.pack(slab, first))
-            for where, holds in cursor:
-                if where >= end:
-                    break
-                if holds[: PRIORITY.size] <= highest and not (spared and holds[-PAGE_HASH_LENGTH:] in spared):
-                    chosen.append((where, holds))
-        pop, delete = transaction.pop, transaction.delete
-        pages, order, occupied = index.pages_db, index.order_db, index.slots_db
-        size = SLOT_SIZE.pack(slot_size)
-        for where, holds in chosen:
-            full_key = holds[PRIORITY.size :]
-            page = pop(full_key, db=pages)
-            gone.append((_fingerprint(full_key), Ghost.pack_evicted(page[_RANK_IN_PAGE:])))
-            delete(size + holds[: PRIORITY.size] + where, db=order)
-            delete(where, db=occupied)
-        self._put_all(index.free_db, [(size + where, b"") for where, _ in chosen])
+    def _forget_pages(self, slot_size: int, gone: Sequence[bytes]) -> None:
+        """Remove evicted pages from ``pages`` and keep their ghosts."""
+        if not gone:
+            return
+        pop, pages_db = self._transaction.pop, self._index.pages_db
+        ranks = b"".join([pop(full_key, db=pages_db)[_RANK_IN_PAGE:] for full_key in gone])
+        table = self._index.ghosts(self._transaction, self._ranking.ghost_limit(slot_size))
+        if table is not None:
+            table.remember(gone, ranks)
 
     def free_slots(self, slot_size: int, at_most: int) -> int:
         """How many slots of this size are free; ``at_most`` when there are more."""
-        count = 0
-        first = SLOT_SIZE.pack(slot_size)
-        with self._transaction.cursor(self._index.free_db) as cursor:
-            if cursor.set_range(first):
-                for where in itertools.islice(cursor.iternext(keys=True, values=False), at_most):
-                    if not where.startswith(first):
-                        break
-                    count += 1
-        return count
+        return self._groups.count_free(slot_size, at_most)
 
-    def pend(self, items: Sequence[tuple[int, int, bytes]]) -> bytes:
-        """Note that this process is writing these (slab, slot, page key); the answer is the token for ``publish``."""
+    def pend(self, slots: Sequence[tuple[int, int]]) -> bytes:
+        """Note that this process is writing these (slab, slot); the answer is the token for ``publish``."""
         token = self._index.writer + NUMBER.pack(self._index.next_portion())
-        self._transaction.put(token, b"".join(PENDING.pack(*item) for item in items), db=self._index.pending_db)
+        self._transaction.put(token, b"".join([PLACE.pack(*slot) for slot in slots]), db=self._index.pending_db)
         return token
 
     def give_back(self, slab: int, slot: int) -> None:
         """A slot that was taken is free again."""
-        size = self._ranking.slab(slab).slot_size
-        self._transaction.put(FREE.pack(size, slab, slot), b"", db=self._index.free_db)
+        self._groups.give_back(self._ranking.slab(slab), slot)
 
     def publish(self, tokens: Sequence[bytes], pages: Sequence[Written], oldest: bytes = b"") -> list[bool] | None:
         """Make pages of what was pended under ``tokens``, in the order of their chain; the other slots become free.
@@ -191,47 +148,51 @@ class IndexChange:
         when the slots are no longer this writer's: its process was taken for dead. ``oldest`` as for ``contains``.
         """
         index, transaction = self._index, self._transaction
-        created = CREATED.pack(int(time.time()))
+        created, pack = CREATED.pack(int(time.time())), PAGE_WITH_RANK.pack
         rest: set[tuple[int, int]] = set()
         for token in tokens:
-            items = transaction.pop(token, db=index.pending_db)
-            rest.update((slab, slot) for slab, slot, _ in PENDING.iter_unpack(items or b""))
-        if not all((page.place.slab, page.place.slot) in rest for page in pages):
-            for slab, slot in rest:
-                self.give_back(slab, slot)
+            rest.update(PLACE.iter_unpack(transaction.pop(token, db=index.pending_db) or b""))
+        places = [(page.slab, page.slot) for page in pages]
+        if not rest.issuperset(places):
+            for number, slot in rest:
+                self.give_back(number, slot)
             return None
-        inserted: list[bool] = []
-        ordered: list[tuple[bytes, bytes]] = []
-        placed: list[tuple[bytes, bytes]] = []
-        last_key: bytes | None = None
-        last_rank: Rank | None = None
-        put, pages_db, ranking = transaction.put, index.pages_db, self._ranking
         full_keys = index.full_keys(transaction, [page.key for page in pages])
-        for (key, place, depth, previous), full_key in zip(pages, full_keys, strict=True):
-            stored = transaction.get(full_key, db=pages_db)
-            if stored is not None and stored < oldest:
-                # Expired: this is its successor.
-                self._remove(full_key, None)
-                stored = None
-            if stored is not None:
-                inserted.append(False)
-                last_key, last_rank = key, Rank.unpack(stored[_RANK_IN_PAGE:])
-                continue
-            before = last_rank if previous == last_key else self._rank_of(previous)
-            size = ranking.slab(place.slab).slot_size
-            rank = ranking.inserted(size, depth, before, self._recall(full_key))
-            put(full_key, PAGE.pack(created, place.slab, place.slot, place.length, rank.pack()), db=pages_db)
-            priority, where = PRIORITY.pack(rank.priority), PLACE.pack(place.slab, place.slot)
-            ordered.append((SLOT_SIZE.pack(size) + priority + where, full_key))
-            placed.append((where, priority + full_key))
-            rest.discard((place.slab, place.slot))
-            inserted.append(True)
-            last_key, last_rank = key, rank
-        self._put_all(index.order_db, ordered)
-        self._put_all(index.slots_db, placed)
-        for slab, slot in rest:
-            self.give_back(slab, slot)
+        if oldest:
+            self.remove_expired(full_keys, oldest)
+        items: list[tuple[bytes, bytes]] = []
+        ranks: list[Rank] = []
+        for begin, end in self._chains(pages):
+            size = self._ranking.slab(pages[begin].slab).slot_size
+            ghosts = self._recall(size, full_keys[begin:end])
+            chain = self._ranking.inserted_chain(size, self._rank_of(pages[begin].before), pages[begin].depth, ghosts)
+            items += [
+                (full_key, pack(created, number, slot, length, priority, used, hits))
+                for (_, number, slot, length, _, _), full_key, (priority, used, hits) in zip(
+                    pages[begin:end], full_keys[begin:end], chain, strict=True
+                )
+            ]
+            ranks += chain
+        inserted = self._insert(items)
+        if not all(inserted):
+            places = list(itertools.compress(places, inserted))
+            ranks = list(itertools.compress(ranks, inserted))
+            full_keys = list(itertools.compress(full_keys, inserted))
+        self._groups.hold_all(self._ranking.slab, places, ranks, full_keys)
+        rest.difference_update(places)
+        for number, slot in rest:
+            self.give_back(number, slot)
         return inserted
+
+    def _insert(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        """Put these into ``pages`` where there are none; which were put."""
+        with self._transaction.cursor(self._index.pages_db) as cursor:
+            _, added = cursor.putmulti(items, overwrite=False)
+        if added == len(items):
+            return [True] * added
+        # Another writer was faster, or a key came twice. The place in a value is that of one page.
+        get, pages_db = self._transaction.get, self._index.pages_db
+        return [get(full_key, db=pages_db) == value for full_key, value in items]
 
     def adopt(self, key: bytes, place: Place, created_ms: int) -> bool:
         """For the rebuild: a free slot that holds ``key`` becomes its page; False when ``key`` is known already."""
@@ -239,11 +200,12 @@ class IndexChange:
         full_key = self._full(key)
         if transaction.get(full_key, db=index.pages_db) is not None:
             return False
-        size = self._ranking.slab(place.slab).slot_size
-        transaction.delete(FREE.pack(size, place.slab, place.slot), db=index.free_db)
-        rank = self._ranking.inserted(size, 0, None, None)
+        slab = self._ranking.slab(place.slab)
+        self._groups.put_to_use(slab, place.slot)
+        (rank,) = self._ranking.inserted_chain(slab.slot_size, None, 0, [None])
         created = CREATED.pack(min(created_ms // 1000, _LATEST))
-        self._put(full_key, created, place.slab, place.slot, place.length, rank)
+        value = PAGE_WITH_RANK.pack(created, place.slab, place.slot, place.length, *rank)
+        self._put(full_key, value, slab, place.slot, rank)
         return True
 
     def release_dead_writers(self) -> int:
@@ -260,7 +222,7 @@ class IndexChange:
         freed = 0
         for token, items in dead:
             self._transaction.delete(token, db=self._index.pending_db)
-            for slab, slot, _ in PENDING.iter_unpack(items):
+            for slab, slot in PLACE.iter_unpack(items):
                 self.give_back(slab, slot)
                 freed += 1
         return freed
@@ -276,14 +238,11 @@ class IndexChange:
             if value is None:
                 before = None
                 continue
-            created, slab, slot, length, stored = PAGE.unpack(value)
-            rank = Rank.unpack(stored)
-            size = self._ranking.slab(slab).slot_size
-            renewed = self._ranking.renewed(size, rank, depth, before)
+            _, number, slot, _, stored = PAGE.unpack(value)
+            rank, slab = Rank.unpack(stored), self._ranking.slab(number)
+            renewed = self._ranking.renewed(slab.slot_size, rank, depth, before)
             if renewed is not None:
-                if renewed.priority != rank.priority:
-                    transaction.delete(ORDER.pack(size, rank.priority, slab, slot), db=index.order_db)
-                self._put(full_key, created, slab, slot, length, renewed)
+                self._put(full_key, value, slab, slot, renewed)
             before = renewed or rank
 
     def remove(self, key: bytes, only: tuple[int, int] | None = None) -> bool:
@@ -347,7 +306,7 @@ class IndexChange:
             number = self._next_slab_number()
         slab = Slab(number, slot_size, slots)
         transaction.put(SLOT_SIZE.pack(number), SLAB.pack(slot_size, slots), db=index.slabs_db)
-        self._put_all(index.free_db, [(FREE.pack(slot_size, number, slot), b"") for slot in range(slots)])
+        self._groups.add_slab(slab)
         self._ranking.add(slab)
         self._slabs_changed = True
         return slab
@@ -362,21 +321,12 @@ class IndexChange:
             return False
         with transaction.cursor(index.pending_db) as cursor:
             for _, items in cursor:
-                if any(number == slab.number for number, _, _ in PENDING.iter_unpack(items)):
+                if any(number == slab.number for number, _ in PLACE.iter_unpack(items)):
                     return False
-        dropped: list[tuple[bytes, bytes]] = []
-        with transaction.cursor(index.slots_db) as cursor:
-            more = cursor.set_range(PLACE.pack(slab.number, 0))
-            while more and PLACE.unpack(cursor.key())[0] == slab.number:
-                (priority,) = PRIORITY.unpack_from(cursor.value())
-                order = ORDER.pack(slab.slot_size, priority, *PLACE.unpack(cursor.key()))
-                dropped.append((order, bytes(cursor.value()[PRIORITY.size :])))
-                more = cursor.delete() and bool(cursor.key())
-        for order, full_key in dropped:
-            transaction.delete(order, db=index.order_db)
-            transaction.delete(full_key, db=index.pages_db)
-        for slot in range(slab.slots):
-            transaction.delete(FREE.pack(slab.slot_size, slab.number, slot), db=index.free_db)
+        for _, held in list(self._groups.held_by_slab(slab)):
+            for of_slot in held:
+                transaction.delete(of_slot[HELD_KEY], db=index.pages_db)
+        self._groups.drop_slab(slab)
         transaction.delete(SLOT_SIZE.pack(slab.number), db=index.slabs_db)
         self._ranking.drop(slab)
         self._slabs_changed = True
@@ -384,28 +334,24 @@ class IndexChange:
 
     def holds_any(self, slab: Slab, hashes: frozenset[bytes]) -> bool:
         """Whether a page of the slab has one of these hashes."""
-        with self._transaction.cursor(self._index.slots_db) as cursor:
-            if cursor.set_range(PLACE.pack(slab.number, 0)):
-                for where, holds in cursor:
-                    if PLACE.unpack(where)[0] != slab.number:
-                        break
-                    if holds[-PAGE_HASH_LENGTH:] in hashes:
-                        return True
-        return False
+        return any(
+            of_slot[-PAGE_HASH_LENGTH:] in hashes for _, held in self._groups.held_by_slab(slab) for of_slot in held
+        )
 
     def colder_slab(self, slot_size: int) -> Slab | None:
         """A slab of another slot size whose first victim would go before the first victim of this one."""
-        own = self._first_victim(slot_size)
-        coldest = own[0] if own is not None else None
+        others = {slab.slot_size for slab in self.slabs()} - {slot_size}
+        own = self._groups.first_victim(slot_size) if others else None
+        coldest = own.priority if own is not None else None
         chosen: Slab | None = None
-        for size in {slab.slot_size for slab in self.slabs()} - {slot_size}:
-            victim = self._first_victim(size)
+        for size in others:
+            victim = self._groups.first_victim(size)
             if victim is None:
                 # Nothing but free slots: nobody will miss it.
                 return next(slab for slab in self.slabs() if slab.slot_size == size)
-            if coldest is None or victim[0] < coldest:
-                coldest = victim[0]
-                chosen = self._ranking.slab(victim[1])
+            if coldest is None or victim.priority < coldest:
+                coldest = victim.priority
+                chosen = self._ranking.slab(victim.slab)
         return chosen
 
     def reserve_slab_numbers(self, below: int) -> None:
@@ -414,57 +360,33 @@ class IndexChange:
         if stored is None or SLOT_SIZE.unpack(stored)[0] < below:
             self._transaction.put(b"next slab", SLOT_SIZE.pack(below), db=self._index.state_db)
 
-    # -- ghosts ----------------------------------------------------------------------------------------------------
-
-    def _remember(self, gone: list[tuple[bytes, bytes]]) -> None:
-        """Keep ghosts (fingerprint, packed) of pages evicted together."""
-        if not gone:
-            return
-        transaction, index = self._transaction, self._index
-        if self._next_gone is None:
-            with transaction.cursor(index.gone_db) as cursor:
-                last = cursor.last()
-                self._next_gone = (
-                    NUMBER.unpack(cursor.key())[0] + len(cursor.value()) // FINGERPRINT_LENGTH if last else 0
-                )
-        number = NUMBER.pack(self._next_gone)
-        # Numbers count fingerprints, so that the ends of ``gone`` tell how many there are.
-        self._next_gone += len(gone)
-        self._put_all(index.ghosts_db, [(fingerprint, number + ghost) for fingerprint, ghost in gone])
-        transaction.put(number, b"".join(fingerprint for fingerprint, _ in gone), db=index.gone_db, append=True)
-
-    def _recall(self, full_key: bytes) -> Ghost | None:
-        """The ghost of a page that is back; its fingerprint stays in ``gone`` until its turn comes."""
-        stored = self._transaction.pop(_fingerprint(full_key), db=self._index.ghosts_db)
-        return None if stored is None else Ghost.unpack(stored[NUMBER.size :])
-
-    def _forget_ghosts(self, slot_size: int) -> None:
-        """Keep no more ghosts than are worth it: those evicted first go, all that were evicted together."""
-        transaction, index = self._transaction, self._index
-        if self._next_gone is None:
-            return
-        oldest_kept = self._next_gone - self._ranking.ghost_limit(slot_size)
-        with transaction.cursor(index.gone_db) as cursor:
-            more = cursor.first()
-            while more and NUMBER.unpack(cursor.key())[0] < oldest_kept:
-                number, fingerprints = bytes(cursor.key()), bytes(cursor.value())
-                for start in range(0, len(fingerprints), FINGERPRINT_LENGTH):
-                    fingerprint = fingerprints[start : start + FINGERPRINT_LENGTH]
-                    stored = transaction.get(fingerprint, db=index.ghosts_db)
-                    # A page evicted a second time has a younger number.
-                    if stored is not None and stored.startswith(number):
-                        transaction.delete(fingerprint, db=index.ghosts_db)
-                more = cursor.delete() and bool(cursor.key())
-
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _full(self, key: bytes) -> bytes:
         (full_key,) = self._index.full_keys(self._transaction, [key])
         return full_key
 
-    def _put_all(self, database: Any, items: list[tuple[bytes, bytes]]) -> None:
-        with self._transaction.cursor(database) as cursor:
-            cursor.putmulti(items)
+    def _chains(self, pages: Sequence[Written]) -> Iterator[tuple[int, int]]:
+        """Where pages that follow each other begin and end, those of one slot size."""
+        begin = 0
+        for position in range(1, len(pages)):
+            last, page = pages[position - 1], pages[position]
+            if page.before == last.key and page.depth == last.depth + 1 and self._same_size(last.slab, page.slab):
+                continue
+            yield begin, position
+            begin = position
+        if pages:
+            yield begin, len(pages)
+
+    def _same_size(self, one: int, other: int) -> bool:
+        return one == other or self._ranking.slab(one).slot_size == self._ranking.slab(other).slot_size
+
+    def _recall(self, slot_size: int, full_keys: Sequence[bytes]) -> list[Ghost | None]:
+        """The ghosts of pages that are back; they are ghosts no more."""
+        table = self._index.ghosts(self._transaction)
+        if table is None:
+            return [None] * len(full_keys)
+        return table.recall(full_keys, self._ranking.ghost_limit(slot_size))
 
     def _rank_of(self, key: bytes | None) -> Rank | None:
         stored = None if key is None else self._transaction.get(self._full(key), db=self._index.pages_db)
@@ -475,37 +397,22 @@ class IndexChange:
         value = transaction.get(full_key, db=index.pages_db)
         if value is None:
             return False
-        _, slab, slot, _, stored = PAGE.unpack(value)
-        if only is not None and only != (slab, slot):
+        _, number, slot, _, _ = PAGE.unpack(value)
+        if only is not None and only != (number, slot):
             return False
         transaction.delete(full_key, db=index.pages_db)
-        size = self._ranking.slab(slab).slot_size
-        transaction.delete(ORDER.pack(size, Rank.unpack(stored).priority, slab, slot), db=index.order_db)
-        transaction.delete(PLACE.pack(slab, slot), db=index.slots_db)
-        self.give_back(slab, slot)
+        slab = self._ranking.slab(number)
+        self._groups.hold_no_more(slab, slot)
+        self._groups.give_back(slab, slot)
         return True
 
-    def _put(self, full_key: bytes, created: bytes, slab: int, slot: int, length: int, rank: Rank) -> None:
-        transaction, index = self._transaction, self._index
-        size = self._ranking.slab(slab).slot_size
-        transaction.put(full_key, PAGE.pack(created, slab, slot, length, rank.pack()), db=index.pages_db)
-        transaction.put(ORDER.pack(size, rank.priority, slab, slot), full_key, db=index.order_db)
-        transaction.put(PLACE.pack(slab, slot), PRIORITY.pack(rank.priority) + full_key, db=index.slots_db)
+    def _put(self, full_key: bytes, value: bytes, slab: Slab, slot: int, rank: Rank) -> None:
+        """The page, whose value was or is ``value``, has this rank."""
+        self._transaction.put(full_key, value[:_RANK_IN_PAGE] + rank.pack(), db=self._index.pages_db)
+        self._groups.hold(slab, slot, rank.priority, full_key)
 
     def _next_slab_number(self) -> int:
         stored = self._transaction.get(b"next slab", db=self._index.state_db)
         number: int = SLOT_SIZE.unpack(stored)[0] if stored else 0
         self.reserve_slab_numbers(number + 1)
         return number
-
-    def _first_victim(self, slot_size: int) -> tuple[int, int, int] | None:
-        """(priority, slab, slot) of the page of this slot size that goes first."""
-        with self._transaction.cursor(self._index.order_db) as cursor:
-            if not cursor.set_range(SLOT_SIZE.pack(slot_size)):
-                return None
-            size, priority, slab, slot = ORDER.unpack(cursor.key())
-            return (priority, slab, slot) if size == slot_size else None
-
-
-def _fingerprint(full_key: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(full_key)

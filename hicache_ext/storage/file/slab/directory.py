@@ -5,7 +5,7 @@
     PATH/hicache_ext.json                    what this directory is
     PATH/lock                                held shared by every process that uses the directory
     PATH/trust                               the boot that wrote the index, or that it was closed in order
-    PATH/index/                              LMDB (index.py)
+    PATH/index/                              LMDB (index.py), ghosts of evicted pages (ghosts.py)
     PATH/slabs/<number>-<slot size>.slab     slots
     PATH/identities/<identity>.json          the facts behind an identity digest
     PATH/identities/<identity>.cleared       since when pages of an identity count again (milliseconds)
@@ -244,8 +244,8 @@ class SlabDirectory:
 
     def _rebuild(self) -> SlabIndex:
         """A new index from the envelopes in the slabs. Payloads are checked when they are read, as always."""
-        for name in ("data.mdb", "lock.mdb"):
-            (self.path / "index" / name).unlink(missing_ok=True)
+        for path in (self.path / "index").glob("*"):
+            path.unlink()
         index = SlabIndex(self.path / "index")
         for path in sorted(self.slabs_path.iterdir()):
             match = _SLAB_NAME.fullmatch(path.name)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import operator
 import struct
 from collections.abc import Iterator, Sequence
@@ -28,24 +29,29 @@ import lmdb
 from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.storage.file.eviction import Rank
 from hicache_ext.storage.file.slab.change import IndexChange
+from hicache_ext.storage.file.slab.ghosts import GhostTable
 from hicache_ext.storage.file.slab.ranking import Ranking
 from hicache_ext.storage.file.slab.records import (
     FIRST_GENERATION,
     FREE,
+    FREE_SLOTS,
     GENERATION,
+    HELD,
     INDEX_VERSION,
+    NUMBER,
     ORDER,
     PAGE,
-    PENDING,
     PLACE,
-    PRIORITY,
     SLAB,
     SLOT_SIZE,
     Place,
     Slab,
+    slots_of,
 )
 from hicache_ext.storage.file.usage import writer_name
 from hicache_ext.storage.store import PageKeys
+
+logger = logging.getLogger(__name__)
 
 _MAP_SIZE = 1 << 38
 """Bytes of address space the index may grow to; the file itself stays as small as its content."""
@@ -58,6 +64,8 @@ _CLEAR_BATCH = 2048
 
 _VERSION = str(INDEX_VERSION).encode()
 _SLAB_CHANGES = b"slab changes"
+_GHOSTS = b"ghosts"
+_HIGHEST = (1 << 64) - 1
 
 
 class Located(NamedTuple):
@@ -82,11 +90,13 @@ class SlabIndex:
     def __init__(self, path: Path) -> None:
         """Opens or creates the index in directory ``path``. Raises lmdb.Error or OSError."""
         path.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._data = path / "data.mdb"
+        self._ghosts: GhostTable | None = None
         self._environment = lmdb.open(
             str(path),
             map_size=_MAP_SIZE,
-            max_dbs=9,
+            max_dbs=7,
             max_readers=_MAX_READERS,
             # No sync: a power loss is met by the rebuild. Not a writable map, though it would halve the cost of a
             # write: a full disk would then be a SIGBUS, and a stray pointer of SGLang's many native libraries could
@@ -98,22 +108,22 @@ class SlabIndex:
         with self._environment.begin(write=True) as transaction:
             (
                 self.pages_db,
+                self.groups_db,
                 self.order_db,
-                self.slots_db,
                 self.free_db,
                 self.pending_db,
                 self.slabs_db,
-                self.ghosts_db,
-                self.gone_db,
                 self.state_db,
             ) = (
                 self._environment.open_db(name, txn=transaction)
-                for name in (b"pages", b"order", b"slots", b"free", b"pending", b"slabs", b"ghosts", b"gone", b"state")
+                for name in (b"pages", b"groups", b"order", b"free", b"pending", b"slabs", b"state")
             )
             version = transaction.get(b"version", db=self.state_db)
             if version is None and not transaction.stat(self.slabs_db)["entries"]:
                 version = _VERSION
                 transaction.put(b"version", version, db=self.state_db)
+            if version == _VERSION:
+                self._open_ghosts(transaction)
         if version != _VERSION:
             self._environment.close()
             raise lmdb.Error("the index was written by another version of hicache_ext")
@@ -130,6 +140,7 @@ class SlabIndex:
                 self._environment.sync(True)
         finally:
             self._environment.close()
+            self._ghosts = None
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -235,8 +246,8 @@ class SlabIndex:
         return [generations[key[:IDENTITY_LENGTH]] + key for key in keys]
 
     def size(self) -> int:
-        """Bytes of the index's file."""
-        return self._data.stat().st_size
+        """Bytes of the index's files."""
+        return self._data.stat().st_size + (self._ghosts.bytes if self._ghosts else 0)
 
     def slabs(self) -> list[Slab]:
         with self._environment.begin() as transaction:
@@ -244,11 +255,12 @@ class SlabIndex:
 
     def counts(self) -> dict[str, int]:
         """How many pages, free slots, pending slots and slabs there are, for tools and tests."""
-        with self._environment.begin() as transaction, transaction.cursor(self.pending_db) as pending:
+        with self._environment.begin() as transaction:
+            free, pending = transaction.cursor(self.free_db), transaction.cursor(self.pending_db)
             return {
                 "pages": int(transaction.stat(self.pages_db)["entries"]),
-                "free": int(transaction.stat(self.free_db)["entries"]),
-                "pending": sum(len(items) // PENDING.size for _, items in pending),
+                "free": sum(FREE_SLOTS.unpack(bits)[0].bit_count() for _, bits in free),
+                "pending": sum(len(slots) // PLACE.size for _, slots in pending),
                 "slabs": int(transaction.stat(self.slabs_db)["entries"]),
             }
 
@@ -277,33 +289,41 @@ class SlabIndex:
             def entries(database: Any) -> Any:
                 return transaction.cursor(database)
 
-            for where, _ in entries(self.free_db):
-                size, slab, slot = FREE.unpack(where)
-                claim(slab, slot, "free")
+            for where, bits in entries(self.free_db):
+                size, slab, first = FREE.unpack(where)
+                for offset in slots_of(bits):
+                    claim(slab, first + offset, "free")
                 if slab in slabs and slabs[slab].slot_size != size:
-                    faults.append(f"free slot {slab}/{slot} has size {size}, its slab {slabs[slab].slot_size}")
+                    faults.append(f"free slots {slab}/{first} have size {size}, their slab {slabs[slab].slot_size}")
             for _, items in entries(self.pending_db):
-                for slab, slot, _ in PENDING.iter_unpack(items):
+                for slab, slot in PLACE.iter_unpack(items):
                     claim(slab, slot, "pending")
-            for where, holds in entries(self.slots_db):
-                slab, slot = PLACE.unpack(where)
-                claim(slab, slot, "occupied")
-                value = transaction.get(bytes(holds[PRIORITY.size :]), db=self.pages_db)
-                if value is None or PAGE.unpack(value)[1:3] != (slab, slot):
-                    faults.append(f"slot {slab}/{slot} names a page that is not there")
-            for key, value in entries(self.pages_db):
-                _, slab, slot, length, rank = PAGE.unpack(value)
-                priority = Rank.unpack(rank).priority
-                if transaction.get(PLACE.pack(slab, slot), db=self.slots_db) != PRIORITY.pack(priority) + key:
-                    faults.append(f"page {key.hex()} claims slot {slab}/{slot}, which does not name it")
-                elif slab in slabs:
-                    size = slabs[slab].slot_size
-                    order = ORDER.pack(size, priority, slab, slot)
-                    if transaction.get(order, db=self.order_db) != key or length > size:
-                        faults.append(f"page {key.hex()} is not in the order of eviction, or longer than its slot")
-            pages, ordered = (int(transaction.stat(db)["entries"]) for db in (self.pages_db, self.order_db))
-            if pages != ordered:
-                faults.append(f"{pages} pages, {ordered} in the order of eviction")
+            pages = 0
+            for place, value in entries(self.groups_db):
+                slab, first = PLACE.unpack(place)
+                lowest = _HIGHEST
+                for offset, priority, key in HELD.iter_unpack(value):
+                    pages += 1
+                    claim(slab, first + offset, "occupied")
+                    lowest = min(lowest, priority)
+                    page = transaction.get(key, db=self.pages_db)
+                    if page is None or PAGE.unpack(page)[1:3] != (slab, first + offset):
+                        faults.append(f"slot {slab}/{first + offset} names a page that is not there")
+                    elif Rank.unpack(PAGE.unpack(page)[4]).priority != priority:
+                        faults.append(f"slot {slab}/{first + offset} has another priority than its page")
+                    elif slab in slabs and PAGE.unpack(page)[3] > slabs[slab].slot_size:
+                        faults.append(f"the page in slot {slab}/{first + offset} is longer than it")
+                if slab in slabs:
+                    order = ORDER.pack(slabs[slab].slot_size, lowest, slab, first)
+                    if transaction.get(order, db=self.order_db) is None:
+                        faults.append(f"group {slab}/{first} is not where it belongs in the order of eviction")
+            groups, ordered, known = (
+                int(transaction.stat(db)["entries"]) for db in (self.groups_db, self.order_db, self.pages_db)
+            )
+            if groups != ordered:
+                faults.append(f"{groups} groups, {ordered} in the order of eviction")
+            if pages != known:
+                faults.append(f"{known} pages, {pages} in slots")
             slots = sum(slab.slots for slab in slabs.values())
             if len(states) != slots:
                 faults.append(f"{slots} slots, of which {len(states)} are accounted for")
@@ -334,9 +354,35 @@ class SlabIndex:
             if not removed:
                 return freed
 
+    def ghosts(self, transaction: Any, at_least: int = 0) -> GhostTable | None:
+        """The table of ghosts, for so many at least, in a write transaction; None when there is none, or no room for
+        one."""
+        stored = transaction.get(_GHOSTS, db=self.state_db)
+        size = NUMBER.unpack(stored)[0] if stored else 0
+        table = self._ghosts if self._ghosts is not None and self._ghosts.size == size else None
+        try:
+            if table is None and size:
+                table = GhostTable(self._path, size)
+            if at_least > size:
+                larger = GhostTable.larger(self._path, at_least, table)
+                transaction.put(_GHOSTS, NUMBER.pack(larger.size), db=self.state_db)
+                table = larger
+        except OSError:
+            # Pages rank a little worse without it.
+            logger.warning("no room for the ghosts of evicted pages beside the index %s", self._path)
+        self._ghosts = table
+        return table
+
     def next_portion(self) -> int:
         """Tells apart what this process is writing at the same time."""
         return next(self._portions)
+
+    def _open_ghosts(self, transaction: Any) -> None:
+        table = self.ghosts(transaction)
+        # Tables of before a growth, and what a killed process was about to grow into.
+        for path in self._path.glob("ghosts-*"):
+            if table is None or path != table.path:
+                path.unlink(missing_ok=True)
 
     def _slabs_by_number(self, transaction: Any) -> dict[int, Slab]:
         """The slabs as ``transaction``, in which none has been changed yet, sees them. Not to be modified."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
@@ -39,10 +40,13 @@ class Ranking:
         self._slabs = {number: other for number, other in self._slabs.items() if number != slab.number}
         self._policies.pop(slab.slot_size, None)
 
-    def inserted(self, slot_size: int, depth: int, before: Rank | None, ghost: Ghost | None) -> Rank:
-        clock, rank = self._policy(slot_size).inserted(self._clock(slot_size), depth, before, ghost)
+    def inserted_chain(
+        self, slot_size: int, before: Rank | None, first_depth: int, ghosts: Sequence[Ghost | None]
+    ) -> list[Rank]:
+        policy, clock = self._policy(slot_size), self._clock(slot_size)
+        clock, ranks = policy.inserted_chain(clock, before, first_depth, ghosts)
         self._set_clock(slot_size, clock)
-        return rank
+        return ranks
 
     def renewed(self, slot_size: int, rank: Rank, depth: int, before: Rank | None) -> Rank | None:
         answer = self._policy(slot_size).renewed(self._clock(slot_size), rank, depth, before)

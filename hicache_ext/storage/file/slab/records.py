@@ -4,20 +4,20 @@
 database  key                                               value
 ========  ================================================  ==========================================================
 pages     generation, page key                              when written, slab, slot, object length, rank
-order     slot size, priority, slab, slot (big-endian)      key in pages: the first of a slot size is its next victim
-slots     slab, slot (big-endian)                           priority, key in pages: what an occupied slot holds
-free      slot size, slab, slot (big-endian)                nothing: a slot that may be written
-pending   writer, number                                    slab, slot, page key of each slot that is being written
+groups    slab, first slot of a group (big-endian)          of each with a page: slot - first, priority, key
+order     slot size, lowest priority, slab, first slot      nothing: the first group of a slot size has its next victim
+free      slot size, slab, first slot                       a bit per slot of the group: those that may be written
+pending   writer, number                                    slab, slot of each slot that its writer may be writing
 slabs     slab (big-endian)                                 slot size, number of slots
-ghosts    fingerprint of a key in pages                     number, what eviction.py remembers of an evicted page
-gone      number (big-endian)                               fingerprints evicted together, in the order of eviction
-state     name                                              the clock per slot size, the next slab number, generations
+state     name                                              the clock per slot size, the next slab number, generations,
+                                                            the size of the table of ghosts (ghosts.py)
 ========  ================================================  ==========================================================
 
-Every slot of every slab is in exactly one of ``slots``, ``free`` and ``pending``.
+Every slot of every slab is in exactly one of ``groups``, ``free`` and ``pending``.
 
-Page keys are hashes, so each write to ``pages`` or ``ghosts`` copies a leaf of its own, 2 to 4 us apiece, where the
-databases ordered by place or time cost half a microsecond an entry: what is written per page is kept out of the former.
+Slots are neighbours in groups: what is evicted together, written together, and noted together. Page keys are hashes, so
+each write to ``pages`` copies a leaf of its own, 2 to 4 us apiece; all else is kept out of there, and is written once
+per group instead of once per page.
 """
 
 from __future__ import annotations
@@ -28,23 +28,43 @@ from dataclasses import dataclass
 from hicache_ext.envelope import KEY_LENGTH
 from hicache_ext.storage.file.eviction import RANK_LENGTH
 
-INDEX_VERSION = 3
+INDEX_VERSION = 4
 """Counts the changes of what is described above. An index of another version is rebuilt from the envelopes."""
 
+GENERATION = struct.Struct(">H")
+FIRST_GENERATION = GENERATION.pack(0)
 PAGE = struct.Struct(f"<4sIII{RANK_LENGTH}s")
+PAGE_WITH_RANK = struct.Struct("<4sIIIQQB")
+"""The same bytes, the rank in its parts."""
 CREATED = struct.Struct(">I")
 """Wall-clock seconds, big-endian and first in ``PAGE``: the value of a younger page is the greater one."""
 PLACE = struct.Struct(">II")
-PRIORITY = struct.Struct(">Q")
+HELD = struct.Struct(f">HQ{GENERATION.size + KEY_LENGTH}s")
+HELD_PRIORITY = slice(2, 10)
+HELD_KEY = slice(10, None)
 FREE = struct.Struct(">III")
+FREE_SLOTS = struct.Struct(">Q")
 ORDER = struct.Struct(">IQII")
-PENDING = struct.Struct(f">II{KEY_LENGTH}s")
 SLOT_SIZE = struct.Struct(">I")
+PRIORITY = struct.Struct(">Q")
 SLAB = struct.Struct("<II")
-GENERATION = struct.Struct(">H")
-FIRST_GENERATION = GENERATION.pack(0)
 NUMBER = struct.Struct(">Q")
-FINGERPRINT_LENGTH = 8
+
+_GROUP = 2 << 20
+"""Bytes of slots in a group."""
+_MOST_SLOTS_IN_A_GROUP = 32
+"""LMDB gives a record longer than half a page pages of its own, and each change of it new ones."""
+
+
+def slots_in_group(slot_size: int) -> int:
+    """Slots of this size that are one group: the slots n * so many and those behind it."""
+    return min(max(1, _GROUP // slot_size), _MOST_SLOTS_IN_A_GROUP)
+
+
+def slots_of(free: bytes) -> list[int]:
+    """The offsets of the free slots of a group, from its value in ``free``."""
+    (bits,) = FREE_SLOTS.unpack(free)
+    return [offset for offset in range(8 * FREE_SLOTS.size) if bits >> offset & 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from hicache_ext.storage.file.slab.directory import (
     slab_directory,
 )
 from hicache_ext.storage.file.slab.index import Located
-from hicache_ext.storage.file.slab.records import CREATED, Place, Slab
+from hicache_ext.storage.file.slab.records import CREATED, Slab
 from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
 from hicache_ext.storage.file.slab.touches import Chains, Touches
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
@@ -59,7 +59,7 @@ _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
 _MOST_SLABS_RECLAIMED = 64
 """Slabs of other slot sizes that one write may take away."""
-_MOST_EVICTED_AHEAD = 32
+_MOST_EVICTED_AHEAD = 16
 """Of the slots of a full directory, one in so many at most is kept free for the next write."""
 _FIELDS = envelope.FIELDS_LENGTH
 _SWEEP_BATCH = 4096
@@ -410,10 +410,16 @@ class _SlabPart:
 
     def _portions(self, batch: PageBatch, positions: list[int]) -> list[list[int]]:
         """Cut so that no portion can evict its own pages or leave none to the others."""
+        if not positions:
+            return []
+        sizes = batch.sizes
+        slots = {size: _shape(size).slot for size in set(sizes)}
+        if len(positions) * max(slots.values()) <= self._capacity // 4:
+            return [positions]
         portions: list[list[int]] = []
         filled = 0
         for position in positions:
-            need = _shape(batch.sizes[position]).slot
+            need = slots[sizes[position]]
             if not portions or filled + need > self._capacity // 4:
                 portions.append([])
                 filled = 0
@@ -442,14 +448,21 @@ class _SlabPart:
         runs = self._runs(batch, taken, self._store.threads)
         written: list[Located] = []
         published: dict[int, SetResult] = {}
+
+        def work(number: int) -> SetResult | None:
+            if number:
+                return self._write_run(batch, runs[number - 1])
+            self._evict_ahead(batch, taken)
+            return None
+
         try:
-            for run, result in zip(
-                runs, self._store.workers.run(len(runs), lambda n: self._write_run(batch, runs[n])), strict=True
-            ):
-                for page in run:
-                    results[page.position] = result
+            _, *ended = self._store.workers.run(1 + len(runs), work)
+            for run, result in zip(runs, ended, strict=True):
                 if result is SetResult.STORED:
                     written += run
+                    continue
+                for page in run:
+                    results[page.position] = result
         finally:
             published = self._change(lambda change: self._publish(change, batch, tokens, written)) or {}
         for page in written:
@@ -459,9 +472,11 @@ class _SlabPart:
     def _take_slots(self, change: IndexChange, batch: PageBatch, positions: list[int]) -> tuple[list[Located], bytes]:
         """Slots for as many pages as there is room for: free ones, those of a new slab, those of evicted pages."""
         taken: list[Located] = []
+        sizes = batch.sizes
+        shapes = {size: _shape(size) for size in set(sizes)}
         by_size: dict[int, list[int]] = {}
         for position in positions:
-            by_size.setdefault(_shape(batch.sizes[position]).slot, []).append(position)
+            by_size.setdefault(shapes[sizes[position]].slot, []).append(position)
         for slot_size, wanted in by_size.items():
             count = len(wanted)
             places = change.take_free_slots(slot_size, count)
@@ -475,11 +490,11 @@ class _SlabPart:
                 change.evict(slot_size, count - len(places), self._pins.spared())
                 places += change.take_free_slots(slot_size, count - len(places))
             for position, (slab, slot) in zip(wanted, places, strict=False):
-                taken.append(Located(slab, slot, _shape(batch.sizes[position]).length, position))
+                taken.append(Located(slab, slot, shapes[sizes[position]].length, position))
             if len(places) < count:
                 self._colder_slab = change.colder_slab(slot_size)
         self._count_evicted(change)
-        token = change.pend([(page.slab, page.slot, batch.keys[page.position]) for page in taken]) if taken else b""
+        token = change.pend([(page.slab, page.slot) for page in taken]) if taken else b""
         return taken, token
 
     def _time_to_look_for_dead_writers(self) -> bool:
@@ -561,17 +576,11 @@ class _SlabPart:
         """Results by position; a position that is missing was not published."""
         # In the order of the batch, which is that of the chain.
         written.sort(key=lambda page: page.position)
+        keys = batch.keys
         pages = [
-            Written(
-                batch.keys[page.position],
-                Place(page.slab, page.slot, page.length),
-                page.position,
-                batch.keys[page.position - 1] if page.position else None,
-            )
-            for page in written
+            Written(keys[position], slab, slot, length, position, keys[position - 1] if position else None)
+            for slab, slot, length, position in written
         ]
-        # Before, and not after: what is stored now must not be evicted by the same call.
-        self._evict_ahead(change, batch, written)
         published = change.publish(tokens, pages, self._oldest())
         if published is None:
             return {}
@@ -580,18 +589,26 @@ class _SlabPart:
             for page, stored in zip(written, published, strict=True)
         }
 
-    def _evict_ahead(self, change: IndexChange, batch: PageBatch, written: list[Located]) -> None:
-        """At full capacity, free as many slots as were just filled, for the next write.
+    def _evict_ahead(self, batch: PageBatch, taken: Sequence[Located]) -> None:
+        """At full capacity, free as many slots as are being filled, for the next write.
 
-        Eviction and publication then share the leaves of the index that they copy: a third less work for the index.
+        While they are being filled: this is work for the processor, and that is work for the disk and the memory. And
+        before they are published: what is stored now must not be evicted by the same call.
         """
-        for slot_size, count in Counter(_shape(batch.sizes[page.position]).slot for page in written).items():
-            if slot_size in self._full:
-                self._touch(change, self._touches.take())
-                wanted = min(count, self._capacity // slot_size // _MOST_EVICTED_AHEAD)
-                change.evict(slot_size, wanted - change.free_slots(slot_size, wanted), self._pins.spared())
-                self._colder_slab = change.colder_slab(slot_size)
-        self._count_evicted(change)
+        sizes = batch.sizes
+        counts = Counter([_shape(sizes[page.position]).slot for page in taken])
+
+        def evict(change: IndexChange) -> None:
+            for slot_size, count in counts.items():
+                if slot_size in self._full:
+                    self._touch(change, self._touches.take())
+                    wanted = min(count, self._capacity // slot_size // _MOST_EVICTED_AHEAD)
+                    change.evict(slot_size, wanted - change.free_slots(slot_size, wanted), self._pins.spared())
+                    self._colder_slab = change.colder_slab(slot_size)
+            self._count_evicted(change)
+
+        if not self._full.isdisjoint(counts):
+            self._change(evict)
 
     def _count_evicted(self, change: IndexChange) -> None:
         self._metrics.add("evicted", "capacity", change.evicted)
@@ -602,10 +619,13 @@ class _SlabPart:
         fields: list[bytes] = []
         stored: list[Stored] = []
         length = 0
+        keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
+        now = int(time.time() * 1000)
         for page in run:
-            segments = batch.buffers[page.position]
-            header_length, object_length, _ = _shape(batch.sizes[page.position])
-            fields.append(envelope.encode_fields(batch.keys[page.position], segments, header_length=header_length))
+            position = page.position
+            segments, size = buffers[position], sizes[position]
+            header_length, object_length, _ = _shape(size)
+            fields.append(envelope.encode_page(keys[position], segments, size, header_length, now))
             stored.append(Stored(header_length, segments))
             length += object_length
         try:
