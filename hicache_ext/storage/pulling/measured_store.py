@@ -13,8 +13,8 @@ from hicache_ext.storage.store import GetResult, PageBatch, PageStore
 
 _COUNTED = (GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
 
-WorthAsking = Callable[[int], bool]
-"""Whether to look up so many keys."""
+WorthAsking = Callable[[], bool]
+"""Whether to look anything up."""
 
 
 @dataclass(slots=True)
@@ -86,9 +86,14 @@ class MeasuredStore(DelegatingStore):
         self._of_thread.look_up = LookUp()
         return look_up
 
+    def found_so_far(self) -> int:
+        """Keys that this thread's look-ups have found since ``ask_only_if``."""
+        look_up: LookUp | None = getattr(self._of_thread, "look_up", None)
+        return 0 if look_up is None else look_up.found
+
     def _is_worth_asking(self, keys: int) -> bool:
         worth_asking: WorthAsking | None = getattr(self._of_thread, "worth_asking", None)
-        if worth_asking is None or worth_asking(keys):
+        if worth_asking is None or worth_asking():
             return True
         self._of_thread.look_up.not_asked += keys
         return False

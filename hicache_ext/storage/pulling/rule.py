@@ -73,6 +73,8 @@ class Asked:
     parts: int = 1
     """Objects that a page is split in."""
     looked_up: dict[MeasuredStore, LookUp] = field(default_factory=dict)
+    too_dear: tuple[float, float] | None = None
+    """Seconds of the look-up and the read, and of computing, for which a tier was not asked."""
 
     @property
     def tokens(self) -> int:
@@ -106,22 +108,30 @@ class PullRule:
             return
         tiers = [tier for tier in self._in_use() if isinstance(tier, MeasuredStore)]
         for tier in tiers:
-            tier.ask_only_if(partial(self._is_worth_asking, asked, tier))
+            others = [other for other in tiers if other is not tier]
+            tier.ask_only_if(partial(self._is_worth_asking, asked, tier, others))
         try:
             yield asked
         finally:
             asked.looked_up = {tier: tier.take_look_up() for tier in tiers}
 
-    def _is_worth_asking(self, asked: Asked, tier: MeasuredStore, keys: int) -> bool:
-        """Whether looking up and reading ``keys`` pages can be cheaper than computing them, if all are there."""
+    def _is_worth_asking(self, asked: Asked, tier: MeasuredStore, others: Sequence[MeasuredStore]) -> bool:
+        """Whether looking up and reading all that ``others`` have not been found to have can be cheaper than computing.
+
+        Not only the keys of the look-up at hand: a long chain is looked up in portions, and the first is short.
+        """
         if self._config.mode != "adaptive":
             return True
-        looking = tier.look_up_cost.predict(keys)
-        reading = tier.read_cost.predict(keys * asked.page_bytes)
-        computing = self._compute_seconds(keys * asked.page_tokens)
+        pages = asked.pages - sum(other.found_so_far() for other in others)
+        looking = tier.look_up_cost.predict(pages)
+        reading = tier.read_cost.predict(pages * asked.page_bytes)
+        computing = self._compute_seconds(pages * asked.page_tokens)
         if looking is None or reading is None or computing is None:
             return True
-        return looking + reading <= self._bound(computing, keys * asked.page_tokens)
+        if looking + reading <= self._bound(computing, pages * asked.page_tokens):
+            return True
+        asked.too_dear = (looking + reading, computing)
+        return False
 
     def pages_to_pull(self, asked: Asked, pages: int, keys: Callable[[int], list[bytes]]) -> int:
         """``pages``, which were found, or 0 if they should be computed.
@@ -132,7 +142,7 @@ class PullRule:
         if not pages:
             if not_asked:
                 self._was_too_dear = True
-                self._count(Decision(False, "not_asked", asked.tokens))
+                self._count(Decision(False, "not_asked", asked.tokens, *(asked.too_dear or ())))
                 self._probe(not_asked, asked, keys)
             return 0
         found = {tier: look_up.found for tier, look_up in asked.looked_up.items() if look_up.found}

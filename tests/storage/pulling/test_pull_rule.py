@@ -204,9 +204,10 @@ def test_a_store_measures_hits_and_trouble_and_not_misses() -> None:
     tier.get(batch)
     assert tier.read_cost.predict(100) is not None
     tier.contains([b"lost"])
-    tier.ask_only_if(lambda keys: keys < 3)
+    tier.ask_only_if(lambda: tier.found_so_far() < 3)
     tier.contains([b"a", b"b"])
     tier.count_leading([b"a"])
+    assert tier.found_so_far() == 3
     assert tier.count_leading([b"a", b"b", b"c"]) == 0
     assert tier.contains([b"a", b"b", b"c"]) == [False] * 3
     assert tier.take_look_up() == LookUp(found=3, not_asked=6)
@@ -258,6 +259,21 @@ def test_a_tier_whose_look_ups_alone_cost_too_much_is_not_asked_until_a_probe_sa
     inner.seconds = 0.0
     wait_until(lambda: ask(rule, tier, keys) == 64)
     assert inner.askers == {threading.current_thread().name, "hicache-ext-pull-probe"}
+
+
+def test_a_chain_that_is_looked_up_in_portions_is_judged_as_a_whole() -> None:
+    near, far = tier_with(0.02, 1e-9, "near"), tier_with(0.02, 1e-9, "far")  # 20 ms to start a read
+    near.look_up_cost.observe(64, 0.001)
+    far.look_up_cost.observe(64, 0.001)
+    rule = rule_of(near, far, prefill_rate=10_000.0)  # 13 ms for the 8 pages of the first portion, 102 ms for all
+    keys = [bytes([number]) for number in range(64)]
+    with rule.looking_up(64, 16, 100) as asked:
+        assert near.count_leading(keys[:8]) == 8
+        assert near.count_leading(keys[8:]) == 56
+        # All but nothing is left for the other tier to have.
+        assert far.count_leading(keys[63:]) == 0
+    assert asked is not None
+    assert rule.pages_to_pull(asked, 64, lambda count: keys[:count]) == 64
 
 
 def test_a_short_prefix_costs_no_look_up() -> None:
