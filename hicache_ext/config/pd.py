@@ -9,6 +9,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 from hicache_ext.config.problems import listed, refuse
 from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error, checked, one_of, true_or_false
 from hicache_ext.config.units import DURATION_ALLOWED, parse_duration
+from hicache_ext.config.values import NO_LIMIT, whole_number
 from hicache_ext.errors import ConfigError
 
 DropPolicy = Literal["oldest", "shortest"]
@@ -19,35 +20,11 @@ _TOKENS_ALLOWED = "a whole number of tokens"
 _COUNT_ALLOWED = "a whole number"
 _HINT_PAGES_ALLOWED = "a whole number of pages from 1 to 65536"
 _KEEP_ALLOWED = "a whole number from 1 to 10000"
+_STRIDE_ALLOWED = f"{_TOKENS_ALLOWED} from 1"
+_IN_FLIGHT_ALLOWED = f"{_COUNT_ALLOWED} of pages from 1"
 _RATE_ALLOWED = "tokens per second, such as 8000"
 _SHARE_ALLOWED = "a number from 0 to 0.9"
 _ANY_DURATION = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
-
-
-def _whole(value: object, allowed: str, smallest: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise refuse(value, allowed)
-    return value
-
-
-def _tokens(value: object) -> int:
-    return _whole(value, _TOKENS_ALLOWED)
-
-
-def _stride(value: object) -> int:
-    return _whole(value, f"{_TOKENS_ALLOWED} from 1", 1)
-
-
-def _retries(value: object) -> int:
-    return _whole(value, _COUNT_ALLOWED)
-
-
-def _pages_in_flight(value: object) -> int:
-    return _whole(value, f"{_COUNT_ALLOWED} of pages from 1", 1)
-
-
-def _duration(value: object) -> float:
-    return parse_duration(value)
 
 
 def _interval(value: object) -> float:
@@ -55,20 +32,6 @@ def _interval(value: object) -> float:
     if seconds <= 0:
         raise refuse(value, f"{DURATION_ALLOWED}, more than 0")
     return seconds
-
-
-def _between(value: object, allowed: str, smallest: int, largest: int) -> int:
-    if _whole(value, allowed, smallest) > largest:
-        raise refuse(value, allowed)
-    return _whole(value, allowed, smallest)
-
-
-def _hint_pages(value: object) -> int:
-    return _between(value, _HINT_PAGES_ALLOWED, 1, 65536)
-
-
-def _keep(value: object) -> int:
-    return _between(value, _KEEP_ALLOWED, 1, 10_000)
 
 
 def _tier_name(value: object) -> str | None:
@@ -109,14 +72,14 @@ class WriteConfig(ConfigModel):
     stride: Annotated[
         int,
         Field(description="generated tokens between two copies of a running request; rounded to pages, at least one"),
-        Allowed(f"{_TOKENS_ALLOWED} from 1"),
-        checked(_stride),
+        Allowed(_STRIDE_ALLOWED),
+        checked(whole_number(1, NO_LIMIT, _STRIDE_ALLOWED)),
     ] = 256
     min_tokens: Annotated[
         int,
         Field(description="requests that generate fewer tokens than this are not written"),
         Allowed(_TOKENS_ALLOWED),
-        checked(_tokens),
+        checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED)),
     ] = 0
     flush_on_abort: Annotated[
         bool,
@@ -137,7 +100,7 @@ class WriteConfig(ConfigModel):
         float,
         Field(description="how long the prefill node may take to write the prompt before it counts as missing"),
         Allowed(DURATION_ALLOWED),
-        checked(_duration),
+        checked(parse_duration),
         _ANY_DURATION,
     ] = 5.0
     drop: Annotated[
@@ -150,20 +113,20 @@ class WriteConfig(ConfigModel):
         int,
         Field(description="how often a failed write is tried again"),
         Allowed(_COUNT_ALLOWED),
-        checked(_retries),
+        checked(whole_number(0, NO_LIMIT, _COUNT_ALLOWED)),
     ] = 3
     retry_within: Annotated[
         float,
         Field(description="no retry later than this after the first attempt"),
         Allowed(DURATION_ALLOWED),
-        checked(_duration),
+        checked(parse_duration),
         _ANY_DURATION,
     ] = 30.0
     pages_in_flight: Annotated[
         int,
         Field(description="pages handed to the storage thread at once; the others wait where they can be dropped"),
-        Allowed(f"{_COUNT_ALLOWED} of pages from 1"),
-        checked(_pages_in_flight),
+        Allowed(_IN_FLIGHT_ALLOWED),
+        checked(whole_number(1, NO_LIMIT, _IN_FLIGHT_ALLOWED)),
     ] = 512
     speculative: Annotated[
         Literal["refuse", "target_only"],
@@ -195,7 +158,7 @@ class PullConfig(ConfigModel):
         int,
         Field(description="shorter prefixes are computed (modes fixed and adaptive)"),
         Allowed(_TOKENS_ALLOWED),
-        checked(_tokens),
+        checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED)),
     ] = 256
     prefill_rate: Annotated[
         float | None,
@@ -213,7 +176,7 @@ class PullConfig(ConfigModel):
         float,
         Field(description="how often a tier that is not used is measured in the background"),
         Allowed(DURATION_ALLOWED),
-        checked(_duration),
+        checked(parse_duration),
         _ANY_DURATION,
     ] = 10.0
 
@@ -255,13 +218,13 @@ class HintsConfig(ConfigModel):
         int,
         Field(description="pages that one hint names at most, from the first page of the conversation on"),
         Allowed(_HINT_PAGES_ALLOWED),
-        checked(_hint_pages),
+        checked(whole_number(1, 65536, _HINT_PAGES_ALLOWED)),
     ] = 2048
     keep: Annotated[
         int,
         Field(description="hints that the pool keeps; the oldest go first"),
         Allowed(_KEEP_ALLOWED),
-        checked(_keep),
+        checked(whole_number(1, 10_000, _KEEP_ALLOWED)),
     ] = 256
     lifetime: Annotated[
         float,
