@@ -14,6 +14,7 @@ mapped file would be a SIGBUS: there each process has a table of its own, for as
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -117,20 +118,25 @@ def overwrites_in_place(directory: Path) -> bool:
 
 def _mapped(path: Path, length: int) -> mmap.mmap:
     """The file at ``path``, a new one of zeros where it is not there or of another length. Raises OSError."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        if os.fstat(fd).st_size != length:
+    with contextlib.ExitStack() as open_files:
+
+        def opened(flags: int) -> int:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
+            open_files.callback(os.close, fd)
+            return fd
+
+        fd = opened(0)
+        if os.fstat(fd).st_size == length:
+            return mmap.mmap(fd, length)
+        try:
             # Another file, and not this one cut: somebody may have it mapped.
             path.unlink()
-            os.close(fd)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fd = opened(os.O_EXCL)
             os.posix_fallocate(fd, 0, length)
-        return mmap.mmap(fd, length)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
+            return mmap.mmap(fd, length)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _fingerprints_of(full_keys: Sequence[bytes]) -> _Numbers:
