@@ -245,11 +245,9 @@ class MooncakeStore:
         """Copy a page from scratch into host memory if it is the right one; why it is not otherwise."""
         position, page_object = portion.positions[number], portion.objects[number]
         key, payload = batch.keys[position], page_object[HEADER_LENGTH:]
-        header = bytes(page_object[:HEADER_LENGTH])
-        if not (self._checksum and envelope.is_page(header, HEADER_LENGTH, key, len(payload), [payload])):
-            reason = envelope.reason_to_refuse(header, key, [payload], checksum=self._checksum)
-            if reason is not None:
-                return reason
+        reason = envelope.reason_to_refuse(page_object[:HEADER_LENGTH], key, [payload], checksum=self._checksum)
+        if reason is not None:
+            return reason
         scatter(payload, batch.buffers[position])
         return None
 

@@ -232,9 +232,7 @@ class ObjectPageStore:
             return GetResult.ERROR
         else:
             # Checked where it was received: host memory never holds half a page or another one.
-            header, payload = bytes(body[:HEADER_LENGTH]), [body[HEADER_LENGTH:]]
-            good = envelope.is_page(header, HEADER_LENGTH, key, payload_length, payload)
-            reason = None if good else envelope.reason_to_refuse(header, key, payload)
+            reason = envelope.reason_to_refuse(body[:HEADER_LENGTH], key, [body[HEADER_LENGTH:]])
         if reason is not None:
             self._heal(key, reason)
             return GetResult.CORRUPT

@@ -131,8 +131,6 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
     else:
         if length != call.size:
             reason: str | None = "truncated" if length < call.size else "longer"
-        elif envelope.is_page(bytes(header), HEADER_LENGTH, call.key, length - HEADER_LENGTH, call.segments):
-            reason = None
         else:
             reason = envelope.reason_to_refuse(header, call.key, call.segments)
         if reason is None:
