@@ -121,7 +121,8 @@ class WriteBehind:
         """Drop the pages of these identities (None: all); of how many identities there were any."""
         chosen = None if digests is None else set(digests)
         with self._condition:
-            keys = [key for key in self._waiting if chosen is None or key[:IDENTITY_LENGTH] in chosen]
+            wanted = [key for key in self._waiting if key not in self._forgotten]
+            keys = [key for key in wanted if chosen is None or key[:IDENTITY_LENGTH] in chosen]
         self.forget(keys)
         return len({key[:IDENTITY_LENGTH] for key in keys})
 
@@ -233,13 +234,19 @@ class AsyncStore(DelegatingStore):
         self._closed = False
 
     def get(self, batch: PageBatch) -> list[GetResult]:
+        forgotten = self._queue.forgotten()
         results = [self._get_waiting(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
         # What is not waiting now was either written by now or never offered: the store itself knows.
-        absent = [position for position, result in enumerate(results) if result is None]
+        absent = [
+            position
+            for position, result in enumerate(results)
+            if result is None and batch.keys[position] not in forgotten
+        ]
+        taken = sum(result is GetResult.HIT for result in results)
         if absent or self._closed:
             for position, result in zip(absent, self.inner.get(batch.select(absent)), strict=True):
                 results[position] = result
-        self.metrics.add_many("get", Counter({"hit": len(results) - len(absent)}))
+        self.metrics.add_many("get", Counter({"hit": taken}))
         return [result or GetResult.MISS for result in results]
 
     def _get_waiting(self, key: bytes, segments: Sequence[memoryview]) -> GetResult | None:
@@ -266,7 +273,7 @@ class AsyncStore(DelegatingStore):
         ]
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        if not any(self._queue.waiting(keys)):
+        if not any(self._queue.waiting(keys)) and self._queue.forgotten().isdisjoint(keys):
             return self.inner.count_leading(keys)
         present = self.contains(keys)
         return present.index(False) if False in present else len(present)
