@@ -150,11 +150,15 @@ class TieredStore:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_one_tier(self) -> bool:
+        """Nothing lies further out: nothing is prefetched, joined or promoted."""
+        return len(self._retrieve) == 1 and self._inner_tiers == 1
+
     def get(self, batch: PageBatch) -> list[GetResult]:
         self._check_open()
         self._learn_page_bytes(batch)
-        if len(self._retrieve) == 1 and self._inner_tiers == 1:
-            # Nothing further out: nothing is prefetched, joined or promoted.
+        if self._is_one_tier:
             (tier,) = self._retrieve
             results = self._call(tier, "get", partial(tier.get, batch), [GetResult.ERROR] * len(batch))
             leading = _leading_hits(results)
@@ -254,7 +258,7 @@ class TieredStore:
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """The leading run over all tiers; what of it lies further out begins to move inwards."""
         self._check_open()
-        if len(self._retrieve) == 1 and self._inner_tiers == 1:
+        if self._is_one_tier:
             (tier,) = self._retrieve
             return self._call(tier, "exists", partial(tier.count_leading, keys), 0) if keys else 0
         keys = list(keys)

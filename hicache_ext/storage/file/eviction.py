@@ -116,11 +116,6 @@ class Rank(NamedTuple):
         """``RANK_LENGTH`` bytes."""
         return _RANK.pack(self.priority, self.used, self.hits)
 
-    @staticmethod
-    def used_of(stored: bytes) -> int:
-        """``Rank.unpack(stored).used``, for whoever only asks how fresh a page is."""
-        return int.from_bytes(stored[8:16], "little")
-
 
 RANK_LENGTH: Final = _RANK.size
 _rank = functools.partial(tuple.__new__, Rank)
