@@ -287,7 +287,10 @@ class AsyncStore(DelegatingStore):
         return present
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Does not wait for a batch under way: its pages are removed once they are written."""
+        """Does not wait for a batch under way: its pages are removed once they are written.
+
+        Until then an identity that an earlier call cleared may be counted again.
+        """
         waiting = self._queue.forget_identities(digests)
         return max(waiting, self.inner.clear(digests))
 

@@ -163,10 +163,13 @@ def test_an_evicting_server_stays_within_its_memory(server, open_store):
     server.command("CONFIG", "SET", "maxmemory", "16mb")
     server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     store = open_store(server)
-    for round_number in range(4):
-        assert set(store_pages(store, page_keys(16, f"round {round_number}"), [MIB // 2])) == {SetResult.STORED}
-    results, _ = read_pages(store, page_keys(16, "round 0"), [MIB // 2])
-    assert set(results) == {GetResult.MISS}
+    rounds = [page_keys(16, f"round {number}") for number in range(4)]
+    for keys in rounds:
+        assert set(store_pages(store, keys, [MIB // 2])) == {SetResult.STORED}
+    # Redis evicts by samples, so that which pages are left is not known, only how many can be.
+    results, _ = read_pages(store, [key for keys in rounds for key in keys], [MIB // 2])
+    assert set(results) == {GetResult.HIT, GetResult.MISS}
+    assert results.count(GetResult.HIT) <= 32
 
 
 def test_a_look_up_leaves_the_order_of_eviction_alone(server, open_store):
