@@ -7,9 +7,10 @@
 Arms: two decode nodes without offload (what they differ by is the noise of the machine; their mean is what the others
 are compared with), one with SGLang's own, one with our writer, whose pool is healthy, dead from before the batch, dies
 in the middle of it, or takes half a second longer for every call. In each round every arm decodes the same batch once,
-in rotated order; servers that are not measured are stopped (SIGSTOP): on two cores, six that poll leave little for the one that works. Rounds go on until the
-time is up. A figure is generated tokens over the time between the batch's first token and its end; the scheduler
-thread's time is taken in the decode nodes, step by step. Needs root (network namespace).
+in rotated order; servers that are not measured are stopped (SIGSTOP): on two cores, six that poll leave little for the
+one that works. Rounds go on until the time is up. A figure is generated tokens over the time between the batch's first
+token and its end; the scheduler thread's time is taken in the decode nodes, step by step. Needs root (network
+namespace).
 """
 
 from __future__ import annotations
@@ -284,7 +285,15 @@ The writer's counters at the end, all its arms together: `{said}`
         "date": today(),
         "machine": facts,
         "batch": {"requests": BATCH, "prompt_tokens": PROMPT_TOKENS, "generated": TOKENS, "stride": stride},
-        "arms": {name: {**asdict(ARMS[name]), **asdict(arm)} for name, arm in measured.items()},
+        "arms": {
+            name: {
+                **asdict(ARMS[name]),
+                "rates": arm.rates,
+                "cpu_seconds": arm.cpu_seconds,
+                "mean_step_us": [statistics.fmean(batch) for batch in arm.steps if batch],
+            }
+            for name, arm in measured.items()
+        },
     }
     write_json(file.with_suffix(".json"), document)
 

@@ -228,6 +228,14 @@ class PageDirectory:
             return None
         return moved
 
+    def has_pages(self, tree: Path) -> bool:
+        """Whether a detached tree holds a page, or cannot be read. Ends at the first page."""
+        try:
+            fan_outs = _directories(tree, _FANOUT_NAME)
+            return any(next(self.page_files(fan_out.path), None) is not None for fan_out in fan_outs)
+        except OSError:
+            return True
+
     def delete_detached(self, tree: Path) -> int:
         """Delete the pages that ``detach_identity`` took out; bytes of disk freed. What is no page goes back."""
         home = self.pages / tree.name.split(".")[-2]

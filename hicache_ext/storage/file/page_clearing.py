@@ -42,7 +42,8 @@ class Clearing:
                     removal = operation.enter_context(self._usage.removing())
                     tree = self._directory.detach_identity(digest)
                     if tree is not None:
-                        cleared.add(digest)
+                        if self._directory.has_pages(tree):
+                            cleared.add(digest)
                         self._start_cleaner(tree, removal, operation.pop_all())
             except OSError as error:
                 self._report(error, digest.hex())

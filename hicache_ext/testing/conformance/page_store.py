@@ -245,6 +245,13 @@ class PageStoreTests(DamageTests):
         self.settle(store)
         assert store.clear(None) == 0
 
+    def test_an_identity_whose_pages_were_removed_is_not_counted_by_clear(self, store: PageStore) -> None:
+        keys = page_keys(3)
+        store_pages(store, keys)
+        assert store.remove(keys) == 3
+        self.settle(store)
+        assert store.clear(None) == 0
+
     def test_register_identity_takes_any_document_twice(self, store: PageStore) -> None:
         for _ in range(2):
             store.register_identity(IDENTITY, {"model": {"id": "a/b"}, "pool": {"name": "kv"}})
