@@ -107,11 +107,18 @@ class Breaker:
                     return None
                 self._credit -= 1
                 return self._generation
-            self._change(BreakerState.CLOSED)
-            self._opened = 0
+            self._close()
             ticket = self._generation
         self._on_change(BreakerState.CLOSED, "")
         return ticket
+
+    def end_slow_start(self) -> None:
+        """Close, if the slow start is over: a tier that nobody asks is in full use again, too."""
+        with self._lock:
+            if self._state is not BreakerState.HALF_OPEN or self._share() < 1:
+                return
+            self._close()
+        self._on_change(BreakerState.CLOSED, "")
 
     def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
         """How the call ended that ``ticket`` was given for; ``reason`` is for the log."""
@@ -153,6 +160,10 @@ class Breaker:
             self._recovering_since = self._clock()
             self._credit = 1.0  # the first call goes through, so that a tier that is asked seldom comes back, too
         self._on_change(BreakerState.HALF_OPEN, "")
+
+    def _close(self) -> None:
+        self._change(BreakerState.CLOSED)
+        self._opened = 0
 
     def _change(self, state: BreakerState) -> None:
         self._state = state

@@ -1,7 +1,7 @@
 """The circuit breaker around a store: judges its calls, refuses them while it is open, probes it in the background.
 
 A probe reads the page whose read went wrong, or one that is not there, into memory of its own, on a thread of its own:
-never SGLang's thread, never SGLang's host pages. The thread lives as long as the breaker is open.
+never SGLang's thread, never SGLang's host pages. The thread lives until the breaker is closed again.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class BreakerStore(DelegatingStore):
         self._lock = threading.Lock()
         self._prober: threading.Thread | None = None
         self._closing = threading.Event()
+        self._slow_start_cut = threading.Event()
+        """Set where the prober must not sit out a slow start: the breaker opened again, or the store closes."""
         self._level_lock = threading.Lock()
         self._publish_state()
         self._suspect: tuple[bytes, int] | None = None
@@ -131,6 +133,7 @@ class BreakerStore(DelegatingStore):
 
     def close(self) -> None:
         self._closing.set()
+        self._slow_start_cut.set()
         self.inner.close()
         with self._lock:
             prober = self._prober
@@ -213,6 +216,7 @@ class BreakerStore(DelegatingStore):
                 logger.warning(
                     "hicache_ext: tier %s is left out: %s; its pages are misses until it answers", self.name, reason
                 )
+                self._slow_start_cut.set()
                 self._start_prober()
             case BreakerState.HALF_OPEN:
                 logger.warning(
@@ -242,7 +246,11 @@ class BreakerStore(DelegatingStore):
                 healthy = self._is_healthy()
                 self.metrics.add("breaker_probe", "good" if healthy else "bad")
                 if healthy:
+                    self._slow_start_cut.clear()
                     self._breaker.recover()
+                    if not self._closing.is_set():
+                        self._slow_start_cut.wait(self._settings.slow_start)
+                        self._breaker.end_slow_start()
                     break
                 interval = min(LONGEST_PROBE_INTERVAL, max(interval, self._settings.probe_interval) * 2)
             with self._lock:

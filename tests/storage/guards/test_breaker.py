@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -188,10 +189,37 @@ def test_probes_touch_neither_host_pages_nor_the_callers_thread() -> None:
         assert store.get(PageBatch([KEY], pages.buffers)) == [GetResult.ERROR]
     assert store.state is OPEN
     failing.active = False
-    eventually(lambda: store.state is HALF_OPEN)
+    eventually(lambda: store.state is not OPEN)
     assert seen == {"hicache-memory-probe"}
     assert pages.snapshot() == before
     store.close()
+
+
+def test_a_tier_that_nobody_asks_after_its_recovery_is_in_full_use_when_the_slow_start_is_over() -> None:
+    failing = FailingStore(MemoryPageStore())
+    store = BreakerStore(failing, replace(QUICK, slow_start=0.2), None)
+    for _ in range(2):
+        failing.active = True
+        for _ in range(3):
+            store.get(PageBatch([KEY], HostPages([[100]]).buffers))
+        assert store.state is OPEN
+        failing.active = False
+        eventually(lambda: store.metrics.levels()["breaker_state", ""] == 0)
+        assert store.state is CLOSED
+    assert store.metrics.value("breaker", "closed") == 2
+    store.close()
+
+
+def test_closing_does_not_sit_out_a_slow_start() -> None:
+    failing = FailingStore(MemoryPageStore())
+    failing.active = True
+    store = BreakerStore(failing, replace(QUICK, slow_start=3600.0), None)
+    for _ in range(3):
+        store.get(PageBatch([KEY], HostPages([[100]]).buffers))
+    failing.active = False
+    eventually(lambda: store.state is HALF_OPEN)
+    store.close()
+    assert store._prober is None or not store._prober.is_alive()
 
 
 @pytest.mark.parametrize("result", [GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED])
