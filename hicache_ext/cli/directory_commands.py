@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.tables import print_table
-from hicache_ext.config import format_size
+from hicache_ext.config import rounded_size
 from hicache_ext.storage.file.directory import load_document
 from hicache_ext.storage.file.inspection import Inspector, open_inspector, reason_it_is_bad
 from hicache_ext.storage.file.pins import read_pins, remove_pins_that_are_over
@@ -95,7 +95,7 @@ def _ls(arguments: argparse.Namespace) -> int:
                 str(pool.get("page_size", "?")),
                 _shard(document.get("shard", {})),
                 str(group.pages),
-                format_size(group.size),
+                rounded_size(group.size),
                 _age(group.last_used),
             )
         )
@@ -115,10 +115,10 @@ def _stat(arguments: argparse.Namespace) -> int:
     print(f"models      {len({group.model for group in groups})}")
     print(f"identities  {len(groups)}")
     print(f"pages       {sum(group.pages for group in groups)}")
-    print(f"bytes       {format_size(sum(group.size for group in groups))}")
-    print(f"on disk     {format_size(occupied)}")
-    print(f"pinned      {format_size(pinned)}, {len(pins)} pins")
-    print(f"disk        {format_size(disk.total)}, {format_size(disk.free)} free")
+    print(f"bytes       {rounded_size(sum(group.size for group in groups))}")
+    print(f"on disk     {rounded_size(occupied)}")
+    print(f"pinned      {rounded_size(pinned)}, {len(pins)} pins")
+    print(f"disk        {rounded_size(disk.total)}, {rounded_size(disk.free)} free")
     return 0
 
 
@@ -159,7 +159,7 @@ def _gc(arguments: argparse.Namespace) -> int:
         cleaned = inspector.clean_up()
         pins = remove_pins_that_are_over(arguments.path)
         after = inspector.occupied()
-    print(f"{cleaned} left-overs of killed processes removed, {format_size(max(0, before - after))} freed")
+    print(f"{cleaned} left-overs of killed processes removed, {rounded_size(max(0, before - after))} freed")
     if pins:
         print(f"{pins} pins removed whose time was up")
     return 0
@@ -180,7 +180,7 @@ def _clear(arguments: argparse.Namespace) -> int:
         known = ", ".join(sorted({group.model for group in groups})) or "none"
         print(f"no pages of {arguments.model or arguments.identity!r}; models here: {known}", file=sys.stderr)
         return 1
-    print(f"{sum(group.pages for group in chosen)} pages, {format_size(sum(group.size for group in chosen))} removed")
+    print(f"{sum(group.pages for group in chosen)} pages, {rounded_size(sum(group.size for group in chosen))} removed")
     return 0
 
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from hicache_ext.cli.tables import print_table
-from hicache_ext.config import FileTierConfig, format_size, load_config, parse_duration
+from hicache_ext.config import FileTierConfig, load_config, parse_duration, rounded_size
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page_hashes import namespace_seed, page_hashes
@@ -102,7 +102,7 @@ def _pins(arguments: argparse.Namespace) -> int:
     for pin in sorted(pins.values(), key=lambda pin: pin.created):
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pin.created))
         rows.append(
-            (pin.name, str(len(pin.hashes)), format_size(present[pin.name]), since, _time_left(pin, time.time()))
+            (pin.name, str(len(pin.hashes)), rounded_size(present[pin.name]), since, _time_left(pin, time.time()))
         )
     print_table(rows)
     return 0

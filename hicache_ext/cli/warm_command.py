@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config import format_size, load_config
+from hicache_ext.config import load_config, rounded_size
 from hicache_ext.errors import ConfigError
 from hicache_ext.page_hashes import namespace_seed
 from hicache_ext.storage.warming import WarmError, read_identities, warm_prompts
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     bar.end()
     seconds = time.monotonic() - started
     print(
-        f"{report.fetched} pages fetched ({format_size(report.payload_bytes)} in {seconds:.1f} s), "
+        f"{report.fetched} pages fetched ({rounded_size(report.payload_bytes)} in {seconds:.1f} s), "
         f"{report.present} were there, {report.absent} are nowhere, {report.failed} failed"
     )
     return 1 if report.failed else 0

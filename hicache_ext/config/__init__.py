@@ -19,7 +19,7 @@ from hicache_ext.config.secrets import Secret
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import RemoteTierConfig, TierConfig
 from hicache_ext.config.tiers import tier_types
-from hicache_ext.config.units import format_duration, format_size, parse_duration, parse_size
+from hicache_ext.config.units import format_duration, format_size, parse_duration, parse_size, rounded_size
 
 __all__ = [
     "ConfigErrors",
@@ -50,5 +50,6 @@ __all__ = [
     "parse_duration",
     "parse_size",
     "read_document",
+    "rounded_size",
     "tier_types",
 ]

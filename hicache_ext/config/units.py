@@ -65,6 +65,14 @@ def format_size(size: int) -> str:
     return f"{size}B"
 
 
+def rounded_size(size: float) -> str:
+    """``size`` bytes for people to read: '57.5MiB'."""
+    fitting = [name for name, factor in _BINARY_UNITS.items() if size >= factor]
+    if not fitting:
+        return f"{size:.0f}B"
+    return f"{size / _BINARY_UNITS[fitting[-1]]:.1f}".removesuffix(".0") + fitting[-1]
+
+
 def parse_duration(value: object, key: str = "") -> float:
     """Seconds for ``value``: a number of seconds, or a number with a unit ('250ms', '5m').
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hicache_ext.config import format_duration, format_size, parse_duration, parse_size
+from hicache_ext.config import format_duration, format_size, parse_duration, parse_size, rounded_size
 from hicache_ext.config.units import LARGEST_SIZE, LONGEST_DURATION
 from hicache_ext.errors import ConfigError
 
@@ -149,3 +149,11 @@ def test_a_formatted_duration_is_read_back_exactly(seconds: float) -> None:
 def test_whole_microseconds_are_read_back_exactly(microseconds: int) -> None:
     assert parse_duration(format_duration(microseconds / 1e6)) == microseconds / 1e6
     assert parse_duration(f"{microseconds}us") == microseconds / 1e6
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0B"), (1023, "1023B"), (1024, "1KiB"), (57460 << 10, "56.1MiB"), (3 << 40, "3TiB"), (1.5e9, "1.4GiB")],
+)
+def test_a_size_for_people_to_read(size: float, text: str) -> None:
+    assert rounded_size(size) == text

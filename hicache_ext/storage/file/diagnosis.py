@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from hicache_ext.config import format_size
+from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.file.file_system import file_system_of
 from hicache_ext.storage.store import PageStore
@@ -63,8 +63,10 @@ def _space(paths: Sequence[Path], capacity: int | None, stored: int) -> list[Fin
     free = sum(shutil.disk_usage(path).free for path in devices.values())
     if capacity is None:
         remedy = "set a capacity: nothing is evicted before the disk is full"
-        return [Finding("capacity", Level.WARNING, f"unlimited; {_rounded(free)} are free", remedy)]
-    words = f"{format_size(capacity)}, of which {_rounded(stored)} are taken; {_rounded(free)} are free on the disk"
+        return [Finding("capacity", Level.WARNING, f"unlimited; {rounded_size(free)} are free", remedy)]
+    words = (
+        f"{format_size(capacity)}, of which {rounded_size(stored)} are taken; {rounded_size(free)} are free on the disk"
+    )
     if capacity - stored > free:
         return [Finding("capacity", Level.WARNING, words, "lower capacity: the disk is full before the tier is")]
     return [Finding("capacity", Level.OK, words)]
@@ -80,7 +82,3 @@ def _stored_bytes(paths: Sequence[Path]) -> int:
                 except OSError:
                     continue
     return total
-
-
-def _rounded(size: int) -> str:
-    return f"{size / (1 << 30):.1f}GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f}MiB"

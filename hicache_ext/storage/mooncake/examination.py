@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hicache_ext.config.units import format_size
+from hicache_ext.config.units import rounded_size
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.mooncake import engine
 from hicache_ext.storage.mooncake.attachment import Attachment, address_of
@@ -128,6 +128,6 @@ def _capacity(tier: MooncakeTierConfig) -> Iterator[Finding]:
     if used is None or not total:
         yield Finding("capacity", Level.WARNING, "the pool has no memory", "start holders that contribute segments")
         return
-    seen = f"{format_size(int(used))} of {format_size(int(total))} used ({used / total:.0%})"
+    seen = f"{rounded_size(used)} of {rounded_size(total)} used ({used / total:.0%})"
     keys = values.get("master_key_count")
     yield Finding("capacity", Level.OK, seen + (f", {keys:.0f} objects" if keys is not None else ""))

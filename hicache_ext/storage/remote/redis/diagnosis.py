@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from hicache_ext.config.units import format_size
+from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.remote.redis.clearing import page_name, page_prefix
@@ -116,7 +116,7 @@ def _server_facts(subject: str, settings: RedisSettings, facts: dict[str, Any]) 
 
 def _memory(subject: str, settings: RedisSettings, facts: dict[str, Any]) -> Finding:
     limit, policy = int(facts.get("maxmemory", 0)), str(facts.get("maxmemory_policy", "unknown"))
-    used = format_size(int(facts.get("used_memory", 0)) >> 20 << 20)
+    used = rounded_size(int(facts.get("used_memory", 0)))
     if limit == 0:
         seen, remedy = f"maxmemory is not set, {used} used", "set maxmemory, and maxmemory-policy allkeys-lru"
         return Finding(subject, Level.WARNING, seen, remedy)
