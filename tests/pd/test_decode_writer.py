@@ -154,7 +154,7 @@ class Node:
         self.host = self.manager.decode_host_mem_pool
         self.pool = FakePool(self.host)
         self.metrics = TierMetrics("pd_write")
-        config = WriteConfig(**{"stride": 8, "prefix_grace": 0.0, "retry_within": 5.0, **settings})
+        config = WriteConfig(**{"stride": 8, "prefix_grace": 0.0, "retry_within": 60.0, **settings})
         self._pool_writer = PoolWriter(self.pool, self.metrics)
         self.writer = DecodeWriter(self.manager, config, self._pool_writer, self.metrics, minimum=minimum, hints=hints)
 
@@ -176,7 +176,7 @@ class Node:
                 self.writer.request_advanced(request)
 
     def settle(self, until: Callable[[], bool] | None = None) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (until or (lambda: self.writer.idle))():
             assert time.monotonic() < deadline, "the writer never got there"
             self.writer.step()
@@ -208,7 +208,7 @@ def node_of() -> Iterator[Callable[..., Node]]:
 
     yield make
     for node in nodes:
-        assert node.writer.stop(10)
+        assert node.writer.stop(60)
 
 
 def test_every_whole_page_of_a_continuation_reaches_the_pool_with_its_own_kv(node_of: Callable[..., Node]) -> None:
@@ -527,7 +527,7 @@ def test_ranks_stay_in_step_whatever_their_own_pools_answer(node_of: Callable[..
         return [min(column) for column in zip(*numbers, strict=True)]
 
     # Lock-step by hand: collect what each rank would say, then let both have the minimum.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not all(node.writer.idle for node in ranks):
         assert time.monotonic() < deadline
         rounds: list[list[list[int]]] = []
