@@ -164,10 +164,21 @@ class Node:
             self.pool.pages[key] = [-1] * PAGE_SIZE
         return request
 
-    def generate(self, request: FakeRequest, tokens: int, *, finish: bool = False, aborted: bool = False) -> None:
+    def generate(
+        self,
+        request: FakeRequest,
+        tokens: int,
+        *,
+        finish: bool = False,
+        aborted: bool = False,
+        nothing_in_flight: bool = False,
+    ) -> None:
+        """``nothing_in_flight``: each token comes when the writer's thread has nothing, so that all pages may go."""
         for number in range(tokens):
             request.output_ids.append(number % 90 + 5)
             self.writer.step()
+            if nothing_in_flight:
+                self.settle(lambda: not self.writer._pages_in_flight)
             if finish and number == tokens - 1:
                 request.finished_reason = FINISH_ABORT() if aborted else "length"
                 if not self.writer.request_advanced(request) and not self.manager._has_inflight_offload(request):
@@ -455,7 +466,7 @@ def test_a_full_host_pool_drops_by_policy_and_never_what_has_a_higher_priority(
     node.writer.step()
     node.settle(lambda: not node.writer._pages_in_flight)
     newcomer = FakeRequest([4] * 8, 4)
-    node.generate(newcomer, 13, finish=True)  # 12, and 4 are free
+    node.generate(newcomer, 13, finish=True, nothing_in_flight=True)  # 12, and 4 are free
     node.writer.step()
     for request in (*requests.values(), newcomer):
         node.prefilled(request)
@@ -470,9 +481,8 @@ def test_a_full_host_pool_drops_by_policy_and_never_what_has_a_higher_priority(
 def test_a_running_request_copies_again_what_was_dropped_of_it(node_of: Callable[..., Node]) -> None:
     node = node_of(host_slots=24, prefix_grace=60.0)
     running, other = FakeRequest([1] * 8, 1), FakeRequest([2] * 8, 2)
-    node.generate(running, 17)
-    node.settle(lambda: not node.writer._pages_in_flight)
-    node.generate(other, 17, finish=True)
+    node.generate(running, 17, nothing_in_flight=True)
+    node.generate(other, 17, finish=True, nothing_in_flight=True)
     assert node.metrics.value("dropped", "oldest") == 4
     node.prefilled(other)
     node.settle()
