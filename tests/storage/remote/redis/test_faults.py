@@ -313,6 +313,18 @@ def test_a_frozen_server_does_not_hold_up_the_opening(server, open_store):
         server.thaw()
 
 
+def test_a_required_server_that_is_slow_at_the_start_is_waited_for(server, open_store, monkeypatch):
+    monkeypatch.setattr("hicache_ext.storage.remote.redis.settings.SHORT_CALL", 0.2)
+    server.freeze()
+    thaw = threading.Timer(0.5, server.thaw)
+    thaw.start()
+    try:
+        store = open_store(server)
+    finally:
+        thaw.join()
+    wait_for_hits(store, page_keys(5))
+
+
 def test_a_tier_that_is_not_required_is_attached_when_its_server_comes_up(tmp_path, open_store):
     server = RedisServer(tmp_path / "late")
     store = open_store(server, required=False)
