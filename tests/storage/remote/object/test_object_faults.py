@@ -30,7 +30,7 @@ from tests.storage.remote.object.fault_proxy import FaultProxy
 # Real servers.
 pytestmark = pytest.mark.slow
 
-PATIENCE = 20.0
+PATIENCE = 30.0
 """Seconds a call may take where nothing hangs: a loaded machine must not look like a fault."""
 TIMEOUT = 1.0
 """Of the calls that are meant to run into it."""
