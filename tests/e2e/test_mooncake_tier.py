@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 
 from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
 from hicache_ext.testing.own_network import NetworkUnavailable, own_network
-from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.server import SglangServer
+from tests.e2e.conftest import restored_by
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -41,22 +41,6 @@ def mooncake_tier_config(servers: MooncakeServers, **settings: Any) -> dict[str,
     }
 
 
-def restored_by(reader: SglangServer, writer: SglangServer, cold: Generation) -> Generation:
-    """The first answer of ``reader`` that comes from the pool whole, which ``writer`` is made to fill meanwhile."""
-    deadline = time.monotonic() + 120
-    while True:
-        # Waits for the writes.
-        writer.flush_cache()
-        reader.flush_cache()
-        restored = reader.generate(PROMPT)
-        assert restored.output_ids == cold.output_ids
-        if restored.cached.storage == REUSABLE:
-            return restored
-        assert time.monotonic() < deadline, "the pool does not serve"
-        writer.flush_cache()
-        writer.generate(PROMPT)
-
-
 def test_what_one_server_computed_another_restores_and_a_dead_pool_costs_no_answer(
     tiny_model: Path, tmp_path: Path, servers: MooncakeServers
 ) -> None:
@@ -71,7 +55,7 @@ def test_what_one_server_computed_another_restores_and_a_dead_pool_costs_no_answ
         serve("reader", storage_backend="dynamic", extra_config=config) as reader,
     ):
         assert writer.generate(PROMPT).cached_tokens == 0
-        restored = restored_by(reader, writer, cold)
+        restored = restored_by(reader, writer, PROMPT, cold, REUSABLE)
         assert restored.cached.storage_backend == "HiCacheExtBackend"
 
         servers.kill_master()
@@ -81,4 +65,4 @@ def test_what_one_server_computed_another_restores_and_a_dead_pool_costs_no_answ
         assert without_pool.output_ids == cold.output_ids
 
         servers.start_master()
-        restored_by(reader, writer, cold)
+        restored_by(reader, writer, PROMPT, cold, REUSABLE)

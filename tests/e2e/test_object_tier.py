@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import yaml
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.testing.s3_server import S3Server, missing_s3_server
 from hicache_ext.testing.server import Generation, SglangServer
+from tests.e2e.conftest import restored_by
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -47,21 +47,6 @@ def serve(model: Path, directory: Path, name: str, tier: dict[str, Any] | None) 
     )
 
 
-def written_by_one_and_restored_by_another(
-    writer: SglangServer, reader: SglangServer, prompt: list[int], cold: Generation
-) -> bool:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert writer.generate(prompt).output_ids == cold.output_ids
-        writer.flush_cache()  # waits for the writes
-        reader.flush_cache()
-        restored = reader.generate(prompt)
-        assert restored.output_ids == cold.output_ids
-        if restored.cached.storage == REUSABLE:
-            return True
-    return False
-
-
 def test_two_servers_share_a_bucket_which_dies_and_comes_back(
     tiny_model: Path, tmp_path: Path, s3_server: S3Server
 ) -> None:
@@ -72,7 +57,7 @@ def test_two_servers_share_a_bucket_which_dies_and_comes_back(
         computed = first.generate(PROMPT)
         assert computed.cached_tokens == 0
         assert computed.output_ids == cold[0].output_ids
-        assert written_by_one_and_restored_by_another(first, second, PROMPT, cold[0])
+        restored_by(second, first, PROMPT, cold[0], REUSABLE)
 
         s3_server.kill()
         second.flush_cache()
@@ -82,7 +67,6 @@ def test_two_servers_share_a_bucket_which_dies_and_comes_back(
         second.flush_cache()
 
         s3_server.start()
-        # A server that waits between two probes takes its time.
-        assert written_by_one_and_restored_by_another(second, first, SECOND, cold[1])
+        restored_by(first, second, SECOND, cold[1], REUSABLE)
     # Secrets stay where they are.
     assert "HICACHE_TEST_S3_KEY" in (tmp_path / "first.yaml").read_text()
