@@ -477,6 +477,25 @@ def test_a_diagnosis_says_what_an_operator_should_change(server, open_store):
     assert server.command("DBSIZE") == ":0\r\n"
 
 
+@pytest.mark.parametrize(
+    ("there", "level"), [(100, Level.OK), (103, Level.OK), (98, Level.WARNING), (105, Level.WARNING)]
+)
+def test_a_late_answer_is_no_clock_that_is_off(monkeypatch, there, level):
+    from hicache_ext.storage.remote.redis import diagnosis
+
+    class Late:
+        """Was asked at 100 s and has answered at 103 s."""
+
+        def time(self):
+            return there, 0
+
+    here = iter([100.0, 103.0])
+    monkeypatch.setattr(diagnosis.time, "time", lambda: next(here))
+    finding = diagnosis._clock("server", Late())
+    monkeypatch.undo()
+    assert finding.level is level
+
+
 # -- cluster -----------------------------------------------------------------------------------------------------------
 
 
