@@ -256,6 +256,7 @@ def test_a_tier_whose_look_ups_alone_cost_too_much_is_not_asked_until_a_probe_sa
     assert ask(rule, tier, keys) == 64  # what was not measured yet is asked
     assert ask(rule, tier, keys) == 0
     assert rule.metrics.value("decision", "not_asked") == 1
+    wait_until(lambda: len(inner.askers) == 2)
     inner.seconds = 0.0
     wait_until(lambda: ask(rule, tier, keys) == 64)
     assert inner.askers == {threading.current_thread().name, "hicache-ext-pull-probe"}
