@@ -10,6 +10,13 @@ import os
 from collections import Counter
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, however long one takes; the campaigns (Makefile) look for new ones.
+settings.register_profile(
+    "suite", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 MISSING = "missing: "
 

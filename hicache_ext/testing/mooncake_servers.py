@@ -27,7 +27,7 @@ from hicache_ext.testing.server import free_port
 MIB = 1 << 20
 
 _HOST = "127.0.0.1"
-_START_TIMEOUT = 30.0
+_START_TIMEOUT = 90.0
 
 _HOLDER = """
 import os, sys, threading

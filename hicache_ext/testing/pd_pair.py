@@ -164,7 +164,7 @@ class PdPair:
         *,
         decode: SglangServer | None = None,
         sampling: Mapping[str, Any] | None = None,
-        timeout: float = 120,
+        timeout: float = 240,
         **body: Any,
     ) -> PdGeneration:
         """One greedy completion by the pair: both nodes get the same request, with a room of its own to meet in.

@@ -23,7 +23,7 @@ from typing import Self
 from hicache_ext.testing.server import free_port
 
 HOST = "127.0.0.1"
-_START_TIMEOUT = 20.0
+_START_TIMEOUT = 60.0
 
 
 def redis_program() -> str | None:
@@ -112,7 +112,7 @@ class RedisServer:
     def command(self, *words: str) -> str:
         """The reply to one command, sent in the clear over a connection of its own, as the server wrote it."""
         request = f"*{len(words)}\r\n" + "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
-        with socket.create_connection((HOST, self.port), timeout=10) as connection:
+        with socket.create_connection((HOST, self.port), timeout=60) as connection:
             connection.sendall(request.encode())
             return connection.recv(1 << 20).decode()
 
@@ -132,7 +132,7 @@ class RedisCluster:
     def __init__(self, directory: Path, nodes: int = 3, options: Sequence[tuple[str, str]] = ()) -> None:
         self._options = [
             ("cluster-enabled", "yes"),
-            ("cluster-node-timeout", "1000"),
+            ("cluster-node-timeout", "5000"),
             ("cluster-require-full-coverage", "no"),
             ("cluster-allow-reads-when-down", "yes"),
             *options,

@@ -40,7 +40,8 @@ _HOST = "127.0.0.1"
 _PORT_RANGE = (20000, 32000)
 _LOG_TAIL_LINES = 60
 
-_handed_out_ports: set[int] = set()
+_handed_out_ports: dict[int, socket.socket] = {}
+"""Each with what keeps other processes of this package from handing it out before its server listens."""
 _ports_lock = threading.Lock()
 
 
@@ -112,8 +113,8 @@ class SglangServer:
         extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         namespace: NetworkNamespace | None = None,
-        start_timeout: float = 180,
-        stop_timeout: float = 30,
+        start_timeout: float = 300,
+        stop_timeout: float = 90,
     ) -> None:
         self.log_file = Path(log_file)
         self.port = free_port()
@@ -188,7 +189,7 @@ class SglangServer:
         max_new_tokens: int = 16,
         *,
         sampling: Mapping[str, Any] | None = None,
-        timeout: float = 120,
+        timeout: float = 240,
         **body: Any,
     ) -> Generation:
         """One greedy completion of a text or of token ids, streamed to measure the time to the first token.
@@ -296,7 +297,7 @@ class SglangServer:
         process = self._process
         if process is None:
             return
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while members := _session_members(process.pid):
             if time.monotonic() > deadline:
                 raise ServerError(f"processes of the server survived SIGKILL: {sorted(members)}")
@@ -341,7 +342,7 @@ class SglangServer:
                 raise ServerError(f"the server exited with {process.returncode} at start:\n{self.log_tail()}")
             try:
                 # /health stays 503 until a warm-up request has run, which the rig leaves out.
-                self.get("/server_info", timeout=5)
+                self.get("/server_info", timeout=20)
                 return
             except (OSError, ServerError):
                 pass
@@ -398,7 +399,7 @@ class _NamespaceHandler(urllib.request.HTTPHandler):
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on and that this process has not handed out before."""
+    """A TCP port of 127.0.0.1 that nothing listens on and that no living process has got from here before."""
     with _ports_lock:
         for _ in range(1000):
             port = random.randrange(*_PORT_RANGE)
@@ -409,7 +410,13 @@ def free_port() -> int:
                     probe.bind((_HOST, port))
                 except OSError:
                     continue
-            _handed_out_ports.add(port)
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0hicache_ext.port.{port}")
+            except OSError:
+                claim.close()
+                continue
+            _handed_out_ports[port] = claim
             return port
     raise ServerError(f"no free port found between {_PORT_RANGE[0]} and {_PORT_RANGE[1]}")
 

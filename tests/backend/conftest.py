@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from hicache_ext.testing.conformance.storage_backend import make_storage_config
+from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.backend.test_conformance import extra_config
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sglang() -> None:
+    """Before the first import of SGLang, whichever file of these a process runs first."""
+    prepare_process()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,21 +157,19 @@ def test_clear_returns_while_pages_are_still_being_deleted(
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, {"tiers": {"disk": disk}})
     backend.batch_set_v1(KEYS, indices(0, 1, 2))
     delete = PageDirectory.delete_detached
-    finished: list[float] = []
+    returned = threading.Event()
+    told: list[bool] = []
 
-    def slow_delete(self: PageDirectory, tree: Any) -> int:
-        time.sleep(0.5)
-        freed = delete(self, tree)
-        finished.append(time.monotonic())
-        return freed
+    def late_delete(self: PageDirectory, tree: Any) -> int:
+        told.append(returned.wait(60))
+        return delete(self, tree)
 
-    monkeypatch.setattr(PageDirectory, "delete_detached", slow_delete)
+    monkeypatch.setattr(PageDirectory, "delete_detached", late_delete)
     assert backend.clear() is True
-    returned = time.monotonic()
     assert backend.batch_exists(KEYS) == 0
+    returned.set()
     backend.close()
-    assert len(finished) == 1
-    assert finished[0] > returned
+    assert told == [True]
 
 
 def test_generic_calls_take_tensors_and_raw_addresses(open_backend: Callable[..., Any]) -> None:

@@ -135,8 +135,8 @@ def slow_reads(chance: random.Random) -> Iterator[None]:
         os.preadv = real
 
 
-def work(root: str, seed: int, faulty: bool, until: float, channel: Connection) -> None:
-    """One process. Reports when it is asked, and at the end."""
+def work(root: str, seed: int, faulty: bool, channel: Connection) -> None:
+    """One process. Says when it is ready, is told until when to work, reports when it is asked, and at the end."""
     logging.disable(logging.CRITICAL)
     chance = random.Random(seed)
     counts: Counter[str] = Counter()
@@ -144,6 +144,8 @@ def work(root: str, seed: int, faulty: bool, until: float, channel: Connection) 
     store = open_tier(Path(root))
     faults = DiskFaults(root, seed=seed, rate=FAULT_RATE, errors=(errno.EIO, errno.ENOSPC), calls=("preadv", "pwritev"))
     injected: Counter[str] = Counter()
+    channel.send("ready")
+    until = channel.recv()
     outage_at = time.monotonic() + chance.random() * OUTAGE_EVERY
     while time.monotonic() < until:
         if channel.poll():
@@ -204,18 +206,23 @@ def run(seconds: float, seed: int, interval: float = 1.0) -> Findings:
 
 
 def _soak(root: Path, seconds: float, seed: int, interval: float, findings: Findings) -> None:
-    begun = time.monotonic()
     processes = []
     for number in range(WORKERS):
         mine, theirs = SPAWN.Pipe()
         faulty = number < WORKERS - 1
-        process = SPAWN.Process(
-            target=work, args=(str(root), seed * 1000 + number, faulty, begun + seconds, theirs), daemon=True
-        )
+        process = SPAWN.Process(target=work, args=(str(root), seed * 1000 + number, faulty, theirs), daemon=True)
         process.start()
         processes.append((process, mine))
     ended: set[int] = set()
+    begun = time.monotonic()
     try:
+        # Together, however long the start takes: what is compared are quarters of the time in which all work.
+        for _, channel in processes:
+            if not channel.poll(120) or channel.recv() != "ready":
+                raise TimeoutError("a process did not start")
+        begun = time.monotonic()
+        for _, channel in processes:
+            channel.send(begun + seconds)
         deadline = begun + seconds + 120
         while len(ended) < WORKERS:
             if time.monotonic() > deadline:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hicache_ext.testing.server import Generation, SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 
 
@@ -26,3 +29,24 @@ def file_tier_config(directory: Path, *, capacity: str = "256MiB", layout: str =
         "interface_v1": 1,
         "hicache_ext": {"tiers": {"disk": disk}, **ours},
     }
+
+
+def restored_by(
+    reader: SglangServer, writer: SglangServer, prompt: Sequence[int], cold: Generation, tokens: int
+) -> Generation:
+    """The first answer of ``reader`` with ``tokens`` tokens from the pool that ``writer`` fills.
+
+    Waited for, because a machine that stops for a moment has a pool left out, and one that was away is looked for
+    less and less often. Every answer on the way is the cold one.
+    """
+    deadline = time.monotonic() + 150
+    while True:
+        writer.flush_cache()
+        assert writer.generate(prompt).output_ids == cold.output_ids
+        writer.flush_cache()  # waits for the writes
+        reader.flush_cache()
+        restored = reader.generate(prompt)
+        assert restored.output_ids == cold.output_ids
+        if restored.cached.storage == tokens:
+            return restored
+        assert time.monotonic() < deadline, "nothing came from the pool"

@@ -229,7 +229,6 @@ def test_a_wrong_configuration_stops_the_server_at_start_with_its_sentence(
         page_size=PAGE_SIZE,
         storage_backend="dynamic",
         extra_config=config,
-        start_timeout=90,
     )
     with pytest.raises(ServerError), server:
         pass

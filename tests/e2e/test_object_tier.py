@@ -13,6 +13,7 @@ import yaml
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.testing.s3_server import S3Server, missing_s3_server
 from hicache_ext.testing.server import Generation, SglangServer
+from tests.e2e.conftest import restored_by
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -56,10 +57,7 @@ def test_two_servers_share_a_bucket_which_dies_and_comes_back(
         computed = first.generate(PROMPT)
         assert computed.cached_tokens == 0
         assert computed.output_ids == cold[0].output_ids
-        first.flush_cache()
-        restored = second.generate(PROMPT)
-        assert restored.cached.storage == REUSABLE
-        assert restored.output_ids == cold[0].output_ids
+        restored_by(second, first, PROMPT, cold[0], REUSABLE)
 
         s3_server.kill()
         second.flush_cache()
@@ -69,10 +67,6 @@ def test_two_servers_share_a_bucket_which_dies_and_comes_back(
         second.flush_cache()
 
         s3_server.start()
-        assert second.generate(SECOND).output_ids == cold[1].output_ids
-        second.flush_cache()
-        again = first.generate(SECOND)
-        assert again.cached.storage == REUSABLE
-        assert again.output_ids == cold[1].output_ids
+        restored_by(first, second, SECOND, cold[1], REUSABLE)
     # Secrets stay where they are.
     assert "HICACHE_TEST_S3_KEY" in (tmp_path / "first.yaml").read_text()

@@ -41,7 +41,7 @@ def directory_pool(directory: Path) -> Iterator[dict[str, Any]]:
 @contextmanager
 def redis_pool(directory: Path) -> Iterator[dict[str, Any]]:
     with RedisServer(directory / "redis") as server:
-        yield {"type": "redis", "url": server.url, "timeout": "2s"}
+        yield {"type": "redis", "url": server.url, "timeout": "20s"}
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def error_lines(log: Path) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -159,7 +159,7 @@ def hits_from(pair: PdPair, tier: str) -> float:
 
 def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> Any:
     """The first answer whose prompt comes from storage as far as expected: writing takes its moment."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while True:
         pair.prefill.flush_cache()
         answer = pair.generate(prompt, 16, **body)

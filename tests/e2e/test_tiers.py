@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page_hashes import page_hashes
 from hicache_ext.testing.conformance.second_reader import read_page_object
@@ -84,26 +87,28 @@ def test_after_the_disk_was_lost_the_first_request_comes_from_the_pool_and_the_s
 
 
 def assert_metrics_tell_the_story(server: SglangServer) -> None:
-    import time
+    pages = REUSABLE // PAGE_SIZE
 
-    from hicache_ext.cli.stats_command import read_samples
+    def hits_are_told() -> bool:
+        """Exported once a second."""
+        samples = read_samples(server.get("/metrics"))
+        return [samples.total("hicache_ext_hit_from_total", reason=tier) for tier in ("pool", "nvme")] == [pages] * 2
 
-    time.sleep(2.5)  # Exported once a second.
+    wait_for(hits_are_told, "the hits in the metrics")
     samples = read_samples(server.get("/metrics"))
-    assert samples.total("hicache_ext_hit_from_total", reason="pool") == REUSABLE // PAGE_SIZE
-    assert samples.total("hicache_ext_hit_from_total", reason="nvme") == REUSABLE // PAGE_SIZE
     assert samples.total("hicache_ext_promotion_total", tier="nvme", reason="stored") >= 1
     assert samples.total("hicache_ext_call_seconds_count", tier="pool", operation="get") >= 1
 
 
-def wait_for_pages(directory: Path, count: int) -> None:
-    import time
-
-    for _ in range(600):
-        if len(list(directory.glob("pages/*/*/*.page"))) >= count:
-            return
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not there"
         time.sleep(0.05)
-    raise AssertionError(f"{directory} did not get {count} pages")
+
+
+def wait_for_pages(directory: Path, count: int) -> None:
+    wait_for(lambda: len(list(directory.glob("pages/*/*/*.page"))) >= count, f"{count} pages in {directory}")
 
 
 def test_nothing_past_a_gap_is_promoted(tiny_model: Path, tmp_path: Path, cold: Generation) -> None:

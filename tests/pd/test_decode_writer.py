@@ -154,7 +154,7 @@ class Node:
         self.host = self.manager.decode_host_mem_pool
         self.pool = FakePool(self.host)
         self.metrics = TierMetrics("pd_write")
-        config = WriteConfig(**{"stride": 8, "prefix_grace": 0.0, "retry_within": 5.0, **settings})
+        config = WriteConfig(**{"stride": 8, "prefix_grace": 0.0, "retry_within": 60.0, **settings})
         self._pool_writer = PoolWriter(self.pool, self.metrics)
         self.writer = DecodeWriter(self.manager, config, self._pool_writer, self.metrics, minimum=minimum, hints=hints)
 
@@ -164,10 +164,21 @@ class Node:
             self.pool.pages[key] = [-1] * PAGE_SIZE
         return request
 
-    def generate(self, request: FakeRequest, tokens: int, *, finish: bool = False, aborted: bool = False) -> None:
+    def generate(
+        self,
+        request: FakeRequest,
+        tokens: int,
+        *,
+        finish: bool = False,
+        aborted: bool = False,
+        nothing_in_flight: bool = False,
+    ) -> None:
+        """``nothing_in_flight``: each token comes when the writer's thread has nothing, so that all pages may go."""
         for number in range(tokens):
             request.output_ids.append(number % 90 + 5)
             self.writer.step()
+            if nothing_in_flight:
+                self.settle(lambda: not self.writer._pages_in_flight)
             if finish and number == tokens - 1:
                 request.finished_reason = FINISH_ABORT() if aborted else "length"
                 if not self.writer.request_advanced(request) and not self.manager._has_inflight_offload(request):
@@ -176,7 +187,7 @@ class Node:
                 self.writer.request_advanced(request)
 
     def settle(self, until: Callable[[], bool] | None = None) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (until or (lambda: self.writer.idle))():
             assert time.monotonic() < deadline, "the writer never got there"
             self.writer.step()
@@ -208,7 +219,7 @@ def node_of() -> Iterator[Callable[..., Node]]:
 
     yield make
     for node in nodes:
-        assert node.writer.stop(10)
+        assert node.writer.stop(60)
 
 
 def test_every_whole_page_of_a_continuation_reaches_the_pool_with_its_own_kv(node_of: Callable[..., Node]) -> None:
@@ -455,7 +466,7 @@ def test_a_full_host_pool_drops_by_policy_and_never_what_has_a_higher_priority(
     node.writer.step()
     node.settle(lambda: not node.writer._pages_in_flight)
     newcomer = FakeRequest([4] * 8, 4)
-    node.generate(newcomer, 13, finish=True)  # 12, and 4 are free
+    node.generate(newcomer, 13, finish=True, nothing_in_flight=True)  # 12, and 4 are free
     node.writer.step()
     for request in (*requests.values(), newcomer):
         node.prefilled(request)
@@ -470,9 +481,8 @@ def test_a_full_host_pool_drops_by_policy_and_never_what_has_a_higher_priority(
 def test_a_running_request_copies_again_what_was_dropped_of_it(node_of: Callable[..., Node]) -> None:
     node = node_of(host_slots=24, prefix_grace=60.0)
     running, other = FakeRequest([1] * 8, 1), FakeRequest([2] * 8, 2)
-    node.generate(running, 17)
-    node.settle(lambda: not node.writer._pages_in_flight)
-    node.generate(other, 17, finish=True)
+    node.generate(running, 17, nothing_in_flight=True)
+    node.generate(other, 17, finish=True, nothing_in_flight=True)
     assert node.metrics.value("dropped", "oldest") == 4
     node.prefilled(other)
     node.settle()
@@ -527,7 +537,7 @@ def test_ranks_stay_in_step_whatever_their_own_pools_answer(node_of: Callable[..
         return [min(column) for column in zip(*numbers, strict=True)]
 
     # Lock-step by hand: collect what each rank would say, then let both have the minimum.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not all(node.writer.idle for node in ranks):
         assert time.monotonic() < deadline
         rounds: list[list[list[int]]] = []

@@ -200,6 +200,8 @@ class TestWrappedStore(PageStoreTests):
 
 
 _WRONG_STORES = """
+import threading
+import time
 import pytest
 from hicache_ext.storage.store import GetResult
 from hicache_ext.testing import faults
@@ -239,10 +241,15 @@ class Overwriting(faults.PageStoreWrapper):
 
 
 class Late(faults.PageStoreWrapper):
-    "Goes on writing into the caller's memory."
+    "Goes on writing into the caller's memory: again and again, so that a loaded machine cannot hide it."
     def get(self, batch):
-        import threading
-        threading.Timer(0.1, super().get, [batch]).start()
+        def go_on():
+            for _ in range(150):
+                time.sleep(0.02)
+                self.inner.get(batch)
+
+        for _ in range(3):
+            threading.Thread(target=go_on, daemon=True).start()
         return super().get(batch)
 
 

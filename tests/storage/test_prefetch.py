@@ -20,6 +20,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.guards.hung import eventually as wait_until
 from tests.storage.test_tiered import Recording
 
 SIZE = 1000
@@ -71,15 +72,6 @@ def tiered(near, far):
     near.hold.set()
     far.hold.set()
     store.close()
-
-
-def wait_until(condition, what="the condition", seconds=30.0):
-    waiting = threading.Event()
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        waiting.wait(0.005)
-    raise AssertionError(f"{what} did not come true")
 
 
 def announce(prefetcher, source, keys):
@@ -284,6 +276,7 @@ def test_close_cancels_what_is_planned_and_leaves_no_thread(open_prefetcher, far
     assert far.entered.acquire(timeout=30)
     closer = threading.Thread(target=prefetcher.close)
     closer.start()
+    wait_until(lambda: prefetcher._closing)
     far.hold.set()
     closer.join(30)
     assert set(threading.enumerate()) <= before
@@ -323,5 +316,5 @@ def test_without_a_buffer_nothing_is_fetched(near, far):
     before = set(threading.enumerate())
     store_pages(far.inner, page_keys(3))
     assert store.count_leading(page_keys(3)) == 3
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     store.close()

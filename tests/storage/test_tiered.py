@@ -20,6 +20,7 @@ from hicache_ext.testing.conformance.pages import (
 )
 from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
 from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.storage.guards.hung import eventually
 
 NO_PREFETCH = TieringSettings(prefetch=PrefetchSettings(buffer=0))
 
@@ -37,13 +38,13 @@ class Recording(PageStoreWrapper):
     def get(self, batch):
         self.asked.append(("get", tuple(batch.keys)))
         self.entered.release()
-        assert self.hold.wait(30)
+        assert self.hold.wait(60)
         return super().get(batch)
 
     def set(self, batch):
         self.asked.append(("set", tuple(batch.keys)))
         self.entered.release()
-        assert self.hold.wait(30)
+        assert self.hold.wait(60)
         return super().set(batch)
 
     def contains(self, keys):
@@ -267,6 +268,8 @@ class TestAsync:
         assert far.entered.acquire(timeout=30)
         closer = threading.Thread(target=store.close)
         closer.start()
+        (queue,) = (tier._queue for tier in store._async)
+        eventually(lambda: queue._closing)
         far.hold.set()
         closer.join(30)
         assert not closer.is_alive()

@@ -209,6 +209,7 @@ class MooncakeStore:
         reason_of = dict(zip(whole, reasons, strict=True))
         bad: dict[str, str] = {}
         failed = False
+        answers: list[int] = []
         for number, (position, code) in enumerate(zip(portion.positions, codes, strict=True)):
             expected = len(portion.objects[number])
             if code in (engine.TRANSFER_FAILED, engine.INVALID_ARGUMENT) and not failed:
@@ -216,6 +217,7 @@ class MooncakeStore:
                 size = self._size(client, names[number], deadline)
                 failed = size is None or size in engine.MASTER_LOST or size == expected
                 code = size if size is not None and size >= 0 and size != expected else code
+            answers.append(code)
             if code >= 0:
                 reason = reason_of.get(number, "length")
                 results[position] = GetResult.CORRUPT if reason else GetResult.HIT
@@ -228,7 +230,8 @@ class MooncakeStore:
                 self._attachment.report(code)
         if bad:
             self._heal(client, bad, deadline)
-        return self._worth_going_on(codes, seconds)
+        # A bad page says nothing about its holder, however long the machine took over it.
+        return self._worth_going_on(answers, seconds)
 
     def _size(self, client: Any, name: str, deadline: float) -> int | None:
         size: int | None = self._attachment.call_bounded(lambda: client.get_size(name), deadline)

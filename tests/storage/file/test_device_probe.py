@@ -15,6 +15,13 @@ from hicache_ext.storage.file import device_probe
 from hicache_ext.storage.file.device_probe import MODES, Measured, measured_device, takes_direct
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """A loaded machine must not look like a slow device: what runs out of time is left out."""
+    monkeypatch.setattr(device_probe, "_ALL_SECONDS", 60.0)
+    monkeypatch.setattr(device_probe, "_LOCK_SECONDS", 60.0)
+
+
 def test_every_mode_that_works_here_has_a_rate_in_both_directions(tmp_path):
     measured = measured_device(tmp_path)
     for rates in (measured.read, measured.write):

@@ -105,7 +105,7 @@ def test_a_pipe_in_a_pages_place_is_replaced_and_nobody_waits_for_its_writer(sto
     os.mkfifo(page)
     begun = time.monotonic()
     _assert_counted_healed_and_works(store, "not_a_file")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 def test_a_socket_in_a_pages_place_is_replaced(store, page):
@@ -324,6 +324,7 @@ def test_a_full_disk_refuses_writes_keeps_reads_and_recovers(small_disk, monkeyp
 
 
 def test_a_full_disk_is_not_tried_again_for_every_page(store, place, monkeypatch):
+    monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 3600.0)
     with DiskFaults(place, rate=1, errors=(errno.ENOSPC,), short=False, calls=("pwritev",)) as faults:
         store_pages(store, page_keys(1))
         assert store_pages(store, page_keys(50, prefix="more")) == [SetResult.REJECTED] * 50

@@ -75,7 +75,7 @@ def test_four_processes_that_write_1_gib_stay_within_64_mib_together(place):
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * PROCESSES
-    outcome = sum((results.get(timeout=10) for _ in processes), Counter())
+    outcome = sum((results.get(timeout=60) for _ in processes), Counter())
 
     # A walk is no snapshot: it may count a page twice removed and replaced while it runs.
     assert max(samples) <= CAPACITY + LARGEST_BATCH * (PAGE_SIZE + 4096)

@@ -9,7 +9,7 @@ from tests.campaigns import soak
 
 @pytest.mark.slow
 def test_half_a_minute_of_faults_brings_no_wrong_byte_and_no_leak():
-    found = soak.run(seconds=30, seed=11, interval=0.5)
+    found = soak.run(seconds=27, seed=11, interval=0.5)
     assert dict(found.problems) == {}
     assert found.hits > 0
     assert found.stored > 0

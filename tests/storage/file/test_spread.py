@@ -26,7 +26,7 @@ from hicache_ext.testing.conformance.pages import (
 from hicache_ext.testing.memory_store import MemoryPageStore
 
 KEYS = page_keys(64)
-LONG = 30.0
+LONG = 60.0
 
 
 class FragileStore(MemoryPageStore):
@@ -161,7 +161,7 @@ def test_it_comes_back_by_itself_with_its_pages(rig, caplog):
     wait_until(lambda: not store.out_of_service())
     assert_hits(store, KEYS)
     assert len(rig.disks[0].opened) == 2
-    assert "is back in service" in caplog.text
+    wait_until(lambda: "is back in service" in caplog.text)
     assert store.metrics.value("path_back_in_service", str(rig.disks[0].path)) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, HungStore, ScribblingStore, eventually
 
 TIMEOUT = 0.1
+"""Of the calls that are meant to run into it."""
+PATIENCE = 60.0
+"""Of all others: a loaded machine must not look like a hung store."""
 MIB = 1 << 20
 HANG_BOUND = 10.0
 """Far above any deadline here: it only tells a deadline from none."""
@@ -39,14 +43,25 @@ def hung() -> Iterator[HungStore]:
     store.let_go()
 
 
-def guard(store: PageStoreWrapper, bounce: int = MIB, timeout: float = TIMEOUT) -> DeadlineStore:
-    return DeadlineStore(store, timeout, bounce)
+def guard(store: PageStoreWrapper, bounce: int = MIB) -> DeadlineStore:
+    return DeadlineStore(store, PATIENCE, bounce)
+
+
+def set_timeout(store: DeadlineStore, timeout: float) -> None:
+    store._timeout = timeout
+
+
+def wait_for_late_ends(store: DeadlineStore, calls: int) -> None:
+    """Wait until the ``calls`` calls left behind have ended: what is done last of them is that they are counted."""
+    eventually(lambda: store.metrics.value("late") == calls)
+    assert store.stuck_calls == 0
 
 
 def test_each_call_of_a_hung_store_ends_and_says_so(hung: HungStore) -> None:
     store = guard(hung)
     store_pages(store, [KEY])
     hung.hang()
+    set_timeout(store, TIMEOUT)
     begun = time.monotonic()
     assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
     assert store_pages(store, [KEY]) == [SetResult.TIMEOUT]
@@ -58,8 +73,7 @@ def test_each_call_of_a_hung_store_ends_and_says_so(hung: HungStore) -> None:
     assert store.metrics.value("timeout", "get") == 1
     assert store.metrics.value("timeout", "count_leading") == 1
     hung.let_go()
-    eventually(lambda: store.stuck_calls == 0)
-    assert store.metrics.value("late") == 6
+    wait_for_late_ends(store, 6)
     store.close()
 
 
@@ -68,12 +82,13 @@ def test_a_late_read_touches_no_host_page() -> None:
     store = guard(inner)
     store_pages(store, [KEY])
     inner.hang()
+    set_timeout(store, TIMEOUT)
     pages = HostPages([[1000]], fill=0x77)
     before = pages.snapshot()
     assert store.get(PageBatch([KEY], pages.buffers)) == [GetResult.TIMEOUT]
     assert pages.snapshot() == before
     inner.let_go()
-    eventually(lambda: store.stuck_calls == 0)
+    wait_for_late_ends(store, 1)
     assert pages.snapshot() == before
     store.close()
 
@@ -81,11 +96,13 @@ def test_a_late_read_touches_no_host_page() -> None:
 def test_a_late_write_stores_what_the_pages_held_when_it_was_called(hung: HungStore) -> None:
     store = guard(hung)
     hung.hang()
+    set_timeout(store, TIMEOUT)
     pages = filled([KEY], [[600, 400]])
     assert store.set(PageBatch([KEY], pages.buffers)) == [SetResult.TIMEOUT]
     pages.write(0, b"\xee" * 1000)  # SGLang has given the host pages to another request
     hung.let_go()
-    eventually(lambda: store.stuck_calls == 0)
+    wait_for_late_ends(store, 1)
+    set_timeout(store, PATIENCE)
     assert_hits(store, [KEY])
     store.close()
 
@@ -100,32 +117,37 @@ def test_pages_that_are_no_hit_leave_the_host_pages_as_they_were() -> None:
 
 
 def test_too_many_calls_left_behind_are_refused_at_once(hung: HungStore) -> None:
-    store = guard(hung, timeout=0.02)
+    store = guard(hung)
     hung.hang()
+    set_timeout(store, 0.02)
     for _ in range(MOST_STUCK_CALLS):
         assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
-    calls = hung.calls
+    eventually(lambda: hung.calls == MOST_STUCK_CALLS)
+    set_timeout(store, PATIENCE)
     assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
     assert store_pages(store, [KEY]) == [SetResult.REJECTED]
     assert store.contains([KEY]) == [False]
-    assert hung.calls == calls == MOST_STUCK_CALLS
+    assert hung.calls == MOST_STUCK_CALLS
     hung.let_go()
-    eventually(lambda: store.stuck_calls == 0)
+    wait_for_late_ends(store, MOST_STUCK_CALLS)
     assert store_pages(store, [KEY]) == [SetResult.STORED]
     store.close()
 
 
 def test_calls_left_behind_keep_their_memory_until_they_end(hung: HungStore) -> None:
-    store = guard(hung, bounce=MIB, timeout=0.05)
+    store = guard(hung, bounce=MIB)
     keys = page_keys(3)
     hung.hang()
+    set_timeout(store, 0.05)
     for key in keys[:2]:
         assert read_pages(store, [key], [400_000])[0] == [GetResult.TIMEOUT]
+    eventually(lambda: hung.waiting == 2)
+    set_timeout(store, PATIENCE)
     # Nobody who is in time will give back enough: no waiting.
     assert read_pages(store, keys[2:], [400_000])[0] == [GetResult.REJECTED]
-    assert hung.waiting == 2
+    assert hung.calls == 2
     hung.let_go()
-    eventually(lambda: store.stuck_calls == 0)
+    wait_for_late_ends(store, 2)
     assert store_pages(store, keys, [400_000]) == [SetResult.STORED] * 3
     assert_hits(store, keys, [400_000])
     assert store._bounce.lent == 0
@@ -133,7 +155,7 @@ def test_calls_left_behind_keep_their_memory_until_they_end(hung: HungStore) -> 
 
 
 def test_a_batch_larger_than_the_bounce_memory_goes_through_in_portions() -> None:
-    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB, timeout=30)
+    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB)
     keys = page_keys(100)
     assert store_pages(store, keys, [50_000, 3]) == [SetResult.STORED] * 100
     assert_hits(store, keys, [3, 50_000])
@@ -141,7 +163,7 @@ def test_a_batch_larger_than_the_bounce_memory_goes_through_in_portions() -> Non
 
 
 def test_a_page_larger_than_the_bounce_memory_is_refused_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB, timeout=30)
+    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB)
     small, large = page_keys(2)
     sizes = [[1000], [MIB + 1]]
     for _ in range(2):
@@ -164,11 +186,13 @@ def test_close_does_not_wait_for_a_store_that_hangs(hung: HungStore, caplog: pyt
     before = set(threading.enumerate())
     store = guard(hung)
     hung.hang()
+    set_timeout(store, TIMEOUT)
     assert read_pages(store, [KEY])[0] == [GetResult.TIMEOUT]
     begun = time.monotonic()
     store.close()
     assert time.monotonic() - begun < HANG_BOUND
-    assert "1 calls hang in the store" in caplog.text
+    # The store's own close() may be late, too.
+    assert re.search(r"[12] calls hang in the store", caplog.text)
     with pytest.raises(StoreClosedError):
         store.contains([KEY])
     hung.let_go()
@@ -176,13 +200,20 @@ def test_close_does_not_wait_for_a_store_that_hangs(hung: HungStore, caplog: pyt
 
 
 def test_close_closes_a_store_of_which_many_calls_hang(hung: HungStore) -> None:
-    store = guard(hung, timeout=0.02)
+    def is_closed() -> bool:
+        try:
+            hung.inner.contains([KEY])
+        except StoreClosedError:
+            return True
+        return False
+
+    store = guard(hung)
     hung.hang()
+    set_timeout(store, 0.02)
     for _ in range(MOST_STUCK_CALLS + 1):
         store.contains([KEY])
     store.close()
-    with pytest.raises(StoreClosedError):
-        hung.inner.contains([KEY])
+    eventually(is_closed)
 
 
 def test_a_store_that_registers_memory_is_told_of_the_bounce_memory_alone() -> None:
@@ -211,13 +242,14 @@ def test_a_diagnosis_that_hangs_is_a_finding(hung: HungStore) -> None:
     store = guard(Diagnosed(hung.inner))
     assert [finding.level for finding in store.diagnose()] == [Level.OK]
     hung.hang()
+    set_timeout(store, TIMEOUT)
     (finding,) = store.diagnose()
     assert finding.level is Level.ERROR and "no answer within 0.1 s" in finding.seen
     store.close()
 
 
 def test_eight_threads_share_little_bounce_memory() -> None:
-    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB, timeout=60)
+    store = guard(PageStoreWrapper(MemoryPageStore()), bounce=MIB)
     keys = page_keys(40)
     problems: list[BaseException] = []
 
@@ -264,7 +296,7 @@ def test_pieces_of_bounce_memory_never_overlap() -> None:
 
 
 def test_the_payload_of_every_page_of_a_batch_reaches_its_own_segments() -> None:
-    store = guard(PageStoreWrapper(MemoryPageStore()), timeout=30)
+    store = guard(PageStoreWrapper(MemoryPageStore()))
     keys = page_keys(6)
     sizes = [[1], [5000, 1], [3, 3, 3], [4096], [1, 4095], [7]]
     store.set(PageBatch(keys, filled(keys, sizes).buffers))

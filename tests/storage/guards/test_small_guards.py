@@ -250,14 +250,15 @@ def test_a_caller_that_waits_gets_its_turn(hung: HungStore) -> None:
 # -- exists budget -----------------------------------------------------------------------------------------------------
 
 
-def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungStore) -> None:
-    store = ExistsBudgetStore(hung, 0.02)
+def test_the_scheduler_gets_what_is_known_and_later_what_was_found(hung: HungStore, clock: Clock) -> None:
+    store = ExistsBudgetStore(hung, 0.02, clock=clock)
     keys = page_keys(5)
     store_pages(hung.inner, keys[:3])
     hung.hang()
     with answering_at_once():
         assert store.count_leading(keys) == 0
         assert store.contains(keys) == [False] * 5
+    eventually(lambda: hung.calls == 2)
     hung.let_go()
     eventually(lambda: hung.waiting == 0)
     eventually(lambda: store._present)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ class MemoryBoard:
     def __init__(self) -> None:
         self.hints: list[bytes] = []
         self.trouble: Exception | None = None
+        self.looked_at = threading.Event()
+        """Somebody has looked for the first time: what is left from now on is new to them."""
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
         if self.trouble is not None:
@@ -47,11 +50,15 @@ class MemoryBoard:
     def read_hints(self, since: int | None, limits: BoardLimits) -> tuple[int, list[bytes]]:
         if self.trouble is not None:
             raise self.trouble
-        return len(self.hints), [] if since is None else self.hints[since:]
+        seen = len(self.hints)
+        if since is None:
+            self.looked_at.set()
+            return seen, []
+        return seen, self.hints[since:seen]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -75,7 +82,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         return {"type": "file", "path": str(tmp_path / "pool"), "capacity": "64MiB", "layout": "pages"}
     server = request.getfixturevalue("redis_server")
     server.command("FLUSHALL")
-    return {"type": "redis", "url": server.url, "timeout": "2s"}
+    return {"type": "redis", "url": server.url, "timeout": "30s"}
 
 
 @pytest.fixture
@@ -203,7 +210,7 @@ def test_a_receiver_follows_what_is_well_formed_fresh_and_of_its_model() -> None
     board.trouble = StoreError("away")
     wait_until(lambda: receiver.metrics.value("board", "failed") > 0)
     board.trouble = None
-    time.sleep(0.1)  # the first look is behind it
+    assert board.looked_at.wait(60)
     now = time.time()
     page_hashes = tuple(bytes.fromhex(page_hash) for page_hash in HASHES)
     board.hints += [
@@ -214,11 +221,11 @@ def test_a_receiver_follows_what_is_well_formed_fresh_and_of_its_model() -> None
         encode(Hint(SCOPE, now + 3600, page_hashes)),
         encode(Hint(SCOPE, now, page_hashes)),
     ]
-    wait_until(lambda: receiver.metrics.value("hint", "received") == 1)
+    wait_until(lambda: receiver.metrics.value("page", "fetched") == 7)
+    assert receiver.metrics.value("hint", "received") == 1
     counted = {reason: receiver.metrics.value("hint", reason) for reason in ("malformed", "other_model", "stale")}
     assert counted == {"malformed": 2, "other_model": 1, "stale": 2}
     assert followed == [list(page_hashes)]
-    wait_until(lambda: receiver.metrics.value("page", "fetched") == 7)
     receiver.close(5)
 
 
@@ -232,7 +239,7 @@ def test_a_hint_whose_pages_cannot_be_had_does_not_end_the_receiver() -> None:
         return {}
 
     receiver = receive(board, bring)
-    time.sleep(0.1)
+    assert board.looked_at.wait(60)
     hint = encode(Hint(SCOPE, time.time(), (bytes(32),)))
     board.hints.append(hint)
     wait_until(lambda: receiver.metrics.value("hint", "failed") == 1)

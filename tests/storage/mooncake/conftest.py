@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,11 +15,18 @@ from hicache_ext.storage.mooncake.pages import MooncakeStore
 from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
 from hicache_ext.testing.own_network import NetworkUnavailable, own_network
 
+TIMEOUT = 2
+"""Seconds, of tiers whose servers are meant to fail."""
+PATIENCE = 20
+"""Seconds, of all others: a loaded machine must not look like a fault."""
+
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[None]:
     if missing := missing_mooncake():
         pytest.skip(f"missing: {missing}")
+    # The library takes it over from the first tier of the process, which another file may have opened.
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(1000 * TIMEOUT))
     try:
         with own_network():
             yield
@@ -33,7 +41,7 @@ def servers(network, tmp_path_factory) -> Iterator[MooncakeServers]:
 
 
 def tier_for(servers: MooncakeServers, **settings) -> MooncakeTierConfig:
-    wanted = {"type": "mooncake", "master": servers.master, "local_hostname": "127.0.0.1", "timeout": 2}
+    wanted = {"type": "mooncake", "master": servers.master, "local_hostname": "127.0.0.1", "timeout": TIMEOUT}
     return MooncakeTierConfig.model_validate({**wanted, "metrics": servers.metrics, **settings})
 
 
@@ -62,10 +70,10 @@ class _EngineOfOneClient(Engine):
 @pytest.fixture(scope="module")
 def open_quickly(servers) -> Iterator[Callable[..., MooncakeStore]]:
     """Opens stores (settings of the tier as keywords) that all use one client of the library."""
-    client = Engine("pool", tier_for(servers)).open_client()
+    client = Engine("pool", tier_for(servers, timeout=PATIENCE)).open_client()
 
     def open_store(**settings) -> MooncakeStore:
-        tier = tier_for(servers, **settings)
+        tier = tier_for(servers, **{"timeout": PATIENCE, **settings})
         return MooncakeStore("pool", tier, Attachment("pool", _EngineOfOneClient(tier, client), required=True))
 
     yield open_store

@@ -32,7 +32,7 @@ class RawClient:
         assert self.client.put(self.name(key), stored or b"\0") == 0
 
     def names(self) -> list[str]:
-        with urllib.request.urlopen(f"http://{self._metrics}/get_all_keys", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{self._metrics}/get_all_keys", timeout=60) as response:
             return response.read().decode().split()
 
     def keys(self) -> list[bytes]:

@@ -11,7 +11,7 @@ from hicache_ext.storage.store import SetResult
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
-from tests.storage.mooncake.conftest import tier_for
+from tests.storage.mooncake.conftest import PATIENCE, tier_for
 from tests.storage.mooncake.raw_client import RawClient
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def test_any_order_of_calls(open_quickly, client):
 
 
 def test_the_doctor_sees_a_healthy_pool(servers):
-    store = open_mooncake_tier("pool", tier_for(servers))
+    store = open_mooncake_tier("pool", tier_for(servers, timeout=PATIENCE))
     findings = {finding.subject: finding for finding in store.diagnose()}
     store.close()
     assert not [finding for finding in findings.values() if finding.level in (Level.ERROR, Level.WARNING)]
@@ -80,17 +80,17 @@ def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, open_quickly,
 
 def test_pages_outlive_the_librarys_client(servers, client):
     client.empty()
-    store = open_mooncake_tier("pool", tier_for(servers))
+    store = open_mooncake_tier("pool", tier_for(servers, timeout=PATIENCE))
     store_pages(store, page_keys(3))
     store.close()
-    store = open_mooncake_tier("pool", tier_for(servers))
+    store = open_mooncake_tier("pool", tier_for(servers, timeout=PATIENCE))
     assert_hits(store, page_keys(3))
     store.close()
 
 
 def test_a_process_that_contributes_memory_reads_and_writes_its_own(servers, client):
     client.empty()
-    store = open_mooncake_tier("pool", tier_for(servers, segment_size="64MiB"))
+    store = open_mooncake_tier("pool", tier_for(servers, timeout=PATIENCE, segment_size="64MiB"))
     assert store_pages(store, page_keys(40), [1 << 19]) == [SetResult.STORED] * 40
     assert_hits(store, page_keys(40), [1 << 19])
     store.close()

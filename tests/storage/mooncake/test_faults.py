@@ -21,7 +21,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from hicache_ext.testing.mooncake_servers import MooncakeServers
-from tests.storage.mooncake.conftest import tier_for
+from tests.storage.mooncake.conftest import PATIENCE, tier_for
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def timed(what: str, call: Callable[[], object]) -> tuple[object, float]:
     return answer, seconds
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 40) -> float:
+def wait_until(true: Callable[[], bool], seconds: float = 90) -> float:
     started = time.monotonic()
     while not true():
         assert time.monotonic() - started < seconds, "it did not come back"
@@ -83,6 +83,10 @@ def comes_back(store: MooncakeStore) -> None:
     print(f"back by itself after {wait_until(works):.1f} s")
 
 
+def store_all(store: MooncakeStore, keys: list[bytes]) -> None:
+    wait_until(lambda: all(result.durable for result in store_pages(store, keys, PAGE)))
+
+
 def no_hit(results: list[GetResult]) -> bool:
     return GetResult.HIT not in results
 
@@ -90,7 +94,7 @@ def no_hit(results: list[GetResult]) -> bool:
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 def test_a_lost_master_costs_one_call_and_comes_back(cluster, store, fault):
     keys = page_keys(8)
-    store_pages(store, keys, PAGE)
+    store_all(store, keys)
     cluster.kill_master() if fault == "killed" else cluster.freeze_master()
     first, _ = timed(f"master {fault}, first get", lambda: read_pages(store, keys, PAGE)[0])
     assert no_hit(first)
@@ -115,7 +119,7 @@ def test_a_lost_master_costs_one_call_and_comes_back(cluster, store, fault):
 
 def test_a_master_restarted_empty_is_a_miss_and_fills_again(cluster, store):
     keys = page_keys(8)
-    store_pages(store, keys, PAGE)
+    store_all(store, keys)
     cluster.kill_master()
     cluster.start_master()
     results, _ = timed("get after restart", lambda: read_pages(store, keys, PAGE)[0])
@@ -125,7 +129,7 @@ def test_a_master_restarted_empty_is_a_miss_and_fills_again(cluster, store):
 
 def test_a_frozen_holder_costs_a_bounded_call_and_late_bytes_never_arrive(cluster, store):
     keys = page_keys(32)
-    store_pages(store, keys, PAGE)
+    store_all(store, keys)
     cluster.freeze_holder()
     pages = HostPages([PAGE] * 32)
     results, _ = timed("holder frozen, get of 32 pages of 2 MiB", lambda: store.get(PageBatch(keys, pages.buffers)))
@@ -151,7 +155,7 @@ def test_a_holder_frozen_while_pages_are_written_leaves_no_half_page(cluster, st
     cluster.thaw_holder()
     comes_back(store)
     all_hits(store, keys)
-    wait_until(lambda: all(result.durable for result in store_pages(store, keys, PAGE)))
+    store_all(store, keys)
     wait_until(lambda: all_hits(store, keys))
 
 
@@ -160,7 +164,7 @@ def test_a_killed_holder_takes_its_pages_along_and_another_serves(network, tmp_p
     with MooncakeServers(tmp_path, client_ttl=2) as cluster:
         store = open_mooncake_tier("pool", tier_for(cluster))
         keys = page_keys(8)
-        store_pages(store, keys, PAGE)
+        store_all(store, keys)
         cluster.kill_holder()
         results, _ = timed("holder killed, get", lambda: read_pages(store, keys, PAGE)[0])
         assert no_hit(results)
@@ -232,7 +236,8 @@ def test_a_store_that_is_away_can_be_closed(cluster, store):
 
 
 def test_clear_of_one_prefix_leaves_strangers_alone(cluster, store):
-    other = open_mooncake_tier("pool", tier_for(cluster, prefix="hicache.ext"))
+    store._attachment.engine.tier = tier_for(cluster, timeout=PATIENCE)
+    other = open_mooncake_tier("pool", tier_for(cluster, timeout=PATIENCE, prefix="hicache.ext"))
     keys = page_keys(4)
     store_pages(store, keys)
     store_pages(other, keys)
@@ -246,7 +251,7 @@ def test_a_sweep_leaves_what_lies_behind_a_gap_without_a_lease(network, tmp_path
     from tests.storage.mooncake.raw_client import RawClient
 
     with MooncakeServers(tmp_path, lease_ms=20_000) as cluster:
-        store, raw = open_mooncake_tier("pool", tier_for(cluster)), RawClient(cluster)
+        store, raw = open_mooncake_tier("pool", tier_for(cluster, timeout=PATIENCE)), RawClient(cluster)
         keys = page_keys(200)
         store_pages(store, keys[:2] + keys[100:])
         assert store.count_leading(keys) == 2

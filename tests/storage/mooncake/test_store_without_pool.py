@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -150,11 +151,10 @@ def regions(*sizes: int) -> list[memoryview]:
 
 
 def wait_until(true) -> None:
-    for _ in range(200):
-        if true():
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError("waited in vain")
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
 
 
 def test_the_library_is_given_memory_of_the_tier_alone_registered_once_and_unregistered_on_close(engine, store):
@@ -207,13 +207,13 @@ def test_nothing_reaches_the_client_after_close_which_waits_for_calls_under_way(
 
     def slow(names):
         inside.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return ask(names)
 
     engine.client.batch_is_exist = slow
     asking = threading.Thread(target=store.contains, args=(page_keys(1),))
     asking.start()
-    inside.wait(10)
+    assert inside.wait(60)
     closing = threading.Thread(target=store.close)
     closing.start()
 
@@ -267,7 +267,9 @@ def test_every_code_of_a_write_is_a_result(engine, store, code, result):
 
 
 @pytest.mark.parametrize("change", [-1, 1], ids=["shorter", "longer"])
-def test_an_object_of_another_size_is_corrupt_and_removed(engine, store, change):
+def test_an_object_of_another_size_is_corrupt_and_removed(engine, store, change, monkeypatch):
+    # A machine that stops for a moment: the holder of a bad page was once taken for frozen, and the tier rested.
+    monkeypatch.setattr(pages_module, "_SLOW_FAILURE", -1.0)
     store_pages(store, page_keys(3))
     name = next(iter(engine.client.objects))
     engine.client.objects[name] = (engine.client.objects[name] + b"x")[: len(engine.client.objects[name]) + change]
@@ -275,6 +277,7 @@ def test_an_object_of_another_size_is_corrupt_and_removed(engine, store, change)
     assert sorted(result.value for result in results) == ["corrupt", "hit", "hit"]
     assert store.metrics.value("corrupt", "length") == 1
     assert name not in engine.client.objects
+    assert store.attached
 
 
 def test_the_master_lost_answers_rejected_at_once_until_it_is_back(engine, store):
@@ -397,15 +400,15 @@ def test_what_is_cleared_while_the_master_is_away_is_removed_before_the_first_ca
 
 
 def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(tier, engine):
-    engine.tier = tier.model_copy(update={"timeout": 0.2})
     store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
     keys = page_keys(3)
     store_pages(store, keys, [3000])
+    engine.tier = tier.model_copy(update={"timeout": 0.2})
     go_on, ended = threading.Event(), threading.Event()
     read = engine.client.batch_get_into_multi_buffers
 
     def hang(names, addresses, sizes):
-        go_on.wait(20)
+        go_on.wait(60)
         answer = read(names, addresses, sizes)
         ended.set()
         return answer
@@ -419,15 +422,17 @@ def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(
     assert store_pages(store, keys, [3000]) == [SetResult.REJECTED] * 3
     # The late bytes arrive, and not in the caller's memory.
     go_on.set()
-    assert ended.wait(10)
+    assert ended.wait(60)
     wait_until(lambda: store.attached)
     assert pages.snapshot() == untouched
+    engine.tier = tier
     engine.client.batch_get_into_multi_buffers = read
     assert read_pages(store, keys, [3000])[0] == [GetResult.HIT] * 3
     # One that ends in vain makes the store rest.
+    engine.tier = tier.model_copy(update={"timeout": 0.2})
     engine.client.batch_get_into_multi_buffers = lambda names, *_: [threading.Event().wait(0.4) or -800 for _ in names]
     assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.TIMEOUT] * 3
-    threading.Event().wait(1.2)
+    wait_until(lambda: store._attachment._abandoned == 0)
     assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.REJECTED] * 3
     store.close()
 
@@ -462,20 +467,20 @@ def test_a_page_that_another_thread_is_writing_is_waited_for(engine, store):
 
     def slow(*arguments):
         inside.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return put(*arguments)
 
     engine.client.batch_put_from_multi_buffers = slow
-    answers: list[list[SetResult]] = []
-    first = threading.Thread(target=lambda: answers.append(store_pages(store, [key])))
+    answers: dict[str, list[SetResult]] = {}
+    first = threading.Thread(target=lambda: answers.update(first=store_pages(store, [key])))
     first.start()
-    inside.wait(10)
-    second = threading.Thread(target=lambda: answers.append(store_pages(store, [key])))
+    assert inside.wait(60)
+    second = threading.Thread(target=lambda: answers.update(second=store_pages(store, [key])))
     second.start()
     second.join(0.2)
     assert second.is_alive()
     go_on.set()
     first.join()
     second.join()
-    assert answers == [[SetResult.STORED], [SetResult.EXISTS]]
+    assert answers == {"first": [SetResult.STORED], "second": [SetResult.EXISTS]}
     assert engine.client.calls.count("put") == 1

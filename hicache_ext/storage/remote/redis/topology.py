@@ -59,6 +59,7 @@ class Topology:
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
         self._looked = threading.Event()
+        self._required = required
         self._keeper = threading.Thread(target=self._keep, name=f"hicache-{name}-keeper", daemon=True)
         self._keeper.start()
         reached = self._looked.wait(settings.timeout)
@@ -164,6 +165,10 @@ class Topology:
             problem = error
             logger.exception("tier %s: learning the topology", self._name)
         if not self._looked.is_set():
+            if self._required and isinstance(problem, TimeoutError):
+                # One that is only slow gets the tier's whole timeout: a start depends on it.
+                self._refresh_wanted = True
+                return
             self._first_look = problem
             self._looked.set()
 

@@ -45,7 +45,7 @@ class RawBucket:
 class Medium:
     """Stores over one fresh namespace, opened again and again."""
 
-    def __init__(self, client: Callable[[], Any], *, shared: bool = True, timeout: float = 20.0) -> None:
+    def __init__(self, client: Callable[[], Any], *, shared: bool = True, timeout: float = 60.0) -> None:
         self._make_client = client
         self._shared = shared
         self._timeout = timeout
@@ -66,7 +66,7 @@ class Medium:
 
     def _settle(self) -> None:
         for store in self._opened:
-            assert store.wait_until_cleared(20)
+            assert store.wait_until_cleared(60)
 
     def close(self) -> None:
         for store in self._opened:

@@ -30,7 +30,7 @@ from tests.storage.remote.object.fault_proxy import FaultProxy
 # Real servers.
 pytestmark = pytest.mark.slow
 
-PATIENCE = 20.0
+PATIENCE = 30.0
 """Seconds a call may take where nothing hangs: a loaded machine must not look like a fault."""
 TIMEOUT = 1.0
 """Of the calls that are meant to run into it."""
@@ -100,9 +100,9 @@ def test_a_failing_server_is_an_error_counted_by_reason_and_forgotten(
     assert store.clear([IDENTITY]) == 0
     assert time.monotonic() - begun < 6 * BOUND
     assert store.metrics.value("error", "http_5xx") > 0
-    proxy.break_with("")
     # What clear() was told while the store was down is done when it is back.
     assert store.wait_until_cleared(0) is False
+    proxy.break_with("")
     _eventually(lambda: store.wait_until_cleared(1))
     store_pages(store, keys)
     assert_hits(store, keys)
@@ -160,7 +160,7 @@ def test_a_late_reply_is_dropped(s3_server: S3Server, prefix: str) -> None:
 
         def get(self, *arguments: object) -> object:
             reply = real.get(*arguments)
-            release.wait(30)
+            release.wait(60)
             arrived.set()
             return reply
 
@@ -236,7 +236,8 @@ def test_a_server_killed_between_writes_leaves_whole_pages_or_none(tmp_path: Pat
         store = ObjectPageStore("cold", client, url="test", timeout=PATIENCE, concurrency=4)
         writer = threading.Thread(target=store_pages, args=(store, keys, [20_000]))
         writer.start()
-        _eventually(lambda: any(server.directory.rglob("*.page._S3rver_object")))
+        # More than are under way at once, so that some are whole.
+        _eventually(lambda: len(list(server.directory.rglob("*.page._S3rver_object"))) > 8)
         server.kill()
         writer.join()
         server.start()
@@ -251,12 +252,12 @@ def test_a_server_killed_between_writes_leaves_whole_pages_or_none(tmp_path: Pat
 
         _eventually(read)
         assert GetResult.HIT in results
-        assert all(result.durable for result in store_pages(store, keys, [20_000]))
-        assert_hits(store, keys, [20_000])
+        _eventually(lambda: all(result.durable for result in store_pages(store, keys, [20_000])))
+        _eventually(lambda: read() and set(results) == {GetResult.HIT})
         store.close()
 
 
-def _eventually(condition: Callable[[], object], timeout: float = 30.0) -> None:
+def _eventually(condition: Callable[[], object], timeout: float = 90.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the store did not come back"

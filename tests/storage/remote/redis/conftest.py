@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hicache_ext.storage.remote.redis.store import RedisPageStore
 from hicache_ext.testing.redis_servers import HOST, RedisCluster, RedisServer, redis_program
 
 PREFIX = "test:"
+PATIENCE = 30.0
+"""Seconds a call may take where nothing is meant to fail: a loaded machine must not look like a fault."""
 
 
 class RawValues:
@@ -44,7 +47,13 @@ class RawValues:
 
 
 def settings_for(*servers: RedisServer, **changes: Any) -> RedisSettings:
-    return RedisSettings(**{"endpoints": tuple(Endpoint(HOST, s.port) for s in servers), "prefix": PREFIX, **changes})
+    endpoints = tuple(Endpoint(HOST, server.port) for server in servers)
+    return RedisSettings(**{"endpoints": endpoints, "prefix": PREFIX, "timeout": PATIENCE, **changes})
+
+
+def set_timeout(store: RedisPageStore, seconds: float) -> None:
+    """Of the calls from now on; the store was opened, and finds its nodes, with the timeout it was given."""
+    store._settings = replace(store._settings, timeout=seconds)
 
 
 @pytest.fixture(scope="session", autouse=True)
