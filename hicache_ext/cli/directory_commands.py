@@ -24,6 +24,7 @@ from hicache_ext.storage.file.pins import read_pins, remove_pins_that_are_over
 
 _PROGRESS_INTERVAL = 0.2
 _REMOVE_BATCH = 256
+_AMOUNTS = ("pages", "bytes", "hits", "last written", "last used")
 
 
 @dataclass(slots=True)
@@ -34,7 +35,10 @@ class _Group:
     document: dict[str, Any] | None
     pages: int = 0
     size: int = 0
-    last_used: float | None = None
+    hits: int | None = None
+    written: float | None = None
+    """When the newest one was."""
+    used: float | None = None
 
     @property
     def model(self) -> str:
@@ -78,9 +82,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 def _ls(arguments: argparse.Namespace) -> int:
     with closing(open_inspector(arguments.path)) as inspector:
         groups = _groups(inspector)
-    rows = [
-        ("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard", "pages", "bytes", "last used")
-    ]
+    rows = [("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard", *_AMOUNTS)]
     for group in sorted(groups, key=lambda group: (group.model, -group.size)):
         document = group.document or {}
         model, pool = document.get("model", {}), document.get("pool", {})
@@ -96,7 +98,9 @@ def _ls(arguments: argparse.Namespace) -> int:
                 _shard(document.get("shard", {})),
                 str(group.pages),
                 rounded_size(group.size),
-                _age(group.last_used),
+                "-" if group.hits is None else str(group.hits),
+                _age(group.written),
+                _age(group.used),
             )
         )
     print_table(rows)
@@ -192,8 +196,12 @@ def _groups(inspector: Inspector) -> list[_Group]:
             group = groups[page.identity] = _Group(page.identity, load_document(inspector.path, page.identity))
         group.pages += 1
         group.size += page.size
-        if page.used is not None:
-            group.last_used = max(page.used, group.last_used or 0.0)
+        group.written = max(filter(None, (page.written, group.written)), default=None)
+        group.used = max(filter(None, (page.used, group.used)), default=None)
+    for group in groups.values():
+        uses = inspector.uses(group.digest)
+        if uses is not None:
+            group.hits, group.used = uses
     return list(groups.values())
 
 
@@ -202,10 +210,10 @@ def _shard(shard: dict[str, Any]) -> str:
     return ", ".join(parts) or "whole"
 
 
-def _age(used: float | None) -> str:
-    if used is None:
+def _age(moment: float | None) -> str:
+    if moment is None:
         return "-"
-    seconds = max(0.0, time.time() - used)
+    seconds = max(0.0, time.time() - moment)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"

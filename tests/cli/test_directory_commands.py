@@ -12,7 +12,7 @@ from hicache_ext.cli.main import main
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.store import SlabStore
-from hicache_ext.testing.conformance.pages import page_keys, store_pages
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.storage.raw_access import RawFiles, RawSlots
 
 MIB = 1 << 20
@@ -63,6 +63,30 @@ def test_ls_speaks_of_models_shards_and_bytes(directory: tuple[Path, Any], capsy
         ("b", "main", "bfloat16")
     ]
     assert "tp 0/2" in out and "tp 1/2" in out and "whole" in out
+
+
+def test_ls_counts_hits_and_knows_ages_in_slabs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = identity("a")
+    keys = page_keys(3, "page", facts.digest())
+    for _ in range(2):
+        store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+        store.register_identity(facts.digest(), facts.document())
+        store_pages(store, keys, (500, 500))
+        assert_hits(store, keys, (500, 500))
+        store.close()
+    _, out = run(capsys, "ls", tmp_path)
+    header, line = out.splitlines()
+    for column in ("hits", "last written", "last used"):
+        assert column in header
+    assert line[header.index("hits") :].split()[0] == "6"
+    assert line.count("s ago") == 2
+    run(capsys, "clear", tmp_path, "--all")
+    store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+    store_pages(store, keys, (500, 500))
+    store.close()
+    _, out = run(capsys, "ls", tmp_path)
+    header, line = out.splitlines()
+    assert line[header.index("hits") :].split()[0] == "-"
 
 
 def test_stat_counts(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:

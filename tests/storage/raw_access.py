@@ -112,7 +112,7 @@ class RawSlots:
             opened.write(stored.ljust(slot_size, b"\0"))
 
     def keys(self) -> list[bytes]:
-        return [key for part in self._parts for key, _ in part.directory.index.pages()]
+        return [page.key for part in self._parts for page in part.directory.index.pages()]
 
 
 def account_and_walk(store: PageFileStore) -> tuple[int, int]:

@@ -19,15 +19,17 @@ from hicache_ext.errors import FormatError, StoreError
 from hicache_ext.storage.file.directory import PageDirectory
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.directory import slab_directory
+from hicache_ext.storage.file.slab.touches import Uses
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One page object on disk. ``used`` is when it was last used (wall-clock seconds), None where nothing tells."""
+    """One page object on disk. Moments are wall-clock seconds, None where the layout does not tell."""
 
     key: bytes
     size: int
-    used: float | None
+    used: float | None = None
+    written: float | None = None
 
     @property
     def identity(self) -> bytes:
@@ -45,6 +47,9 @@ class Inspector(Protocol):
 
     def pages(self) -> Iterator[StoredPage]:
         """Every page, identity by identity."""
+
+    def uses(self, digest: bytes) -> Uses | None:
+        """Hits of an identity's pages since it was last cleared; None where none were counted."""
 
     def read(self, page: StoredPage) -> bytes | None:
         """The page object as it is on disk; None when it is gone by now."""
@@ -98,7 +103,10 @@ class PageFileInspector:
         for fan_out in sorted(self._directory.fan_out_directories()):
             identity = bytes.fromhex(Path(fan_out).parent.name)
             for file, status in self._directory.page_files(fan_out):
-                yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, status.st_mtime)
+                yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, used=status.st_mtime)
+
+    def uses(self, digest: bytes) -> Uses | None:
+        return None
 
     def read(self, page: StoredPage) -> bytes | None:
         try:
@@ -137,8 +145,11 @@ class SlabInspector:
         self._directory = self._resources.enter_context(slab_directory(path, str(path)))
 
     def pages(self) -> Iterator[StoredPage]:
-        for key, place in self._directory.index.pages():
-            yield StoredPage(key, place.length, None)
+        for page in self._directory.index.pages():
+            yield StoredPage(page.key, page.place.length, written=page.written)
+
+    def uses(self, digest: bytes) -> Uses | None:
+        return self._directory.index.uses_of(digest)
 
     def read(self, page: StoredPage) -> bytes | None:
         # Looked up anew for every page: since the listing its slot may have been given to another one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hicache_ext.envelope import PAGE_HASH_LENGTH
@@ -24,9 +24,12 @@ from hicache_ext.storage.file.slab.records import (
     PRIORITY,
     SLAB,
     SLOT_SIZE,
+    USES,
+    USES_NAME,
     Place,
     Slab,
 )
+from hicache_ext.storage.file.slab.touches import Uses
 from hicache_ext.storage.file.usage import writer_alive
 
 if TYPE_CHECKING:
@@ -245,6 +248,13 @@ class IndexChange:
                 self._put(full_key, value, slab, slot, renewed)
             before = renewed or rank
 
+    def add_uses(self, uses: Mapping[bytes, Uses]) -> None:
+        """Pages of these identities were hit."""
+        for digest, new in uses.items():
+            known = self._index.uses(self._transaction, digest)
+            added = new if known is None else known.and_(new)
+            self._transaction.put(USES_NAME + digest, USES.pack(*added), db=self._index.state_db)
+
     def remove(self, key: bytes, only: tuple[int, int] | None = None) -> bool:
         """Forget a page and free its slot; with ``only``, if it is (still) in that slot. False when it was not."""
         return self._remove(self._full(key), only)
@@ -255,6 +265,7 @@ class IndexChange:
         with self._transaction.cursor(self._index.pages_db) as cursor:
             if not cursor.set_range(full_key) or not bytes(cursor.key()).startswith(full_key):
                 return False
+        self._transaction.delete(USES_NAME + digest, db=self._index.state_db)
         generation = (GENERATION.unpack(full_key[: GENERATION.size])[0] + 1) % (1 << 16)
         self._transaction.put(b"generation" + digest, GENERATION.pack(generation), db=self._index.state_db)
         return True

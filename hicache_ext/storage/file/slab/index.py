@@ -32,6 +32,7 @@ from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.ghosts import GhostTable
 from hicache_ext.storage.file.slab.ranking import Ranking
 from hicache_ext.storage.file.slab.records import (
+    CREATED,
     FIRST_GENERATION,
     FREE,
     FREE_SLOTS,
@@ -44,10 +45,13 @@ from hicache_ext.storage.file.slab.records import (
     PLACE,
     SLAB,
     SLOT_SIZE,
+    USES,
+    USES_NAME,
     Place,
     Slab,
     slots_of,
 )
+from hicache_ext.storage.file.slab.touches import Uses
 from hicache_ext.storage.file.usage import writer_name
 from hicache_ext.storage.store import PageKeys
 
@@ -82,6 +86,15 @@ _located = functools.partial(tuple.__new__, Located)
 _LOCATED = struct.Struct("<4xIII8xQx")
 """Of ``PAGE``: slab, slot, length, and of its rank when it was last used."""
 assert _LOCATED.size == PAGE.size
+
+
+class IndexedPage(NamedTuple):
+    """What the index tells of a page."""
+
+    key: bytes
+    place: Place
+    written: int
+    """Wall-clock seconds."""
 
 
 class SlabIndex:
@@ -264,13 +277,23 @@ class SlabIndex:
                 "slabs": int(transaction.stat(self.slabs_db)["entries"]),
             }
 
-    def pages(self) -> Iterator[tuple[bytes, Place]]:
+    def pages(self) -> Iterator[IndexedPage]:
         """Every page that can be found, identity by identity, as of one moment."""
         with self._environment.begin() as transaction, transaction.cursor(self.pages_db) as cursor:
             for full_key, value in cursor:
                 key = bytes(full_key[GENERATION.size :])
                 if self.full_keys(transaction, [key]) == [full_key]:
-                    yield key, Place(*PAGE.unpack(value)[1:4])
+                    created, slab, slot, length, _ = PAGE.unpack(value)
+                    yield IndexedPage(key, Place(slab, slot, length), CREATED.unpack(created)[0])
+
+    def uses_of(self, digest: bytes) -> Uses | None:
+        """What was read of an identity; None when nothing was."""
+        with self._environment.begin() as transaction:
+            return self.uses(transaction, digest)
+
+    def uses(self, transaction: Any, digest: bytes) -> Uses | None:
+        stored = transaction.get(USES_NAME + digest, db=self.state_db)
+        return None if stored is None else Uses(*USES.unpack(stored))
 
     def check(self) -> list[str]:
         """Every way in which the index contradicts itself, one sentence each; empty when it is sound."""

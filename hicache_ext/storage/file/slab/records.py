@@ -10,7 +10,8 @@ free      slot size, slab, first slot                       a bit per slot of th
 pending   writer, number                                    slab, slot of each slot that its writer may be writing
 slabs     slab (big-endian)                                 slot size, number of slots
 state     name                                              the clock per slot size, the next slab number, generations,
-                                                            the size of the table of ghosts (ghosts.py)
+                                                            the size of the table of ghosts (ghosts.py), the uses of
+                                                            each identity
 ========  ================================================  ==========================================================
 
 Every slot of every slab is in exactly one of ``groups``, ``free`` and ``pending``.
@@ -49,6 +50,9 @@ SLOT_SIZE = struct.Struct(">I")
 PRIORITY = struct.Struct(">Q")
 SLAB = struct.Struct("<II")
 NUMBER = struct.Struct(">Q")
+USES = struct.Struct("<Qd")
+"""Pages of an identity that were hit, and the wall-clock seconds of the last time."""
+USES_NAME = b"uses"
 
 _GROUP = 2 << 20
 """Bytes of slots in a group."""

@@ -289,8 +289,12 @@ class _SlabPart:
             wanted = self._read(batch, located, results)
             if not wanted:
                 break
+        hits = [batch.keys[i] for i in positions if results[i] is GetResult.HIT]
+        if hits:
+            # SGLang reads pages of one pool at a time: what is true of the first is true of all.
+            self._touches.count(hits[0][: envelope.IDENTITY_LENGTH], len(hits))
         if stale:
-            self._touches.note([batch.keys[i] for i in positions if results[i] is GetResult.HIT])
+            self._touches.note(hits)
 
     def _read(self, batch: PageBatch, located: list[Located], results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
@@ -358,10 +362,15 @@ class _SlabPart:
 
     def _write_touches(self) -> bool:
         """Write into the index which pages were read; False when there was nothing."""
-        taken = self._touches.take()
-        if taken:
-            self._change(lambda change: self._touch(change, taken))
-        return bool(taken)
+        taken, uses = self._touches.take(), self._touches.take_uses()
+
+        def write(change: IndexChange) -> None:
+            self._touch(change, taken)
+            change.add_uses(uses)
+
+        if taken or uses:
+            self._change(write)
+        return bool(taken or uses)
 
     @staticmethod
     def _touch(change: IndexChange, chains: Chains) -> None:

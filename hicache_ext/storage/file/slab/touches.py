@@ -3,6 +3,9 @@
 A use costs the index about as much as a page written. Reads note it here; it is written before the next eviction of
 this process, and otherwise by a thread in a pause of the reads, which it would compete with for the interpreter. What a
 killed process had noted is lost: its pages rank as if they had not been used for that moment.
+
+How many pages of an identity were hit, and when last, is counted here, too, and written at the same time: for people,
+who ask `hicache-ext ls`. What ranks a page does not tell them, because uses in a row count as one there.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 _QUIET = 0.05
 """Seconds without a note that are taken for a pause."""
@@ -23,6 +27,17 @@ _MOST_NOTED = 1 << 16
 Chains = list[Sequence[bytes]]
 
 
+class Uses(NamedTuple):
+    """Of the pages of one identity."""
+
+    hits: int
+    last: float
+    """Wall-clock seconds."""
+
+    def and_(self, other: Uses) -> Uses:
+        return Uses(self.hits + other.hits, max(self.last, other.last))
+
+
 class Touches:
     """For one directory. Thread-safe."""
 
@@ -33,23 +48,37 @@ class Touches:
         self._condition = threading.Condition()
         self._noted: Chains = []
         self._pages = 0
+        self._uses: dict[bytes, Uses] = {}
         self._last_note = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """The leading pages of a chain were used."""
+        """The leading pages of a chain were used, and may rank higher for it."""
         with self._condition:
             if not keys or self._closing or self._pages + len(keys) > _MOST_NOTED:
                 return
             self._noted.append(keys)
             self._pages += len(keys)
-            self._last_note = time.monotonic()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"hicache-{self._name}-touch", daemon=True)
-                self._thread.start()
-            elif len(self._noted) == 1:
-                self._condition.notify_all()
+            self._is_noted()
+
+    def count(self, identity: bytes, hits: int) -> None:
+        """Pages of an identity were read."""
+        uses = Uses(hits, time.time())
+        with self._condition:
+            if self._closing:
+                return
+            known = self._uses.get(identity)
+            self._uses[identity] = uses if known is None else known.and_(uses)
+            self._is_noted()
+
+    def _is_noted(self) -> None:
+        self._last_note = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"hicache-{self._name}-touch", daemon=True)
+            self._thread.start()
+        elif len(self._noted) + len(self._uses) == 1:
+            self._condition.notify_all()
 
     def take(self) -> Chains:
         """The chains noted longest ago, as many as one transaction may write; they are noted no more."""
@@ -63,10 +92,16 @@ class Touches:
             self._pages -= pages
             return taken
 
+    def take_uses(self) -> dict[bytes, Uses]:
+        """What was counted since this was last asked, by identity."""
+        with self._condition:
+            taken, self._uses = self._uses, {}
+            return taken
+
     def forget(self) -> None:
         """Drop what is noted."""
         with self._condition:
-            self._noted, self._pages = [], 0
+            self._noted, self._pages, self._uses = [], 0, {}
 
     def close(self) -> None:
         """End the thread; everything noted is written before this returns."""
@@ -82,7 +117,7 @@ class Touches:
     def _run(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._noted or self._closing)
+                self._condition.wait_for(lambda: self._noted or self._uses or self._closing)
                 latest = time.monotonic() + _LONGEST
                 while not self._closing and (now := time.monotonic()) < min(self._last_note + _QUIET, latest):
                     self._condition.wait(min(self._last_note + _QUIET, latest) - now)
