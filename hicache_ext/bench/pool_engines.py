@@ -31,7 +31,7 @@ from hicache_ext.errors import HicacheExtError
 from hicache_ext.storage.file.vectored import IOV_MAX, after
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.remote.object.names import page_name
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore
 
 _SEGMENTS = 2
 """Segments of a page, as K and V are."""
@@ -130,8 +130,6 @@ class OurClient:
 
     def __init__(self, store: PageStore, memory: Sequence[Pages]) -> None:
         self._store = store
-        if isinstance(store, HostMemoryUser):
-            store.register_host_memory([array.reshape(-1).data for p in memory for array in (p.sources, p.targets)])
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
         return sum(result.durable for result in self._store.set(PageBatch(keys, pages.segments(pages.sources))))

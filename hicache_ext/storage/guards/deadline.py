@@ -19,7 +19,7 @@ import numpy as np
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.call_threads import CallThreads
-from hicache_ext.storage.delegating import DelegatingStore, needs_host_memory
+from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.file.parallel import CallGate
 from hicache_ext.storage.guards.bounce import BounceMemory, Lease
@@ -55,7 +55,6 @@ class DeadlineStore(DelegatingStore):
         self._calls = CallGate(inner.name)
         self._lock = threading.Lock()
         self._stuck = 0
-        self._memory_registered = False
         self._said_too_large = False
 
     @property
@@ -167,13 +166,6 @@ class DeadlineStore(DelegatingStore):
             self._answer("register_identity", lambda: self.inner.register_identity(digest, document), None)
         except StoreClosedError:
             pass
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        """The store never sees SGLang's memory: it is told of the bounce memory, once."""
-        with self._lock:
-            registered, self._memory_registered = self._memory_registered, True
-        if not registered and needs_host_memory(self.inner):
-            super().register_host_memory([self._bounce.memory])
 
     def diagnose(self) -> Sequence[Finding]:
         late = Finding(self.name, Level.ERROR, f"no answer within {self._timeout:g} s", "look at what it stands on")
