@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.copying import gather, scatter
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import Workers
 from hicache_ext.storage.mooncake import engine
@@ -31,9 +32,7 @@ from hicache_ext.storage.mooncake.transfers import (
     Portion,
     Scratch,
     ScratchPool,
-    gather,
     portions,
-    scatter,
 )
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
