@@ -74,7 +74,7 @@ class CallThreads:
     """Daemon threads that run calls; as many as there are calls at once, some of them kept for the next ones."""
 
     def __init__(self, name: str, niceness: int = 0) -> None:
-        """``niceness`` of the threads: for calls that spin while they wait, so that those who work go first."""
+        """``niceness`` is added to that of the process, for calls that spin while they wait: work goes first."""
         self._name = name
         self._niceness = niceness
         self._lock = threading.Lock()
@@ -112,9 +112,9 @@ class CallThreads:
 
     def _serve(self) -> None:
         if self._niceness:
-            # Linux: of this thread alone. A sandbox may forbid it.
+            # On Linux of this thread alone. A sandbox may forbid it.
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+                os.nice(self._niceness)
         while (call := self._calls.get()) is not None:
             try:
                 call.run()

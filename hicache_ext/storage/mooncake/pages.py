@@ -34,7 +34,7 @@ from hicache_ext.storage.mooncake.transfers import (
     ScratchPool,
     portions,
 )
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 if TYPE_CHECKING:
     from hicache_ext.config import MooncakeTierConfig
@@ -52,8 +52,8 @@ _SLOW_FAILURE = 0.5
 """A failed transfer that took this long was waited for: its holder is frozen."""
 COPY_THREADS = 2
 """That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
-_ALONE_BYTES = 1 << 20
-"""Less than that is not worth waking another thread."""
+_ALONE_BYTES = 256 * 1024
+"""Pages smaller than that are copied by one thread: two would take the GIL from each other for each of them."""
 _TRUSTED = 1.0
 """Seconds for which a transfer that went well stands for the next one: a batch then needs no small first call."""
 _FIRST_LOOK = 32
@@ -145,10 +145,8 @@ class MooncakeStore:
         deadline = self._deadline()
         with self._attachment.client() as client:
             results = self._get(client, batch, deadline)
-        self._metrics.add_many("get", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "get", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is GetResult.HIT)
-        )
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def _get(self, client: Any, batch: PageBatch, deadline: float) -> list[GetResult]:
@@ -236,7 +234,7 @@ class MooncakeStore:
         return size
 
     def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], T]) -> list[T]:
-        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES:
+        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES * len(portion.objects):
             return [work(number) for number in numbers]
         return self._copying.run(len(numbers), lambda i: work(numbers[i]))
 
@@ -321,10 +319,8 @@ class MooncakeStore:
         deadline = self._deadline()
         with self._attachment.client() as client:
             results = self._set(client, batch, deadline)
-        self._metrics.add_many("set", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "set", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is SetResult.STORED)
-        )
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
     def _set(self, client: Any, batch: PageBatch, deadline: float) -> list[SetResult]:

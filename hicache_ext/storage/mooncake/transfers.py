@@ -9,6 +9,7 @@ a transfer of its own. Measured over TCP the copy was paid back by that (docs/mo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import mmap
 import threading
@@ -28,6 +29,10 @@ PAGES = 64
 nothing was heard of the holders lately: it decides for how long the tier is out of service."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 """Of one call; more where one page is larger."""
+PIECE_BYTES = 352 * 1024
+"""An object is cut into pieces of at most that. Over TCP each piece is a transfer of its own, four under way at once.
+Larger ones let the sockets' buffers outgrow the CPU's caches; each costs a round trip."""
+_ALIGNMENT = 4096
 
 
 @dataclass(slots=True)
@@ -53,13 +58,22 @@ def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryv
         if portion.positions and (used + need > scratch.nbytes or len(portion.positions) == limit):
             yield portion
             portion, used, limit = Portion(), 0, PAGES
+        sizes = _pieces(need)
         portion.positions.append(position)
         portion.objects.append(scratch[used : used + need])
-        portion.addresses.append([base + used])
-        portion.sizes.append([need])
+        portion.addresses.append([base + used + offset for offset in range(0, need, sizes[0])])
+        portion.sizes.append(sizes)
         used += need
     if portion.positions:
         yield portion
+
+
+@functools.lru_cache(maxsize=64)
+def _pieces(size: int) -> list[int]:
+    """How an object is cut: pieces of one length and a last one of at most that length."""
+    count = -(-size // PIECE_BYTES)
+    length = size if count == 1 else -(-size // (count * _ALIGNMENT)) * _ALIGNMENT
+    return [min(length, size - offset) for offset in range(0, size, length)]
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from hicache_ext.storage.remote.object.names import (
     page_name,
     pages_of,
 )
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +204,8 @@ class ObjectPageStore:
             )
         missing = GetResult.ERROR if in_time else GetResult.TIMEOUT
         results = [missing if answer is None else answer for answer in answers]
-        self._metrics.add_many("get", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "get", sum(batch.sizes[i] for i, result in enumerate(results) if result is GetResult.HIT)
-        )
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def _get_page(self, key: bytes, segments: Sequence[memoryview], call: Call[GetResult]) -> GetResult | None:
@@ -370,10 +368,8 @@ class ObjectPageStore:
             )
         missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
         results = [missing if answer is None else answer for answer in answers]
-        self._metrics.add_many("set", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "set", sum(batch.sizes[i] for i, result in enumerate(results) if result is SetResult.STORED)
-        )
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
     def _set_page(self, key: bytes, segments: Sequence[memoryview], call: Call[SetResult]) -> SetResult | None:
