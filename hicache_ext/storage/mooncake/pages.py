@@ -26,9 +26,9 @@ from hicache_ext.storage.file.parallel import Workers
 from hicache_ext.storage.mooncake import engine
 from hicache_ext.storage.mooncake.attachment import Attachment
 from hicache_ext.storage.mooncake.transfers import (
-    FIRST_PAGES,
+    FIRST_PIECES,
     HEADER_LENGTH,
-    PAGES,
+    PIECES,
     Portion,
     Scratch,
     ScratchPool,
@@ -164,13 +164,13 @@ class MooncakeStore:
             return results
         with self._scratch.lent(max(batch.sizes)) as scratch:
             for chosen in _without_repeats(batch.keys, positions):
-                for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pages()):
+                for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pieces()):
                     if not self._get_portion(client, batch, portion, scratch, deadline, results):
                         return results
         return results
 
-    def _first_pages(self) -> int:
-        return PAGES if time.monotonic() < self._trusted_until else FIRST_PAGES
+    def _first_pieces(self) -> int:
+        return PIECES if time.monotonic() < self._trusted_until else FIRST_PIECES
 
     def _transferred(self, scratch: Scratch, call: Callable[[], list[int]], deadline: float) -> list[int] | None:
         """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
@@ -364,7 +364,7 @@ class MooncakeStore:
             self._writing |= claimed
         try:
             with self._scratch.lent(max(batch.sizes)) as scratch:
-                for portion in portions(batch.sizes, mine, scratch.memory, self._first_pages()):
+                for portion in portions(batch.sizes, mine, scratch.memory, self._first_pieces()):
                     if not self._set_portion(client, batch, portion, scratch, deadline, results):
                         break
         finally:

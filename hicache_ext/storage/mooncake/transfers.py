@@ -23,10 +23,10 @@ from hicache_ext.storage.mooncake.attachment import address_of
 logger = logging.getLogger(__name__)
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
-FIRST_PAGES = 4
-PAGES = 64
-"""Pages in one call of the library. A frozen holder is waited for page by page, so the first call is small where
-nothing was heard of the holders lately: it decides for how long the tier is out of service."""
+FIRST_PIECES = 4
+PIECES = 64
+"""In one call of the library, or one page. A frozen holder is waited for piece by piece, so the first call is small
+where nothing was heard of the holders lately: it decides for how long the tier is out of service."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 """Of one call; more where one page is larger."""
 PIECE_BYTES = 352 * 1024
@@ -47,18 +47,19 @@ class Portion:
 
 
 def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryview, first: int) -> Iterator[Portion]:
-    """``positions`` in order, ``first`` pages in the first portion; ``payloads`` are the bytes of all pages.
+    """``positions`` in order, ``first`` pieces in the first portion; ``payloads`` are the bytes of all pages.
 
     Each portion uses ``scratch`` anew: finish it before asking for the next. The largest page must fit.
     """
     base = address_of(scratch)
-    portion, used, limit = Portion(), 0, first
+    portion, used, room = Portion(), 0, first
     for position in positions:
         need = HEADER_LENGTH + payloads[position]
-        if portion.positions and (used + need > scratch.nbytes or len(portion.positions) == limit):
-            yield portion
-            portion, used, limit = Portion(), 0, PAGES
         sizes = _pieces(need)
+        if portion.positions and (used + need > scratch.nbytes or len(sizes) > room):
+            yield portion
+            portion, used, room = Portion(), 0, PIECES
+        room -= len(sizes)
         portion.positions.append(position)
         portion.objects.append(scratch[used : used + need])
         portion.addresses.append([base + used + offset for offset in range(0, need, sizes[0])])

@@ -20,10 +20,10 @@ from hicache_ext.storage.mooncake.attachment import Attachment, address_of
 from hicache_ext.storage.mooncake.engine import environment
 from hicache_ext.storage.mooncake.pages import MooncakeStore
 from hicache_ext.storage.mooncake.transfers import (
-    FIRST_PAGES,
+    FIRST_PIECES,
     HEADER_LENGTH,
-    PAGES,
     PIECE_BYTES,
+    PIECES,
     SCRATCH_BYTES,
     portions,
 )
@@ -317,8 +317,8 @@ def test_a_batch_is_cut_in_calls_of_few_pages_that_fit_and_do_not_overlap():
     scratch = memoryview(bytearray(1 << 20))
     payloads = [300_000] * 20 + [100] * 200 + [(1 << 20) - HEADER_LENGTH, 1]
     seen: list[int] = []
-    for number, portion in enumerate(portions(payloads, range(len(payloads)), scratch, FIRST_PAGES)):
-        assert 0 < len(portion.positions) <= (PAGES if number else FIRST_PAGES)
+    for number, portion in enumerate(portions(payloads, range(len(payloads)), scratch, FIRST_PIECES)):
+        assert 0 < sum(map(len, portion.sizes)) <= (PIECES if number else FIRST_PIECES)
         assert [len(whole) for whole in portion.objects] == [HEADER_LENGTH + payloads[i] for i in portion.positions]
         assert [sum(sizes) for sizes in portion.sizes] == [len(whole) for whole in portion.objects]
         assert [addresses[0] for addresses in portion.addresses] == [address_of(whole) for whole in portion.objects]
@@ -336,13 +336,13 @@ def test_only_the_first_call_after_a_pause_is_small(engine, store, monkeypatch):
     sizes: list[int] = []
     put = engine.client.batch_put_from_multi_buffers
     engine.client.batch_put_from_multi_buffers = lambda names, *more: sizes.append(len(names)) or put(names, *more)
-    store_pages(store, page_keys(PAGES))
-    store_pages(store, page_keys(PAGES, "more"))
-    assert sizes == [FIRST_PAGES, PAGES - FIRST_PAGES, PAGES]
+    store_pages(store, page_keys(PIECES))
+    store_pages(store, page_keys(PIECES, "more"))
+    assert sizes == [FIRST_PIECES, PIECES - FIRST_PIECES, PIECES]
     engine.client.codes["put"] = -800
     monkeypatch.setattr(pages_module, "_SLOW_FAILURE", 0.0)
-    store_pages(store, page_keys(PAGES, "in vain"))
-    assert sizes[3:] == [PAGES]
+    store_pages(store, page_keys(PIECES, "in vain"))
+    assert sizes[3:] == [PIECES]
 
 
 def test_a_page_larger_than_scratch_memory_gets_more_of_it(engine, store):
