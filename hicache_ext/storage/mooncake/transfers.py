@@ -2,8 +2,8 @@
 
 A call of the library cannot be stopped, so none is given host memory: pages are copied into scratch memory and out of
 it by the thread that called the store, and a call that takes too long is left behind with its scratch memory. There an
-object is one piece, which the library moves faster than the three it is in host memory (header, K, V): every buffer is
-a transfer of its own. Measured over TCP the copy was paid back by that (docs/mooncake.md).
+object is one run of bytes, cut as suits the library: every buffer is a transfer of its own. Measured over TCP that pays
+for most of the copy (docs/mooncake.md).
 """
 
 from __future__ import annotations
