@@ -1,7 +1,7 @@
 """The base of every wrapper around a PageStore: it forwards everything, subclasses override what they change.
 
 A wrapper is ``Diagnosable`` whether or not the wrapped store is, because a wrapper's class cannot depend on it: where
-the store is not there is nothing to say.
+the store is not, there is nothing to say.
 """
 
 from __future__ import annotations
