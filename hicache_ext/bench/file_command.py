@@ -16,16 +16,14 @@ from hicache_ext.bench.file_report import EXISTS_CASES, MODES, Point, Results, e
 from hicache_ext.bench.harness import (
     BenchmarkError,
     available_memory,
-    can_plot,
     command_line,
     fresh_directory,
     interleaved,
     machine_facts,
-    plot,
     terminated_in_order,
     today,
-    write_json,
 )
+from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
 from hicache_ext.config.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -64,10 +62,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--total", metavar="SIZE", help="bytes each mode moves, at least four batches (default: 512MiB)"
     )
-    parser.add_argument("--batch", type=_positive, help="pages per call (default: 128)")
-    parser.add_argument("--threads", type=_positive, default=4, help="of contenders that use several (default: 4)")
-    parser.add_argument("--rounds", type=_positive, help="measured rounds, after one warm-up round (default: 5)")
-    parser.add_argument("--chain", type=_positive, help="pages asked for in exists (default: 10000)")
+    parser.add_argument("--batch", type=positive, help="pages per call (default: 128)")
+    parser.add_argument("--threads", type=positive, default=4, help="of contenders that use several (default: 4)")
+    parser.add_argument("--rounds", type=positive, help="measured rounds, after one warm-up round (default: 5)")
+    parser.add_argument("--chain", type=positive, help="pages asked for in exists (default: 10000)")
     parser.add_argument(
         "--drop-caches", action="store_true", help="empty the whole page cache before cold reads (root)"
     )
@@ -78,9 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a quarter of an hour instead of several: every mode, size and round with fewer bytes, MLA at 128KiB only",
     )
     length.add_argument("--quick", action="store_true", help="seconds: shows that it works, no more")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables, without paths of this machine")
+    add_output_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -175,25 +171,13 @@ def _write(arguments: argparse.Namespace, settings: Settings, machine: dict[str,
         "failures": results.failures,
         "results": list(entries(results)),
     }
-    if arguments.json:
-        write_json(arguments.json, document)
-    if arguments.markdown:
-        hidden = {"DIRECTORY": arguments.directory, "FILE.json": arguments.json}
-        hidden |= {"FILE.png": arguments.plot, "FILE.md": arguments.markdown}
-        command = command_line(hidden={path: name for name, path in hidden.items() if path is not None})
-        arguments.markdown.write_text(markdown(document, results, command))
-    if arguments.plot:
-        if can_plot():
-            plot(arguments.plot, panels(results))
-        else:
-            print("no plot: matplotlib is not installed")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    write_outputs(
+        arguments,
+        document,
+        lambda command: markdown(document, results, command),
+        lambda: panels(results),
+        {arguments.directory: "DIRECTORY"},
+    )
 
 
 def _prepare_sglang() -> None:

@@ -12,17 +12,14 @@ from pathlib import Path
 
 from hicache_ext.bench.harness import (
     BenchmarkError,
-    can_plot,
-    command_line,
     fresh_directory,
     machine_facts,
-    plot,
     today,
-    write_json,
 )
 from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, tables
 from hicache_ext.bench.multiturn_targets import ARMS, Answer, Endpoint, RunningPair, Target, rig_target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
+from hicache_ext.bench.output_files import add_output_arguments, write_outputs
 
 _PACKAGES = ("hicache-ext", "sglang", "torch")
 
@@ -55,9 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS", help="after each turn, for writes")
     parser.add_argument("--flush", action="store_true", help="empty L1 and L2 of the prefilling node after each turn")
     parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="where made servers log (default: deleted)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    add_output_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -85,27 +80,21 @@ def run(arguments: argparse.Namespace) -> int:
                 _keep_logs(directory / target.name, arguments.logs / target.name)
     for table in tables(results):
         print(f"\n{table.text()}")
-    if arguments.json:
-        write_json(
-            arguments.json,
-            {
-                "benchmark": "multiturn",
-                "date": today(),
-                "machine": facts,
-                "workload": asdict(workload),
-                "flush": arguments.flush,
-                "results": entries(results),
-            },
-        )
-    if arguments.markdown:
-        hidden = {path: "FILE" for path in (arguments.json, arguments.plot, arguments.markdown, arguments.logs) if path}
-        text = "\n\n".join([f"`{command_line(hidden=hidden)}`", *(table.markdown() for table in tables(results))])
-        arguments.markdown.write_text(text + "\n")
-    if arguments.plot:
-        if can_plot():
-            plot(arguments.plot, panels(results))
-        else:
-            print("no plot: matplotlib is not installed")
+    document = {
+        "benchmark": "multiturn",
+        "date": today(),
+        "machine": facts,
+        "workload": asdict(workload),
+        "flush": arguments.flush,
+        "results": entries(results),
+    }
+    write_outputs(
+        arguments,
+        document,
+        lambda command: "\n\n".join([f"`{command}`", *(table.markdown() for table in tables(results))]) + "\n",
+        lambda: panels(results),
+        {arguments.logs: "DIRECTORY"} if arguments.logs else None,
+    )
     return 0
 
 

@@ -13,15 +13,13 @@ from typing import Any
 
 from hicache_ext.bench.harness import (
     BenchmarkError,
-    can_plot,
     command_line,
     interleaved,
     machine_facts,
-    plot,
     terminated_in_order,
     today,
-    write_json,
 )
+from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
 from hicache_ext.bench.pool_engines import Contender, Engine, Pages, PoolClient, all_engines, serving
 from hicache_ext.bench.pool_measuring import Case, measure
 from hicache_ext.bench.pool_report import Point, Results, absent, entries, markdown, panels, tables
@@ -44,21 +42,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"bytes of a page; may be repeated (default: {', '.join(_PAYLOADS)})",
     )
     parser.add_argument(
-        "--threads", action="append", type=_positive, help="client threads; may be repeated (default: 1 and 4)"
+        "--threads", action="append", type=positive, help="client threads; may be repeated (default: 1 and 4)"
     )
     parser.add_argument("--total", metavar="SIZE", help="bytes each mode moves in a round (default: 64MiB)")
-    parser.add_argument("--batch", type=_positive, help="pages per call at most (default: 128, 16 MiB of them at most)")
-    parser.add_argument("--rounds", type=_positive, help="measured rounds, after one warm-up round (default: 5)")
+    parser.add_argument("--batch", type=positive, help="pages per call at most (default: 128, 16 MiB of them at most)")
+    parser.add_argument("--rounds", type=positive, help="measured rounds, after one warm-up round (default: 5)")
     parser.add_argument(
         "--minutes",
-        type=_positive,
+        type=positive,
         default=15,
         help="a longer run has fewer rounds, and says so (default: 15)",
     )
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it works, no more")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    add_output_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -230,21 +226,4 @@ def _write(arguments: argparse.Namespace, settings: Settings, machine: dict[str,
         "shortened": results.shortened,
         "results": list(entries(results)),
     }
-    if arguments.json:
-        write_json(arguments.json, document)
-    if arguments.markdown:
-        given = {"FILE.json": arguments.json, "FILE.png": arguments.plot, "FILE.md": arguments.markdown}
-        command = command_line(hidden={path: name for name, path in given.items() if path is not None})
-        arguments.markdown.write_text(markdown(document, results, command))
-    if arguments.plot:
-        if can_plot():
-            plot(arguments.plot, panels(results))
-        else:
-            print("no plot: matplotlib is not installed")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    write_outputs(arguments, document, lambda command: markdown(document, results, command), lambda: panels(results))

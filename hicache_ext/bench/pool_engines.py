@@ -31,7 +31,7 @@ from hicache_ext.errors import HicacheExtError
 from hicache_ext.storage.file.vectored import IOV_MAX, after
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.remote.object.names import page_name
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore
 
 _SEGMENTS = 2
 """Segments of a page, as K and V are."""
@@ -102,7 +102,7 @@ class Contender:
     open: Callable[[Any, Sequence[Pages]], PoolClient]
     ours: bool = False
     floor: bool = False
-    """No client that anybody would use: what the server itself can do. Ratios are not to it."""
+    """No client that anybody would use: what the server itself can do, or what a copy costs. Ratios are not to it."""
     missing: str | None = None
 
 
@@ -130,8 +130,6 @@ class OurClient:
 
     def __init__(self, store: PageStore, memory: Sequence[Pages]) -> None:
         self._store = store
-        if isinstance(store, HostMemoryUser):
-            store.register_host_memory([array.reshape(-1).data for p in memory for array in (p.sources, p.targets)])
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
         return sum(result.durable for result in self._store.set(PageBatch(keys, pages.segments(pages.sources))))
@@ -417,6 +415,7 @@ def _mooncake() -> Engine:
             _ours("mooncake", _mooncake_tier),
             _ours("mooncake", _mooncake_tier, "hicache_ext, no checksum", _open_mooncake_without_checksum),
             Contender("raw batch_get_into/put_from", "mooncake", RawMooncake),
+            Contender("raw, through memory of its own", "mooncake", RawMooncakeCopied, floor=True),
         ),
         missing=missing,
     )
@@ -476,10 +475,33 @@ class RawMooncake:
         self._store.close()
 
 
-def _addresses(pages: npt.NDArray[np.uint8]) -> tuple[list[list[int]], list[list[int]]]:
-    size = pages.shape[1] // _SEGMENTS
+class RawMooncakeCopied(RawMooncake):
+    """The same calls from and into memory of the client's own, one buffer a page, and a copy: what ours cannot do
+    without, because a call of the library cannot be stopped."""
+
+    def __init__(self, servers: Any, memory: Sequence[Pages]) -> None:
+        super().__init__(servers, ())
+        self._own = {id(pages): np.zeros_like(pages.sources) for pages in memory}
+        for array in self._own.values():
+            self._store.register_buffer(array.ctypes.data, array.nbytes)
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        own = self._own[id(pages)]
+        np.copyto(own, pages.sources)
+        answers = self._store.batch_put_from_multi_buffers([key.hex() for key in keys], *_addresses(own, 1))
+        return sum(answer == 0 for answer in answers)
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        own = self._own[id(pages)]
+        answers = self._store.batch_get_into_multi_buffers([key.hex() for key in keys], *_addresses(own, 1))
+        np.copyto(pages.targets, own)
+        return sum(answer == pages.payload for answer in answers)
+
+
+def _addresses(pages: npt.NDArray[np.uint8], segments: int = _SEGMENTS) -> tuple[list[list[int]], list[list[int]]]:
+    size = pages.shape[1] // segments
     starts = [pages.ctypes.data + number * pages.shape[1] for number in range(len(pages))]
-    return [[start + i * size for i in range(_SEGMENTS)] for start in starts], [[size] * _SEGMENTS for _ in starts]
+    return [[start + i * size for i in range(segments)] for start in starts], [[size] * segments for _ in starts]
 
 
 @contextmanager

@@ -18,9 +18,10 @@ measured: medians, quartiles in brackets. A batch of {batch} pages is one call; 
 calls at the same time. What was read is compared byte for byte outside the timed part. The engines' own clients do
 without header and checksum, and without the copy into host memory where they receive into buffers of their own;
 redis-py sends from memoryviews, without a copy. Bare sockets send the bytes of the requests and look at nothing, on as
-many connections as our tier: what the server itself can do; ratios are not to them. CPU is this process's, not the
-server's. MB are 10^6 bytes of payload. The ratio is to the best of the engine's own clients at that point; above 1 is
-faster. Client and server share the machine's CPUs.
+many connections as our tier: what the server itself can do. Raw Mooncake through memory of its own moves a page as one
+buffer and copies it once, as our tier does. Ratios are to neither. CPU is this process's, not the server's. MB are 10^6
+bytes of payload. The ratio is to the best of the engine's own clients at that point; above 1 is faster. Client and
+server share the machine's CPUs.
 """
 
 

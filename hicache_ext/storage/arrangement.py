@@ -19,7 +19,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.diagnosis import Diagnosable, Finding
 from hicache_ext.storage.file.parallel import CallGate
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,6 @@ class ExchangeableStore:
         self._arrangement = _Arrangement(store)
         self._lock = threading.Lock()
         self._identities: dict[bytes, dict[str, Any]] = {}
-        self._regions: list[memoryview] = []
         self._closed = False
 
     @property
@@ -129,29 +128,23 @@ class ExchangeableStore:
     def exchange(self, store: Arranged, new_tiers: Sequence[PageStore]) -> None:
         """Put ``store`` in force, after ``new_tiers`` know what was registered; close the old one when it is idle.
 
-        Raises what a tier's ``register_host_memory`` raises, or StoreClosedError; the old one then stays in force and
-        ``store`` is not closed.
+        Raises StoreClosedError; the old one then stays in force and ``store`` is not closed.
         """
         old = self._arrangement
         identities: set[bytes] = set()
-        regions = 0
         while True:
             with self._lock:
                 if self._closed:
                     raise StoreClosedError(self.name)
                 documents = {key: document for key, document in self._identities.items() if key not in identities}
-                memory = self._regions[regions:]
-                if not documents and not memory:
+                if not documents:
                     self._arrangement = _Arrangement(store)
                     break
             # Outside the lock, since these talk to stores and SGLang's scheduler may be about to register more.
             for tier in new_tiers:
-                if memory and isinstance(tier, HostMemoryUser):
-                    tier.register_host_memory(memory)
                 for digest, document in documents.items():
                     tier.register_identity(digest, document)
             identities |= documents.keys()
-            regions += len(memory)
         try:
             old.close()
         except Exception:
@@ -179,13 +172,6 @@ class ExchangeableStore:
             self._identities[digest] = document
         with self.using() as store:
             store.register_identity(digest, document)
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        with self._lock:
-            self._regions.extend(regions)
-        with self.using() as store:
-            if isinstance(store, HostMemoryUser):
-                store.register_host_memory(regions)
 
     def diagnose(self) -> Sequence[Finding]:
         with self.using() as store:

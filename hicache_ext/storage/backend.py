@@ -214,7 +214,6 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 "set hicache_ext.kv_dtype",
             )
         shards = self._shards(name, pool, parts)
-        self._store.register_host_memory(pages.regions())
         self._pools[name] = self._identified(name, pages, pages.describe(dtype), shards)
         logger.info(
             "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments, identity %s",

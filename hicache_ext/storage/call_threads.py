@@ -6,8 +6,10 @@ keep the server from stopping.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -71,8 +73,10 @@ class Call(Generic[T]):
 class CallThreads:
     """Daemon threads that run calls; as many as there are calls at once, some of them kept for the next ones."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, niceness: int = 0) -> None:
+        """``niceness`` is added to that of the process, for calls that spin while they wait: work goes first."""
         self._name = name
+        self._niceness = niceness
         self._lock = threading.Lock()
         self._calls: SimpleQueue[Call[object] | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
@@ -107,6 +111,10 @@ class CallThreads:
         return sum(thread.is_alive() for thread in threads)
 
     def _serve(self) -> None:
+        if self._niceness:
+            # On Linux of this thread alone. A sandbox may forbid it.
+            with contextlib.suppress(OSError):
+                os.nice(self._niceness)
         while (call := self._calls.get()) is not None:
             try:
                 call.run()

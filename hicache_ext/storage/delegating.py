@@ -1,8 +1,7 @@
 """The base of every wrapper around a PageStore: it forwards everything, subclasses override what they change.
 
-A wrapper has both optional abilities of a store (``HostMemoryUser``, ``Diagnosable``) whether or not the wrapped store
-has them, because a wrapper's class cannot depend on it: where the store lacks one there is nothing to register and
-nothing to say.
+A wrapper is ``Diagnosable`` whether or not the wrapped store is, because a wrapper's class cannot depend on it: where
+the store is not, there is nothing to say.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Diagnosable, Finding
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 
 class DelegatingStore:
@@ -34,10 +33,6 @@ class DelegatingStore:
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self.inner.register_identity(digest, document)
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        if isinstance(self.inner, HostMemoryUser):
-            self.inner.register_host_memory(regions)
 
     def diagnose(self) -> Sequence[Finding]:
         return self.inner.diagnose() if isinstance(self.inner, Diagnosable) else ()
@@ -62,10 +57,3 @@ class DelegatingStore:
 
     def close(self) -> None:
         self.inner.close()
-
-
-def needs_host_memory(store: PageStore) -> bool:
-    """Whether the store at the bottom of these wrappers must know the memory that pages move through."""
-    while isinstance(store, DelegatingStore):
-        store = store.inner
-    return isinstance(store, HostMemoryUser)

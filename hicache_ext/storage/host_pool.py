@@ -132,19 +132,6 @@ class HostPages:
         begin = part * self._runs_per_part
         return sum([run.size for run in self._runs[begin : begin + self._runs_per_part]])
 
-    def regions(self) -> list[memoryview]:
-        """The memory of all pages, each byte once: what a store registers with its network devices."""
-        extents: list[list[int]] = []
-        places = [
-            (run.address, run.address + memory.nbytes) for run, memory in zip(self._runs, self._memory, strict=True)
-        ]
-        for begin, end in sorted(places):
-            if extents and begin < extents[-1][1]:
-                extents[-1][1] = max(extents[-1][1], end)
-            else:
-                extents.append([begin, end])
-        return address_segments([begin for begin, _ in extents], [end - begin for begin, end in extents])
-
     def describe(self, logical_dtype: str) -> PoolIdentity:
         """The pool's half of the page identity."""
         geometry = []

@@ -206,17 +206,6 @@ class PageStore(Protocol):
 
 
 @runtime_checkable
-class HostMemoryUser(Protocol):
-    """A store that must know host memory before pages move through it (RDMA registration). Wrappers forward it."""
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        """Called when host pools are registered, before the first page. Raises StoreSetupError.
-
-        The memory stays valid until ``close()`` of the store, which undoes the registration.
-        """
-
-
-@runtime_checkable
 class IdentityKeeper(Protocol):
     """A store that keeps the documents of ``register_identity`` where every node can read them."""
 

@@ -26,7 +26,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.demand import DemandGate
 from hicache_ext.storage.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
 from hicache_ext.storage.promotion import Promoter
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo, counted
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo, counted
 from hicache_ext.storage.write_behind import AsyncStore, QueueSettings
 
 logger = logging.getLogger(__name__)
@@ -142,11 +142,6 @@ class TieredStore:
             self._page_bytes[digest] = sum(segments)
         for tier in self._tiers:
             tier.register_identity(digest, document)
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        for tier in self._tiers:
-            if isinstance(tier, HostMemoryUser):
-                tier.register_host_memory(regions)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.storage.call_threads import CallThreads
-from hicache_ext.storage.delegating import DelegatingStore, needs_host_memory
+from hicache_ext.storage.copying import gather, scatter
+from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.file.parallel import CallGate
 from hicache_ext.storage.guards.bounce import BounceMemory, Lease
@@ -55,7 +54,6 @@ class DeadlineStore(DelegatingStore):
         self._calls = CallGate(inner.name)
         self._lock = threading.Lock()
         self._stuck = 0
-        self._memory_registered = False
         self._said_too_large = False
 
     @property
@@ -90,7 +88,7 @@ class DeadlineStore(DelegatingStore):
             positions, answers, wanted.buffers, bounced.buffers, strict=True
         ):
             if answer is GetResult.HIT:
-                _scatter(source, segments)
+                scatter(source, segments)
             results[position] = answer
         self._bounce.give_back(lease)
 
@@ -114,7 +112,7 @@ class DeadlineStore(DelegatingStore):
         lease = self._lease(given, deadline)
         bounced = PageBatch(given.keys, _cut(lease.memory, given.sizes))
         for segments, (target,) in zip(given.buffers, bounced.buffers, strict=True):
-            _gather(segments, target)
+            gather(segments, target)
         answers = self._moved(lambda: self.inner.set(bounced), deadline, lease, [SetResult.ERROR] * len(given))
         self._bounce.give_back(lease)
         for position, answer in zip(positions, answers, strict=True):
@@ -167,13 +165,6 @@ class DeadlineStore(DelegatingStore):
             self._answer("register_identity", lambda: self.inner.register_identity(digest, document), None)
         except StoreClosedError:
             pass
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        """The store never sees SGLang's memory: it is told of the bounce memory, once."""
-        with self._lock:
-            registered, self._memory_registered = self._memory_registered, True
-        if not registered and needs_host_memory(self.inner):
-            super().register_host_memory([self._bounce.memory])
 
     def diagnose(self) -> Sequence[Finding]:
         late = Finding(self.name, Level.ERROR, f"no answer within {self._timeout:g} s", "look at what it stands on")
@@ -292,22 +283,3 @@ def _cut(memory: memoryview, sizes: Sequence[int]) -> list[list[memoryview]]:
         pages.append([memory[offset : offset + size]])
         offset += size
     return pages
-
-
-def _scatter(source: memoryview, segments: Sequence[memoryview]) -> None:
-    offset = 0
-    for segment in segments:
-        _copy(source[offset : offset + segment.nbytes], segment)
-        offset += segment.nbytes
-
-
-def _gather(segments: Sequence[memoryview], target: memoryview) -> None:
-    offset = 0
-    for segment in segments:
-        _copy(segment, target[offset : offset + segment.nbytes])
-        offset += segment.nbytes
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    # numpy lets go of the GIL meanwhile; assigning memoryviews would hold up SGLang's scheduler.
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -14,7 +14,7 @@ from typing import Any
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Diagnosable, Finding, Level
-from hicache_ext.storage.store import GetResult, HostMemoryUser, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ class LateStore:
         self._lock = threading.Lock()
         self._store: PageStore | None = None
         self._identities: dict[bytes, dict[str, Any]] = {}
-        self._regions: list[memoryview] = []
         self._last_problem = "it is still being opened"
         self._config_error: ConfigError | None = None
         self._closing = threading.Event()
@@ -96,17 +95,14 @@ class LateStore:
             while True:
                 with self._lock:
                     identities = {key: doc for key, doc in self._identities.items() if key not in registered}
-                    regions, self._regions = self._regions, []
-                    if not identities and not regions:
+                    if not identities:
                         if self._closing.is_set():
                             break
                         self._store = store
                         if self._said_not_open:
                             logger.warning("hicache_ext: tier %s is open now and in use", self._name)
                         return
-                # Outside the lock: these talk to the store.
-                if regions and isinstance(store, HostMemoryUser):
-                    store.register_host_memory(regions)
+                # Outside the lock: this talks to the store.
                 for digest, document in identities.items():
                     store.register_identity(digest, document)
                     registered.add(digest)
@@ -136,14 +132,6 @@ class LateStore:
             store = self._store
         if store is not None:
             store.register_identity(digest, document)
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        with self._lock:
-            store = self._store
-            if store is None:
-                self._regions.extend(regions)
-        if isinstance(store, HostMemoryUser):
-            store.register_host_memory(regions)
 
     def diagnose(self) -> Sequence[Finding]:
         store = self._store

@@ -20,22 +20,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.copying import gather, scatter
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import Workers
 from hicache_ext.storage.mooncake import engine
 from hicache_ext.storage.mooncake.attachment import Attachment
 from hicache_ext.storage.mooncake.transfers import (
-    FIRST_PAGES,
+    FIRST_PIECES,
     HEADER_LENGTH,
-    PAGES,
+    PIECES,
     Portion,
     Scratch,
     ScratchPool,
-    gather,
     portions,
-    scatter,
 )
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 if TYPE_CHECKING:
     from hicache_ext.config import MooncakeTierConfig
@@ -53,8 +52,8 @@ _SLOW_FAILURE = 0.5
 """A failed transfer that took this long was waited for: its holder is frozen."""
 COPY_THREADS = 2
 """That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
-_ALONE_BYTES = 1 << 20
-"""Less than that is not worth waking another thread."""
+_ALONE_BYTES = 256 * 1024
+"""Pages smaller than that are copied by one thread: two would take the GIL from each other for each of them."""
 _TRUSTED = 1.0
 """Seconds for which a transfer that went well stands for the next one: a batch then needs no small first call."""
 _FIRST_LOOK = 32
@@ -146,10 +145,8 @@ class MooncakeStore:
         deadline = self._deadline()
         with self._attachment.client() as client:
             results = self._get(client, batch, deadline)
-        self._metrics.add_many("get", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "get", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is GetResult.HIT)
-        )
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def _get(self, client: Any, batch: PageBatch, deadline: float) -> list[GetResult]:
@@ -167,13 +164,13 @@ class MooncakeStore:
             return results
         with self._scratch.lent(max(batch.sizes)) as scratch:
             for chosen in _without_repeats(batch.keys, positions):
-                for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pages()):
+                for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pieces()):
                     if not self._get_portion(client, batch, portion, scratch, deadline, results):
                         return results
         return results
 
-    def _first_pages(self) -> int:
-        return PAGES if time.monotonic() < self._trusted_until else FIRST_PAGES
+    def _first_pieces(self) -> int:
+        return PIECES if time.monotonic() < self._trusted_until else FIRST_PIECES
 
     def _transferred(self, scratch: Scratch, call: Callable[[], list[int]], deadline: float) -> list[int] | None:
         """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
@@ -240,7 +237,7 @@ class MooncakeStore:
         return size
 
     def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], T]) -> list[T]:
-        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES:
+        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES * len(portion.objects):
             return [work(number) for number in numbers]
         return self._copying.run(len(numbers), lambda i: work(numbers[i]))
 
@@ -325,10 +322,8 @@ class MooncakeStore:
         deadline = self._deadline()
         with self._attachment.client() as client:
             results = self._set(client, batch, deadline)
-        self._metrics.add_many("set", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "set", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is SetResult.STORED)
-        )
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
     def _set(self, client: Any, batch: PageBatch, deadline: float) -> list[SetResult]:
@@ -372,7 +367,7 @@ class MooncakeStore:
             self._writing |= claimed
         try:
             with self._scratch.lent(max(batch.sizes)) as scratch:
-                for portion in portions(batch.sizes, mine, scratch.memory, self._first_pages()):
+                for portion in portions(batch.sizes, mine, scratch.memory, self._first_pieces()):
                     if not self._set_portion(client, batch, portion, scratch, deadline, results):
                         break
         finally:

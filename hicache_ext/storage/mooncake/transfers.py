@@ -2,20 +2,19 @@
 
 A call of the library cannot be stopped, so none is given host memory: pages are copied into scratch memory and out of
 it by the thread that called the store, and a call that takes too long is left behind with its scratch memory. There an
-object is one piece, which the library moves faster than the three it is in host memory (header, K, V): every buffer is
-a transfer of its own. Measured over TCP the copy was paid back by that (docs/mooncake.md).
+object is one run of bytes, cut as suits the library: every buffer is a transfer of its own. Measured over TCP that pays
+for most of the copy (docs/mooncake.md).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
@@ -24,12 +23,16 @@ from hicache_ext.storage.mooncake.attachment import address_of
 logger = logging.getLogger(__name__)
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
-FIRST_PAGES = 4
-PAGES = 64
-"""Pages in one call of the library. A frozen holder is waited for page by page, so the first call is small where
-nothing was heard of the holders lately: it decides for how long the tier is out of service."""
+FIRST_PIECES = 4
+PIECES = 64
+"""In one call of the library, or one page. A frozen holder is waited for piece by piece, so the first call is small
+where nothing was heard of the holders lately: it decides for how long the tier is out of service."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 """Of one call; more where one page is larger."""
+PIECE_BYTES = 352 * 1024
+"""An object is cut into pieces of at most that. Over TCP each piece is a transfer of its own, four under way at once.
+Larger ones let the sockets' buffers outgrow the CPU's caches; each costs a round trip."""
+_ALIGNMENT = 4096
 
 
 @dataclass(slots=True)
@@ -44,44 +47,34 @@ class Portion:
 
 
 def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryview, first: int) -> Iterator[Portion]:
-    """``positions`` in order, ``first`` pages in the first portion; ``payloads`` are the bytes of all pages.
+    """``positions`` in order, ``first`` pieces in the first portion; ``payloads`` are the bytes of all pages.
 
     Each portion uses ``scratch`` anew: finish it before asking for the next. The largest page must fit.
     """
     base = address_of(scratch)
-    portion, used, limit = Portion(), 0, first
+    portion, used, room = Portion(), 0, first
     for position in positions:
         need = HEADER_LENGTH + payloads[position]
-        if portion.positions and (used + need > scratch.nbytes or len(portion.positions) == limit):
+        sizes = _pieces(need)
+        if portion.positions and (used + need > scratch.nbytes or len(sizes) > room):
             yield portion
-            portion, used, limit = Portion(), 0, PAGES
+            portion, used, room = Portion(), 0, PIECES
+        room -= len(sizes)
         portion.positions.append(position)
         portion.objects.append(scratch[used : used + need])
-        portion.addresses.append([base + used])
-        portion.sizes.append([need])
+        portion.addresses.append([base + used + offset for offset in range(0, need, sizes[0])])
+        portion.sizes.append(sizes)
         used += need
     if portion.positions:
         yield portion
 
 
-def gather(source: Sequence[memoryview], target: memoryview) -> None:
-    """The concatenation of ``source`` into ``target``."""
-    whole = np.frombuffer(target, np.uint8)
-    offset = 0
-    for segment in source:
-        if segment.nbytes:
-            # numpy releases the GIL for large copies, slices of memoryviews do not.
-            np.copyto(whole[offset : offset + segment.nbytes], np.frombuffer(segment, np.uint8))
-            offset += segment.nbytes
-
-
-def scatter(source: memoryview, target: Sequence[memoryview]) -> None:
-    whole = np.frombuffer(source, np.uint8)
-    offset = 0
-    for segment in target:
-        if segment.nbytes:
-            np.copyto(np.frombuffer(segment, np.uint8), whole[offset : offset + segment.nbytes])
-            offset += segment.nbytes
+@functools.lru_cache(maxsize=64)
+def _pieces(size: int) -> list[int]:
+    """How an object is cut: pieces of one length and a last one of at most that length."""
+    count = -(-size // PIECE_BYTES)
+    length = size if count == 1 else -(-size // (count * _ALIGNMENT)) * _ALIGNMENT
+    return [min(length, size - offset) for offset in range(0, size, length)]
 
 
 @dataclass(slots=True)
@@ -121,7 +114,11 @@ class ScratchPool:
             for number in reversed(range(len(self._free))):
                 if self._free[number].nbytes >= size:
                     return self._free.pop(number)
-        region = memoryview(mmap.mmap(-1, size))
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Large pages, where the kernel has them: 16 MiB are copied and sent 1.05 to 1.15 times as fast.
+        with contextlib.suppress(OSError, AttributeError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        region = memoryview(mapped)
         try:
             self._register([region])
         except StoreSetupError as error:

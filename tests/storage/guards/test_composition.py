@@ -9,10 +9,11 @@ import pytest
 from hicache_ext.config import ExtraConfig, RemoteTierConfig, TierConfig, load_config
 from hicache_ext.config.schema import Allowed
 from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.diagnosis import Diagnosable, Finding, Level
 from hicache_ext.storage.guards import composition
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.composition import GuardPlan, guarded, plan_guards
-from hicache_ext.storage.store import HostMemoryUser, PageStore
+from hicache_ext.storage.store import PageStore
 from hicache_ext.testing.memory_store import MemoryPageStore
 
 
@@ -104,17 +105,13 @@ def test_every_guard_can_be_left_out() -> None:
 
 
 def test_guards_forward_optional_abilities() -> None:
-    class Registering(MemoryPageStore):
-        regions = 0
+    class Diagnosed(MemoryPageStore):
+        def diagnose(self) -> list[Finding]:
+            return [Finding("server", Level.OK, "answers")]
 
-        def register_host_memory(self, regions: list[memoryview]) -> None:
-            self.regions += len(regions)
-
-    inner = Registering()
-    store = guarded(inner, plan_guards(TimelyPoolConfig()))
-    assert isinstance(store, HostMemoryUser)
-    store.register_host_memory([memoryview(bytearray(8))])
-    assert inner.regions == 1
+    store = guarded(Diagnosed(), plan_guards(TimelyPoolConfig()))
+    assert isinstance(store, Diagnosable)
+    assert [finding.seen for finding in store.diagnose()] == ["answers"]
     plain = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig()))
-    assert isinstance(plain, HostMemoryUser)
-    plain.register_host_memory([memoryview(bytearray(8))])  # nothing to do
+    assert isinstance(plain, Diagnosable)
+    assert list(plain.diagnose()) == []

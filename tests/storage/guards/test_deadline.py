@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
@@ -214,23 +214,6 @@ def test_close_closes_a_store_of_which_many_calls_hang(hung: HungStore) -> None:
         store.contains([KEY])
     store.close()
     eventually(is_closed)
-
-
-def test_a_store_that_registers_memory_is_told_of_the_bounce_memory_alone() -> None:
-    class Registering(MemoryPageStore):
-        regions: list[memoryview]
-
-        def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-            self.regions = [*getattr(self, "regions", []), *regions]
-
-    inner = Registering()
-    store = guard(PageStoreWrapper(inner))
-    host = memoryview(bytearray(4096))
-    store.register_host_memory([host])
-    store.register_host_memory([host])
-    (region,) = inner.regions
-    assert region.nbytes == MIB and region is not host
-    store.close()
 
 
 def test_a_diagnosis_that_hangs_is_a_finding(hung: HungStore) -> None:

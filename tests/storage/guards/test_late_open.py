@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +20,10 @@ from tests.storage.guards.hung import KEY, eventually
 class RegisteringStore(MemoryPageStore):
     def __init__(self) -> None:
         super().__init__("pool")
-        self.regions: list[memoryview] = []
-        self.registered_before_first_page: tuple[int, int] | None = None
-
-    def register_host_memory(self, regions: Sequence[memoryview]) -> None:
-        self.regions.extend(regions)
+        self.registered_before_first_page: int | None = None
 
     def set(self, batch: Any) -> list[SetResult]:
-        self.registered_before_first_page = (len(self.identities), len(self.regions))
+        self.registered_before_first_page = len(self.identities)
         return super().set(batch)
 
 
@@ -53,9 +49,7 @@ def late(opener: Callable[[], PageStore], first_wait: float = 10.0) -> LateStore
 def test_a_tier_that_comes_up_later_is_used_without_a_restart(caplog: pytest.LogCaptureFixture) -> None:
     place = Place()
     store = late(place.open)
-    host = memoryview(bytearray(64))
     store.register_identity(IDENTITY, {"model": 1})
-    store.register_host_memory([host])
     store.register_identity(OTHER_IDENTITY, {"model": 2})
     assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
     assert store_pages(store, [KEY]) == [SetResult.REJECTED]
@@ -69,7 +63,7 @@ def test_a_tier_that_comes_up_later_is_used_without_a_restart(caplog: pytest.Log
     eventually(lambda: store.opened is not None)
     assert store_pages(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
-    assert place.store.registered_before_first_page == (2, 1)
+    assert place.store.registered_before_first_page == 2
     assert place.store.identities == {IDENTITY: {"model": 1}, OTHER_IDENTITY: {"model": 2}}
     assert "connection refused; going on without it (required: false) and trying again" in caplog.text
     eventually(lambda: "tier pool is open now and in use" in caplog.text)

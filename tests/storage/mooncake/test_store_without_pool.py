@@ -15,14 +15,16 @@ import pytest
 
 from hicache_ext.config import MooncakeTierConfig
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.storage.mooncake import attachment as attachment_module
 from hicache_ext.storage.mooncake import pages as pages_module
-from hicache_ext.storage.mooncake.attachment import Attachment
+from hicache_ext.storage.mooncake.attachment import Attachment, address_of
 from hicache_ext.storage.mooncake.engine import environment
 from hicache_ext.storage.mooncake.pages import MooncakeStore
 from hicache_ext.storage.mooncake.transfers import (
-    FIRST_PAGES,
+    FIRST_PIECES,
     HEADER_LENGTH,
-    PAGES,
+    PIECE_BYTES,
+    PIECES,
     SCRATCH_BYTES,
     portions,
 )
@@ -163,7 +165,7 @@ def test_the_library_is_given_memory_of_the_tier_alone_registered_once_and_unreg
     put, read = engine.client.batch_put_from_multi_buffers, engine.client.batch_get_into_multi_buffers
 
     def note(names, addresses, sizes, *more):
-        given.extend((place, size) for [place], [size] in zip(addresses, sizes, strict=True))
+        given.extend(zip(itertools.chain(*addresses), itertools.chain(*sizes), strict=True))
         return (put if more else read)(names, addresses, sizes, *more)
 
     engine.client.batch_put_from_multi_buffers = engine.client.batch_get_into_multi_buffers = note
@@ -280,6 +282,21 @@ def test_an_object_of_another_size_is_corrupt_and_removed(engine, store, change,
     assert store.attached
 
 
+def test_the_threads_that_spin_in_the_library_give_way_and_no_others(engine, store):
+    seen: list[int] = []
+    put = engine.client.batch_put_from_multi_buffers
+
+    def note(*arguments):
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return put(*arguments)
+
+    engine.client.batch_put_from_multi_buffers = note
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    store_pages(store, page_keys(1))
+    assert seen == [min(19, before + attachment_module._NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
 def test_the_master_lost_answers_rejected_at_once_until_it_is_back(engine, store):
     store_pages(store, page_keys(2))
     engine.up = False
@@ -303,11 +320,14 @@ def test_a_batch_is_cut_in_calls_of_few_pages_that_fit_and_do_not_overlap():
     scratch = memoryview(bytearray(1 << 20))
     payloads = [300_000] * 20 + [100] * 200 + [(1 << 20) - HEADER_LENGTH, 1]
     seen: list[int] = []
-    for number, portion in enumerate(portions(payloads, range(len(payloads)), scratch, FIRST_PAGES)):
-        assert 0 < len(portion.positions) <= (PAGES if number else FIRST_PAGES)
-        assert [[len(whole)] for whole in portion.objects] == portion.sizes
-        assert [size for (size,) in portion.sizes] == [HEADER_LENGTH + payloads[i] for i in portion.positions]
-        places = [(place, place + size) for [place], [size] in zip(portion.addresses, portion.sizes, strict=True)]
+    for number, portion in enumerate(portions(payloads, range(len(payloads)), scratch, FIRST_PIECES)):
+        assert 0 < sum(map(len, portion.sizes)) <= (PIECES if number else FIRST_PIECES)
+        assert [len(whole) for whole in portion.objects] == [HEADER_LENGTH + payloads[i] for i in portion.positions]
+        assert [sum(sizes) for sizes in portion.sizes] == [len(whole) for whole in portion.objects]
+        assert [addresses[0] for addresses in portion.addresses] == [address_of(whole) for whole in portion.objects]
+        flat = zip(itertools.chain(*portion.addresses), itertools.chain(*portion.sizes), strict=True)
+        places = [(place, place + size) for place, size in flat]
+        assert all(0 < end - begin <= PIECE_BYTES for begin, end in places)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
         assert places[-1][1] - places[0][0] <= len(scratch)
         seen += portion.positions
@@ -319,13 +339,13 @@ def test_only_the_first_call_after_a_pause_is_small(engine, store, monkeypatch):
     sizes: list[int] = []
     put = engine.client.batch_put_from_multi_buffers
     engine.client.batch_put_from_multi_buffers = lambda names, *more: sizes.append(len(names)) or put(names, *more)
-    store_pages(store, page_keys(PAGES))
-    store_pages(store, page_keys(PAGES, "more"))
-    assert sizes == [FIRST_PAGES, PAGES - FIRST_PAGES, PAGES]
+    store_pages(store, page_keys(PIECES))
+    store_pages(store, page_keys(PIECES, "more"))
+    assert sizes == [FIRST_PIECES, PIECES - FIRST_PIECES, PIECES]
     engine.client.codes["put"] = -800
     monkeypatch.setattr(pages_module, "_SLOW_FAILURE", 0.0)
-    store_pages(store, page_keys(PAGES, "in vain"))
-    assert sizes[3:] == [PAGES]
+    store_pages(store, page_keys(PIECES, "in vain"))
+    assert sizes[3:] == [PIECES]
 
 
 def test_a_page_larger_than_scratch_memory_gets_more_of_it(engine, store):

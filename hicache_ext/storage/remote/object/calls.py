@@ -55,7 +55,9 @@ class Call(Generic[Result]):
             if mine:
                 with self._condition:
                     self._in_memory -= 1
-                    self._condition.notify_all()
+                    # Nobody else waits for that, and to be woken once per page costs the caller's turn of the GIL.
+                    if self._over:
+                        self._condition.notify_all()
 
     @property
     def over(self) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from hicache_ext import envelope
 from hicache_ext.errors import StoreError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.copying import gather, scatter
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import CallGate
 from hicache_ext.storage.remote.object.calls import Call, RequestThreads
@@ -36,7 +37,7 @@ from hicache_ext.storage.remote.object.names import (
     page_name,
     pages_of,
 )
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 logger = logging.getLogger(__name__)
 
@@ -203,10 +204,8 @@ class ObjectPageStore:
             )
         missing = GetResult.ERROR if in_time else GetResult.TIMEOUT
         results = [missing if answer is None else answer for answer in answers]
-        self._metrics.add_many("get", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "get", sum(batch.sizes[i] for i, result in enumerate(results) if result is GetResult.HIT)
-        )
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def _get_page(self, key: bytes, segments: Sequence[memoryview], call: Call[GetResult]) -> GetResult | None:
@@ -239,7 +238,7 @@ class ObjectPageStore:
         with call.memory() as mine:
             if not mine:
                 return None
-            _copy_out(body, HEADER_LENGTH, segments)
+            scatter(body[HEADER_LENGTH:], segments)
         return GetResult.HIT
 
     def _is_absent(self, error: BaseException) -> bool:
@@ -369,10 +368,8 @@ class ObjectPageStore:
             )
         missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
         results = [missing if answer is None else answer for answer in answers]
-        self._metrics.add_many("set", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "set", sum(batch.sizes[i] for i, result in enumerate(results) if result is SetResult.STORED)
-        )
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
     def _set_page(self, key: bytes, segments: Sequence[memoryview], call: Call[SetResult]) -> SetResult | None:
@@ -519,19 +516,8 @@ def _leading(answers: Sequence[bool | None]) -> int:
 def _page_object(key: bytes, segments: Sequence[memoryview]) -> memoryview:
     """Header and payload in one buffer of their own."""
     body = np.empty(HEADER_LENGTH + sum([segment.nbytes for segment in segments]), np.uint8)
-    offset = HEADER_LENGTH
-    for segment in segments:
-        # numpy copies without the GIL.
-        np.copyto(body[offset : offset + segment.nbytes], np.frombuffer(segment, np.uint8))
-        offset += segment.nbytes
     whole = body.data
+    gather(segments, whole[HEADER_LENGTH:])
     # The checksum is of the copy: should the page change meanwhile, the object is still one that can be trusted.
     whole[:HEADER_LENGTH] = envelope.encode_header(key, [whole[HEADER_LENGTH:]], header_length=HEADER_LENGTH)
     return whole
-
-
-def _copy_out(body: memoryview, offset: int, segments: Sequence[memoryview]) -> None:
-    source = np.frombuffer(body, np.uint8)
-    for segment in segments:
-        np.copyto(np.frombuffer(segment, np.uint8), source[offset : offset + segment.nbytes])
-        offset += segment.nbytes

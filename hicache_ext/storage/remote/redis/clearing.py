@@ -75,7 +75,7 @@ class Clearing:
 
     def hides(self, key: bytes, node: Node) -> bool:
         """The page is being cleared: to this process it is absent and cannot be written yet."""
-        return any(job.hides(key[:_DIGEST_LENGTH], node.endpoint) for job in self._jobs)
+        return bool(self._jobs) and any(job.hides(key[:_DIGEST_LENGTH], node.endpoint) for job in self._jobs)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Take the pages of these identities (None: of all) out of sight; the identities found within a second."""

@@ -8,6 +8,7 @@ the middle leaves exactly the pages without a result to be asked for again. A pa
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -74,8 +75,9 @@ class PageCall:
         """Bytes of a copy that is to be removed; -1 where it is no string at all."""
         self.bad_header = b""
 
-    def request(self, *words: bytes) -> bytes:
-        asked = command(words[0], self.name, *words[1:])
+    def request(self, word: bytes) -> bytes:
+        """A command whose only argument is the page's name."""
+        asked = b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(word), word, len(self.name), self.name)
         return _ASKING + asked if self.asking else asked
 
     def finish(self, result: Any, reason: str = "") -> None:
@@ -169,13 +171,15 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
         return _written(connection, call)
 
     accepted = True
+    created_ms = int(time.time() * 1000)
     for call in missing:
         while accepted and unanswered and flying + call.size > in_flight:
             send()
             accepted = take_reply()
         if not accepted:
             break
-        header = envelope.encode_header(call.key, call.segments, header_length=HEADER_LENGTH)
+        payload = call.size - HEADER_LENGTH
+        header = envelope.encode_page(call.key, call.segments, payload, HEADER_LENGTH, created_ms)
         asking = _ASKING if call.asking else b""
         head = b"%b*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (asking, words, len(call.name), call.name, call.size)
         gathered += [head + header, *call.segments, options]
@@ -232,9 +236,9 @@ def _written(connection: Connection, call: PageCall) -> bool:
     return True
 
 
-def ask_integers(connection: Connection, calls: Sequence[PageCall], *words: bytes) -> None:
+def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes) -> None:
     """One request without payload per page (EXISTS, UNLINK) whose answer is an integer."""
-    for call, reply in zip(calls, _ask(connection, calls, *words), strict=True):
+    for call, reply in zip(calls, _ask(connection, calls, word), strict=True):
         if isinstance(reply, ErrorReply):
             if not _is_redirect(call, reply):
                 raise RefusedError(reply.code)
@@ -262,8 +266,8 @@ def remove_bad(connection: Connection, calls: Sequence[PageCall]) -> None:
     _replies(connection, refused, [call.request(b"UNLINK") for call in refused])
 
 
-def _ask(connection: Connection, calls: Sequence[PageCall], *words: bytes) -> list[Reply]:
-    return _replies(connection, calls, [call.request(*words) for call in calls])
+def _ask(connection: Connection, calls: Sequence[PageCall], word: bytes) -> list[Reply]:
+    return _replies(connection, calls, [call.request(word) for call in calls])
 
 
 def _replies(connection: Connection, calls: Sequence[PageCall], requests: Sequence[bytes]) -> list[Reply]:

@@ -58,6 +58,8 @@ class Status(bytes):
     """A simple string (+OK): what says that a command was done, where a bulk string of the same text would not."""
 
 
+_OK = Status(b"OK")
+
 Reply = int | bytes | ErrorReply | None
 
 
@@ -88,6 +90,8 @@ class ReplyReader:
     def reply(self) -> Reply:
         """A reply that is no page and no array."""
         line = self._line()
+        if line == b"+OK":
+            return _OK
         kind, rest = line[:1], line[1:]
         if kind == b":":
             if not _INTEGER.fullmatch(rest):

@@ -25,7 +25,6 @@ from hicache_ext.storage.remote.redis.clearing import Clearing, identity_name, p
 from hicache_ext.storage.remote.redis.connection import Connection
 from hicache_ext.storage.remote.redis.node import Lane, LaneBusyError, Node, NodeDownError
 from hicache_ext.storage.remote.redis.page_calls import (
-    HEADER_LENGTH,
     PageCall,
     RefusedError,
     ask_integers,
@@ -36,7 +35,7 @@ from hicache_ext.storage.remote.redis.page_calls import (
 from hicache_ext.storage.remote.redis.resp import LARGEST_VALUE, ProtocolError, command
 from hicache_ext.storage.remote.redis.settings import RedisSettings
 from hicache_ext.storage.remote.redis.topology import Topology
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +142,10 @@ class RedisPageStore:
             self._do(calls, talk, deadline, GetResult, hidden=GetResult.MISS)
             self._heal([call for call in calls if call.result is GetResult.CORRUPT], deadline)
         results: list[GetResult] = [call.result for call in calls]
-        self._metrics.add_many("get", Counter(result.value for result in results))
-        self._metrics.add_many("corrupt", Counter(call.reason for call in calls if call.result is GetResult.CORRUPT))
-        self._metrics.add_many("error", Counter(call.reason for call in calls if call.result is GetResult.ERROR))
-        self._metrics.add("bytes", "get", sum(call.size - HEADER_LENGTH for call in calls if _is_hit(call)))
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
+        self._metrics.add_many("error", _reasons(calls, GetResult.ERROR))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def _heal(self, bad: list[PageCall], deadline: float) -> None:
@@ -185,14 +184,14 @@ class RedisPageStore:
 
             self._do([call for call in calls if call.result is None], talk, deadline, SetResult, SetResult.REJECTED)
         results: list[SetResult] = [call.result for call in calls]
-        self._metrics.add_many("set", Counter(result.value for result in results))
-        self._metrics.add_many("rejected", Counter(call.reason for call in calls if _is_rejected(call)))
-        self._metrics.add_many("error", Counter(call.reason for call in calls if call.result is SetResult.ERROR))
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add_many("rejected", _reasons(calls, SetResult.REJECTED))
+        self._metrics.add_many("error", _reasons(calls, SetResult.ERROR))
         replaced = sum(call.bad_length is not None for call in calls)
         if replaced:
             self._metrics.add("corrupt", "length", replaced)
         stored = [call for call in calls if call.result is SetResult.STORED]
-        self._metrics.add("bytes", "set", sum(call.size - HEADER_LENGTH for call in stored))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         if stored:
             self._save_identities({call.key[:16] for call in stored}, deadline)
         return results
@@ -427,9 +426,6 @@ def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
             call.finish(result, reason)
 
 
-def _is_hit(call: PageCall) -> bool:
-    return call.result is GetResult.HIT
-
-
-def _is_rejected(call: PageCall) -> bool:
-    return call.result is SetResult.REJECTED
+def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:
+    """Why calls ended so."""
+    return Counter([call.reason for call in calls if call.result is result])
