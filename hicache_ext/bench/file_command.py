@@ -44,9 +44,6 @@ _BATCH_BYTES_IN_MINUTES = 32 << 20
 _PACKAGES = ("hicache-ext", "sglang", "torch", "aiofiles", "nixl-cu12", "lmdb", "xxhash")
 
 
-_MODES_OF_MINUTES = ", ".join(_MODES_IN_MINUTES)
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
@@ -81,8 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=_positive,
         metavar="N",
-        help=f"end in about so many minutes: fewer bytes, no more rounds than there is time for, {_MODES_OF_MINUTES} "
-        "unless told otherwise; what was not measured is named (14 are enough for every size and geometry)",
+        help="end in about so many minutes: fewer bytes, no more rounds than there is time for, "
+        f"{', '.join(_MODES_IN_MINUTES)} unless told otherwise; what was not measured is named (14 are "
+        "enough for every size and geometry)",
     )
     length.add_argument("--quick", action="store_true", help="seconds: shows that it works, no more")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
