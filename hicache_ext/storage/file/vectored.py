@@ -9,20 +9,20 @@ IOV_MAX = 1024
 """Buffers one call may name on Linux (UIO_MAXIOV)."""
 
 
-def read_into(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0, length: int | None = None) -> int:
+def read_into(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
     """Fill ``buffers`` from ``fd`` at ``offset``; the number of bytes read, short only at the end of the file.
 
-    ``flags`` as preadv2 has them; ``length`` is that of all buffers, where it is known. Raises OSError as preadv does.
+    ``flags`` as preadv2 has them. Raises OSError as preadv does.
     """
-    return _transfer(os.preadv, fd, buffers, offset, flags, length)
+    return _transfer(os.preadv, fd, buffers, offset, flags)
 
 
-def write_from(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0, length: int | None = None) -> int:
+def write_from(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
     """Write all of ``buffers`` to ``fd`` at ``offset``; the number of bytes written, always all of them.
 
-    ``flags`` as pwritev2 has them; ``length`` as above. Raises OSError as pwritev does.
+    ``flags`` as pwritev2 has them. Raises OSError as pwritev does.
     """
-    return _transfer(os.pwritev, fd, buffers, offset, flags, length)
+    return _transfer(os.pwritev, fd, buffers, offset, flags)
 
 
 def _transfer(
@@ -31,16 +31,10 @@ def _transfer(
     buffers: Sequence[memoryview],
     offset: int,
     flags: int,
-    length: int | None,
 ) -> int:
     done = 0
-    if length and len(buffers) <= IOV_MAX:
-        # Nearly always one call does it all, and nothing has to be counted.
-        done = call(fd, buffers, offset, flags)
-        if done in (0, length):
-            return done
     # Empty buffers would look like the end of the file where 1,024 of them come in a row.
-    pending = after([buffer for buffer in buffers if buffer.nbytes], done)
+    pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:
         moved = call(fd, pending[:IOV_MAX], offset + done, flags)
         if moved == 0:

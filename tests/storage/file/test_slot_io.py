@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.storage.file.io_plan import IoPlan
-from hicache_ext.storage.file.slab import slot_io
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, store_pages
@@ -99,65 +97,6 @@ def test_a_file_system_that_refuses_direct_io_after_all_costs_nothing_but_the_mo
     monkeypatch.setattr(os, "open", refuse)
     exchange(store, page_keys(40))
     assert store.metrics.value("io", "unaligned") == 80
-
-
-class TestPortions:
-    """Twenty pages in two runs of neighbours, all in one slab; a run is moved two pages at a time."""
-
-    @pytest.fixture
-    def store(self, opened, monkeypatch):
-        monkeypatch.setattr(slot_io, "_PORTION", 2 * (PAGE + 4096))
-        return opened(threads=1)
-
-    @pytest.fixture
-    def keys(self, store):
-        keys = page_keys(20)
-        exchange(store, keys)
-        return keys
-
-    def read(self, store, keys):
-        """The results; whatever is a hit must be the page."""
-        back = aligned_pages(len(keys))
-        results = store.get(PageBatch(keys, back))
-        for key, segments, result in zip(keys, back, results, strict=True):
-            assert result is not GetResult.HIT or b"".join(segments) == payload_of(key, PAGE)
-        return results
-
-    def test_what_is_bad_in_one_portion_is_bad_alone(self, store, keys, tmp_path):
-        (slab,) = (tmp_path / "tier" / "slabs").iterdir()
-        with slab.open("r+b") as file:
-            file.seek(7 * (PAGE + 4096) + 5000)
-            file.write(b"x")
-        expected = [GetResult.HIT] * 20
-        expected[7] = GetResult.CORRUPT
-        assert self.read(store, keys) == expected
-        expected[7] = GetResult.MISS
-        assert self.read(store, keys) == expected
-
-    @pytest.mark.parametrize("missing", [1, PAGE + 4096, 3 * PAGE])
-    def test_a_file_that_ends_early_has_the_pages_before_that(self, store, keys, tmp_path, missing):
-        (slab,) = (tmp_path / "tier" / "slabs").iterdir()
-        os.truncate(slab, 8 * (PAGE + 4096) - missing)
-        results = self.read(store, keys)
-        assert results[:4] == [GetResult.HIT] * 4
-        assert GetResult.HIT not in results[8:]
-
-    def test_pages_read_before_an_error_of_the_disk_are_hits(self, store, keys, monkeypatch):
-        real, calls = os.preadv, []
-
-        def failing(*arguments):
-            calls.append(arguments)
-            if len(calls) == 3:
-                raise OSError(errno.EIO, "Input/output error")
-            return real(*arguments)
-
-        monkeypatch.setattr(os, "preadv", failing)
-        results = self.read(store, keys)
-        monkeypatch.undo()
-        assert results[:4] == [GetResult.HIT] * 4
-        assert results[4:10] == [GetResult.ERROR] * 6
-        assert results[10:] == [GetResult.HIT] * 10
-        assert store.metrics.value("error", "EIO") == 1
 
 
 def test_descriptors_of_dropped_slabs_are_closed_also_those_that_another_store_dropped(opened, tmp_path):

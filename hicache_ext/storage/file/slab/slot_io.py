@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,22 +27,35 @@ from hicache_ext.storage.file.slab.records import Slab
 _FIELDS = envelope.FIELDS_LENGTH
 _PADDING = memoryview(bytes(BLOCK - _FIELDS))
 _NOWHERE = memoryview(bytearray(BLOCK - _FIELDS))
-_PORTION = 1088 << 10
-"""Bytes read by one call through the page cache, where a page is no larger: eight of 128 KiB and their headers.
-
-They are still in the processor's caches when they are checked: the checksum of 128 KiB takes 2.3 us there, 6.5 where
-it has to fetch them. Smaller portions cost more waits for the GIL than that gives. Before writes it gives nothing.
-"""
 _ALIGNMENT = 512
 """The smallest block of a disk. Where it is larger the kernel says EINVAL, and the run goes the other way."""
 
 
 class Stored(NamedTuple):
-    """One page object of a run: the length of its header, that of all of it, and the segments of its payload."""
+    """One page object of a run: the length of its header, and the segments of its payload."""
 
     header: int
-    length: int
     segments: Sequence[memoryview]
+
+
+class Read(NamedTuple):
+    """``moved`` bytes were read; the fields of page ``n``'s header are at ``n * stride`` of ``headers``.
+
+    ``headers`` is the thread's own and is overwritten by its next read.
+    """
+
+    moved: int
+    headers: memoryview
+    stride: int
+
+    def fields(self, pages: int) -> list[bytes]:
+        """Those of the first ``pages`` pages."""
+        stride, headers = self.stride, self.headers
+        if stride == _FIELDS:
+            # Copied at once: a page costs a slice of bytes.
+            together = bytes(headers[: pages * _FIELDS])
+            return [together[begin : begin + _FIELDS] for begin in range(0, pages * _FIELDS, _FIELDS)]
+        return [bytes(headers[begin : begin + _FIELDS]) for begin in range(0, pages * stride, stride)]
 
 
 class SlotIo:
@@ -56,12 +69,8 @@ class SlotIo:
         self._read_flags = _flags(plan.read)
         self._write_flags = _flags(plan.write)
 
-    def read(self, slab: Slab, offset: int, run: Sequence[Stored]) -> Iterator[list[bytes]]:
-        """Fill the segments of neighbouring slots, a portion of them at a time: the fields of the headers of each.
-
-        What a portion filled is to be checked before the next one. Ends early where the file does. Raises OSError as
-        the disk does.
-        """
+    def read(self, slab: Slab, offset: int, run: Sequence[Stored]) -> Read:
+        """One preadv, for neighbouring slots. Raises OSError as the disk does."""
         if self._direct_reads:
             headers = _direct_headers(run)
             if headers is not None:
@@ -72,43 +81,31 @@ class SlotIo:
                     if error.errno != errno.EINVAL:
                         raise
                 else:
-                    if moved == sum([page.length for page in run]):
-                        yield [bytes(headers[begin : begin + _FIELDS]) for begin in range(0, len(run) * BLOCK, BLOCK)]
-                    return
+                    return Read(moved, headers, BLOCK)
             self._metrics.add("io", "unaligned", len(run))
+        headers = _thread_fields(len(run))
+        buffers: list[memoryview] = []
+        for number, (header_length, segments) in enumerate(run):
+            buffers.append(headers[number * _FIELDS : (number + 1) * _FIELDS])
+            if header_length > _FIELDS:
+                # Nobody reads what is between the fields and the payload: all of it goes to one place, which stays
+                # in the processor's cache.
+                buffers.append(_NOWHERE)
+            buffers.extend(segments)
         with self._directory.opened(slab) as descriptor:
-            for begin, end, length in _portions(run):
-                headers, slices = _thread_fields(end - begin)
-                buffers: list[memoryview] = []
-                for (header_length, _, segments), fields in zip(run[begin:end], slices, strict=False):
-                    buffers.append(fields)
-                    if header_length > _FIELDS:
-                        # Nobody reads what is between the fields and the payload: all of it goes to one place, which
-                        # stays in the processor's cache.
-                        buffers.append(_NOWHERE)
-                    buffers += segments
-                if self._read_buffered(descriptor, buffers, offset, length) != length:
-                    return
-                # Copied at once: a page costs a slice of bytes.
-                together = bytes(headers[: (end - begin) * _FIELDS])
-                yield [together[at : at + _FIELDS] for at in range(0, len(together), _FIELDS)]
-                offset += length
+            try:
+                moved = vectored.read_into(descriptor, buffers, offset, self._read_flags)
+            except OSError as error:
+                if not (self._read_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
+                    raise
+                # A file system, or a kernel, that does not know the flag.
+                self._read_flags = 0
+                moved = vectored.read_into(descriptor, buffers, offset)
+        return Read(moved, headers, _FIELDS)
 
-    def _read_buffered(self, descriptor: int, buffers: Sequence[memoryview], offset: int, length: int) -> int:
-        try:
-            return vectored.read_into(descriptor, buffers, offset, self._read_flags, length)
-        except OSError as error:
-            if not (self._read_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
-                raise
-            # A file system, or a kernel, that does not know the flag.
-            self._read_flags = 0
-            return vectored.read_into(descriptor, buffers, offset, 0, length)
-
-    def write(self, slab: Slab, offset: int, fields: Sequence[bytes], run: Sequence[Stored], length: int) -> int:
-        """One pwritev, for neighbouring slots with ``length`` bytes together: the bytes written.
-
-        ``fields`` are those of the headers. Raises OSError as the disk does.
-        """
+    def write(self, slab: Slab, offset: int, fields: Sequence[bytes], run: Sequence[Stored]) -> int:
+        """One pwritev, for neighbouring slots: the bytes written. ``fields`` are those of the headers. Raises OSError
+        as the disk does."""
         if self._direct_writes:
             headers = _direct_headers(run)
             if headers is not None:
@@ -123,31 +120,19 @@ class SlotIo:
                         raise
             self._metrics.add("io", "unaligned", len(run))
         buffers: list[memoryview] = []
-        for of_page, (header_length, _, segments) in zip(fields, run, strict=True):
+        for of_page, (header_length, segments) in zip(fields, run, strict=True):
             buffers.append(memoryview(of_page))
             if header_length > _FIELDS:
                 buffers.append(_PADDING)
             buffers.extend(segments)
         with self._directory.opened(slab) as descriptor:
             try:
-                return vectored.write_from(descriptor, buffers, offset, self._write_flags, length)
+                return vectored.write_from(descriptor, buffers, offset, self._write_flags)
             except OSError as error:
                 if not (self._write_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
                     raise
                 self._write_flags = 0
-                return vectored.write_from(descriptor, buffers, offset, 0, length)
-
-
-def _portions(run: Sequence[Stored]) -> Iterator[tuple[int, int, int]]:
-    """The run cut in portions of neighbours: where their pages begin and end, and their bytes."""
-    begin = length = 0
-    for end, page in enumerate(run):
-        if length and length + page.length > _PORTION:
-            yield begin, end, length
-            begin, length = end, 0
-        length += page.length
-    if run:
-        yield begin, len(run), length
+                return vectored.write_from(descriptor, buffers, offset)
 
 
 def _flags(mode: Mode) -> int:
@@ -157,7 +142,7 @@ def _flags(mode: Mode) -> int:
 
 def _direct_headers(run: Sequence[Stored]) -> memoryview | None:
     """Aligned memory of this thread for the headers of a run; None when a page of it is not aligned."""
-    for header_length, _, segments in run:
+    for header_length, segments in run:
         if header_length != BLOCK:
             return None
         for segment in segments:
@@ -173,7 +158,7 @@ def _address(segment: memoryview) -> int:
 
 def _with_headers(headers: memoryview, run: Sequence[Stored]) -> list[memoryview]:
     buffers: list[memoryview] = []
-    for number, (_, _, segments) in enumerate(run):
+    for number, (_, segments) in enumerate(run):
         buffers.append(headers[number * BLOCK : (number + 1) * BLOCK])
         buffers.extend(segments)
     return buffers
@@ -183,20 +168,17 @@ class _Scratch(threading.local):
     """Memory of one thread for the headers of one run."""
 
     def __init__(self) -> None:
-        self.fields = memoryview(b"")
-        self.slices: list[memoryview] = []
+        self.fields = memoryview(bytearray(_FIELDS))
         self.blocks = memoryview(b"")
 
 
 _scratch = _Scratch()
 
 
-def _thread_fields(pages: int) -> tuple[memoryview, list[memoryview]]:
-    """Memory for the fields of so many headers at least, whole and cut."""
-    if len(_scratch.slices) < pages:
-        _scratch.fields = fields = memoryview(bytearray(pages * _FIELDS))
-        _scratch.slices = [fields[begin : begin + _FIELDS] for begin in range(0, pages * _FIELDS, _FIELDS)]
-    return _scratch.fields, _scratch.slices
+def _thread_fields(pages: int) -> memoryview:
+    if _scratch.fields.nbytes < pages * _FIELDS:
+        _scratch.fields = memoryview(bytearray(pages * _FIELDS))
+    return _scratch.fields
 
 
 def _thread_blocks(pages: int) -> memoryview:

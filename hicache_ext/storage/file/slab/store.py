@@ -312,36 +312,37 @@ class _SlabPart:
         return sorted(moved)
 
     def _read_run(self, batch: PageBatch, run: list[Located], results: list[GetResult]) -> list[tuple[Located, str]]:
-        """Read and check a run of neighbouring slots; those that do not hold their page, each with the reason."""
+        """One preadv for a run of neighbouring slots; those that do not hold their page, each with the reason."""
         slab = self._slab(run[0].slab)
         if slab is None:
             return [(page, "truncated") for page in run]
         keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
-        stored = [Stored(_shape(sizes[position]).header, length, buffers[position]) for _, _, length, position in run]
-        doubtful: list[tuple[Located, str]] = []
-        done = 0
+        headers = [_shape(sizes[page.position]).header for page in run]
+        stored = [Stored(header, buffers[page.position]) for page, header in zip(run, headers, strict=True)]
         try:
-            for of_portion in self._io.read(slab, run[0].slot * slab.slot_size, stored):
-                for fields in of_portion:
-                    page, (header, _, segments) = run[done], stored[done]
-                    position = page.position
-                    done += 1
-                    key = keys[position]
-                    if not envelope.is_page(fields, header, key, sizes[position], segments):
-                        reason = envelope.reason_to_refuse(fields.ljust(header, b"\0"), key, segments)
-                        if reason is not None:
-                            doubtful.append((page, reason))
-                            continue
-                    results[position] = GetResult.HIT
+            read = self._io.read(slab, run[0].slot * slab.slot_size, stored)
         except FileNotFoundError:
-            # The slab was dropped meanwhile, as it may be while it is read: the file then ends early.
-            pass
+            # The slab was dropped meanwhile.
+            return [(page, "truncated") for page in run]
         except OSError as error:
             self._count_error(error)
-            for page in run[done:]:
+            for page in run:
                 results[page.position] = GetResult.ERROR
-            return doubtful
-        return doubtful + [(page, "truncated") for page in run[done:]]
+            return []
+        if read.moved != sum([page.length for page in run]):
+            # The same, while it was being read.
+            return [(page, "truncated") for page in run]
+        doubtful: list[tuple[Located, str]] = []
+        for page, header, fields in zip(run, headers, read.fields(len(run)), strict=True):
+            position = page.position
+            key, segments = keys[position], buffers[position]
+            if not envelope.is_page(fields, header, key, sizes[position], segments):
+                reason = envelope.reason_to_refuse(fields.ljust(header, b"\0"), key, segments)
+                if reason is not None:
+                    doubtful.append((page, reason))
+                    continue
+            results[position] = GetResult.HIT
+        return doubtful
 
     def _heal(self, key: bytes, page: Located, reason: str) -> bool:
         """Remove a page whose slot does not hold it; False when the index says by now that it is elsewhere or gone."""
@@ -617,17 +618,19 @@ class _SlabPart:
         """One pwritev for a run of neighbouring slots."""
         fields: list[bytes] = []
         stored: list[Stored] = []
+        length = 0
         keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
         now = int(time.time() * 1000)
-        for _, _, length, position in run:
+        for page in run:
+            position = page.position
             segments, size = buffers[position], sizes[position]
-            header_length = _shape(size).header
+            header_length, object_length, _ = _shape(size)
             fields.append(envelope.encode_page(keys[position], segments, size, header_length, now))
-            stored.append(Stored(header_length, length, segments))
-        length = sum([page.length for page in run])
+            stored.append(Stored(header_length, segments))
+            length += object_length
         try:
             slab = self._slab(run[0].slab)
-            if slab is None or self._io.write(slab, run[0].slot * slab.slot_size, fields, stored, length) != length:
+            if slab is None or self._io.write(slab, run[0].slot * slab.slot_size, fields, stored) != length:
                 return SetResult.ERROR
         except OSError as error:
             self._count_error(error)
