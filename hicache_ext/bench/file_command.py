@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import shutil
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hicache_ext.bench.file_report import EXISTS_CASES, MODES, Point, Results, entries, markdown, panels, tables
 from hicache_ext.bench.harness import (
     BenchmarkError,
+    Clock,
     available_memory,
     command_line,
     fresh_directory,
@@ -33,10 +35,10 @@ if TYPE_CHECKING:
 _GEOMETRIES = ("mha", "mla")
 _PAYLOADS = ("32KiB", "128KiB", "1MiB", "4MiB")
 _BATCHES_AT_LEAST = 4
-_SHORT_MLA_PAYLOAD = 128 << 10
-_SHORT_BATCHES = 8
-_SHORT_BATCH_BYTES = 64 << 20
-"""In a short run: the one page size with MLA geometry, batches per mode of small pages, and the largest batch."""
+_MODES_IN_MINUTES = ("overwrite", "read-warm", "read-cold", "exists")
+_BATCHES_IN_MINUTES = 8
+_BATCH_BYTES_IN_MINUTES = 32 << 20
+"""With --minutes: the modes where none is named, batches per mode, and the largest batch."""
 _PACKAGES = ("hicache-ext", "sglang", "torch", "aiofiles", "nixl-cu12", "lmdb", "xxhash")
 
 
@@ -71,9 +73,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--short",
-        action="store_true",
-        help="a quarter of an hour instead of several: every mode, size and round with fewer bytes, MLA at 128KiB only",
+        "--minutes",
+        type=_positive,
+        metavar="N",
+        help="end in about so many minutes: fewer bytes, no more rounds than there is time for, "
+        f"{', '.join(_MODES_IN_MINUTES)} unless told otherwise; what was not measured is named (14 are "
+        "enough for every size and geometry)",
     )
     length.add_argument("--quick", action="store_true", help="seconds: shows that it works, no more")
     add_output_arguments(parser)
@@ -93,7 +98,7 @@ class Settings:
     rounds: int
     chain: int
     drop_caches: bool
-    short: bool
+    minutes: int | None
     warm_ups: int = 1
 
     @classmethod
@@ -104,26 +109,25 @@ class Settings:
                 parse_size(text, "--payload") for text in arguments.payload or (_PAYLOADS[:1] if quick else _PAYLOADS)
             ),
             geometries=tuple(arguments.geometry or _GEOMETRIES),
-            modes=tuple(arguments.mode or MODES),
+            modes=tuple(arguments.mode or (MODES if arguments.minutes is None else _MODES_IN_MINUTES)),
             total=parse_size(arguments.total or ("8MiB" if quick else "512MiB"), "--total"),
             batch=arguments.batch or (16 if quick else 128),
             threads=arguments.threads,
             rounds=arguments.rounds or (2 if quick else 5),
             chain=arguments.chain or (400 if quick else 10_000),
             drop_caches=arguments.drop_caches,
-            short=arguments.short,
+            minutes=arguments.minutes,
         )
 
     def cells(self) -> list[tuple[str, int]]:
         """Geometry and page size of each part of the run."""
-        every = [(geometry, payload) for geometry in self.geometries for payload in self.payloads]
-        if self.short and _SHORT_MLA_PAYLOAD in self.payloads:
-            return [cell for cell in every if cell[0] != "mla" or cell[1] == _SHORT_MLA_PAYLOAD]
-        return every
+        return [(geometry, payload) for geometry in self.geometries for payload in self.payloads]
 
     def total_of(self, payload: int) -> int:
         """Bytes that each mode moves in pages of this size."""
-        return min(self.total, _SHORT_BATCHES * self.batch * payload) if self.short else self.total
+        if self.minutes is None:
+            return self.total
+        return min(self.total, _BATCHES_IN_MINUTES * min(self.batch * payload, _BATCH_BYTES_IN_MINUTES))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,12 +206,16 @@ class _Run:
 
     def measure(self) -> None:
         modes = [mode for mode in self.settings.modes if mode != "exists"]
-        for geometry, payload in self.settings.cells() if modes else ():
-            self._measure_transfers(geometry, payload, modes)
-        if "exists" in self.settings.modes:
-            self._measure_exists()
+        cells = self.settings.cells() if modes else []
+        with_exists = "exists" in self.settings.modes
+        minutes = self.settings.minutes
+        clock = Clock(math.inf if minutes is None else 60.0 * minutes, len(cells) + with_exists)
+        if with_exists:
+            self._measure_exists(clock)
+        for geometry, payload in cells:
+            self._measure_transfers(geometry, payload, modes, clock)
 
-    def _measure_transfers(self, geometry: str, payload: int, modes: Sequence[str]) -> None:
+    def _measure_transfers(self, geometry: str, payload: int, modes: Sequence[str], clock: Clock) -> None:
         from hicache_ext.bench.file_contenders import HostBuffers
         from hicache_ext.bench.file_modes import Bench
 
@@ -216,9 +224,9 @@ class _Run:
             case, HostBuffers(geometry, payload, case.batch), self.directory, modes, self.settings.drop_caches
         )
         title = f"{geometry} {format_size(payload)}, {case.batches} batches of {case.batch} pages"
-        self._take_turns(title, {mode: Point(mode, geometry, payload) for mode in modes}, bench.measure)
+        self._take_turns(title, {mode: Point(mode, geometry, payload) for mode in modes}, bench.measure, clock)
 
-    def _measure_exists(self) -> None:
+    def _measure_exists(self, clock: Clock) -> None:
         from hicache_ext.bench import file_modes
         from hicache_ext.bench.file_contenders import HostBuffers
 
@@ -228,15 +236,26 @@ class _Run:
             f"exists, a chain of {chain} pages",
             {case: Point(case, geometry, payload) for case in EXISTS_CASES},
             lambda contender: file_modes.measure_exists(contender, chain, host, self.directory, self.settings.threads),
+            clock,
         )
 
-    def _take_turns(self, title: str, points: dict[str, Point], measure: Callable[[Contender], Measured]) -> None:
-        """All rounds of some points, with progress. A contender that fails drops out and is left out."""
+    def _take_turns(
+        self, title: str, points: dict[str, Point], measure: Callable[[Contender], Measured], clock: Clock
+    ) -> None:
+        """The rounds of some points, with progress: all, or those that ``clock`` has time for.
+
+        A contender that fails drops out and is left out.
+        """
+        clock.begin_point()
         able = self._able(points)
         failed: set[str] = set()
         total = self.settings.warm_ups + self.settings.rounds
         shown = 0
         for round_number, name, counts in interleaved(list(able), self.settings.rounds, self.settings.warm_ups):
+            if clock.run_over or (clock.over and round_number not in (1, shown, self.settings.warm_ups + 1)):
+                # One round that counts is worth more than a share that is kept to.
+                self._end_early(title, points, able, failed, max(0, shown - self.settings.warm_ups))
+                break
             if round_number != shown:
                 shown = round_number
                 print(f"  {title}: round {shown} of {total}{'' if counts else ' (warm-up)'}", flush=True)
@@ -256,6 +275,27 @@ class _Run:
                 if counts:
                     self.results.add(points[mode], name, sample)
 
+    def _end_early(
+        self, title: str, points: dict[str, Point], able: dict[str, Contender], failed: set[str], rounds: int
+    ) -> None:
+        """Say what is not measured for want of time."""
+        what = title.partition(",")[0]
+        missing = {
+            name
+            for name in able.keys() - failed
+            for mode, point in points.items()
+            if not able[name].cannot.get(mode.partition(",")[0]) and not self.results.samples.get(point, {}).get(name)
+        }
+        for name in missing:
+            for point in points.values():
+                self.results.reasons.setdefault(point, {}).setdefault(name, "no time left")
+        if len(missing) == len(able.keys() - failed):
+            self.results.note(f"{what}: not measured: no time left")
+            return
+        self.results.note(f"{what}: {rounds} of {self.settings.rounds} rounds for want of time")
+        if missing:
+            self.results.note(f"{what}: not measured for want of time: {', '.join(sorted(missing))}")
+
     def _able(self, points: dict[str, Point]) -> dict[str, Contender]:
         """Contenders that can do one of the modes; for the others the reason is kept."""
         able: dict[str, Contender] = {}
@@ -272,8 +312,8 @@ class _Run:
         """The case, with smaller batches where memory is short. Raises BenchmarkError where the disk is."""
         from hicache_ext.bench.file_modes import Case
 
-        batch, short = self.settings.batch, self.settings.short
-        while short and batch > 1 and batch * payload > _SHORT_BATCH_BYTES:
+        batch, short = self.settings.batch, self.settings.minutes is not None
+        while short and batch > 1 and batch * payload > _BATCH_BYTES_IN_MINUTES:
             batch //= 2
         short = batch < self.settings.batch
         # Two pools (host and device) of two batches each, next to the pages in the page cache: half of what there is.
@@ -281,7 +321,7 @@ class _Run:
             batch //= 2
         what = f"{geometry} {format_size(payload)}"
         if batch < self.settings.batch:
-            why = "a short run" if short else "memory is short"
+            why = "--minutes" if short else "memory is short"
             self.results.note(f"{what}: batches of {batch} pages, not {self.settings.batch}: {why}")
         batches = max(_BATCHES_AT_LEAST, -(-self.settings.total_of(payload) // (batch * payload)))
         case = Case(geometry, payload, batch, batches, self.settings.threads)

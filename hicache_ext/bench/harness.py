@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +88,32 @@ def interleaved(contenders: Sequence[str], rounds: int, warm_up_rounds: int = 1)
         shift = (number - 1) % len(contenders) if contenders else 0
         for contender in [*contenders[shift:], *contenders[:shift]]:
             yield number, contender, number > warm_up_rounds
+
+
+class Clock:
+    """Shares the time of a run among its points."""
+
+    def __init__(self, seconds: float, points: int, now: Callable[[], float] = time.monotonic) -> None:
+        """``seconds`` may be infinite."""
+        self._now = now
+        self._end = now() + seconds
+        self._points = points
+        self._until = 0.0
+
+    def begin_point(self) -> None:
+        now = self._now()
+        self._until = now + max(0.0, self._end - now) / max(1, self._points)
+        self._points -= 1
+
+    @property
+    def over(self) -> bool:
+        """The point has had its share."""
+        return self._now() >= self._until
+
+    @property
+    def run_over(self) -> bool:
+        """The whole run has had its time."""
+        return self._now() >= self._end
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------

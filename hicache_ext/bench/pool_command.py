@@ -13,6 +13,7 @@ from typing import Any
 
 from hicache_ext.bench.harness import (
     BenchmarkError,
+    Clock,
     command_line,
     interleaved,
     machine_facts,
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     engines = [engine for engine in all_engines() if engine.name in settings.engines]
     contenders = [contender for engine in engines for contender in engine.contenders]
     results = Results(frozenset(c.name for c in contenders if c.ours), frozenset(c.name for c in contenders if c.floor))
-    clock = _Clock(60.0 * settings.minutes, len(engines) * len(settings.payloads) * len(settings.threads))
+    clock = Clock(60.0 * settings.minutes, len(engines) * len(settings.payloads) * len(settings.threads))
     for engine in engines:
         if engine.missing:
             results.leave_out(engine.name, "", engine.missing)
@@ -122,26 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if results.failures else 0
 
 
-class _Clock:
-    """Shares the time of a run among its points."""
-
-    def __init__(self, seconds: float, points: int) -> None:
-        self._end = time.monotonic() + seconds
-        self._points = points
-        self._until = 0.0
-
-    def begin_point(self) -> None:
-        now = time.monotonic()
-        self._until = now + max(0.0, self._end - now) / max(1, self._points)
-        self._points -= 1
-
-    @property
-    def over(self) -> bool:
-        """The point has had its share."""
-        return time.monotonic() >= self._until
-
-
-def _measure_engine(engine: Engine, place: Any, settings: Settings, clock: _Clock, results: Results) -> None:
+def _measure_engine(engine: Engine, place: Any, settings: Settings, clock: Clock, results: Results) -> None:
     able = {contender.name: contender for contender in engine.contenders if contender.missing is None}
     for contender in engine.contenders:
         if contender.missing:
@@ -182,7 +164,7 @@ def _take_turns(
     case: Case,
     memory: Sequence[Pages],
     settings: Settings,
-    clock: _Clock,
+    clock: Clock,
     results: Results,
 ) -> None:
     title = f"{engine.name}, pages of {format_size(case.payload)}, {case.threads} thread(s)"

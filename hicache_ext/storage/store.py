@@ -60,15 +60,15 @@ class PageKeys(Sequence[bytes]):
     """The keys of pages of one identity, for a question about a long chain: a key is made when it is asked for, or all
     of them at once with what a store puts in front of its keys."""
 
-    __slots__ = ("_hashes", "identity")
+    __slots__ = ("hashes", "identity")
 
     def __init__(self, identity: bytes, hashes: bytes) -> None:
         """``hashes``: the page hashes, one behind the other."""
         self.identity = identity
-        self._hashes = hashes
+        self.hashes = hashes
 
     def __len__(self) -> int:
-        return len(self._hashes) // PAGE_HASH_LENGTH
+        return len(self.hashes) // PAGE_HASH_LENGTH
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.behind(b""))
@@ -83,11 +83,11 @@ class PageKeys(Sequence[bytes]):
         chosen = range(len(self))[which]
         if isinstance(chosen, range):
             return [self[position] for position in chosen]
-        return self.identity + self._hashes[chosen * PAGE_HASH_LENGTH : (chosen + 1) * PAGE_HASH_LENGTH]
+        return self.identity + self.hashes[chosen * PAGE_HASH_LENGTH : (chosen + 1) * PAGE_HASH_LENGTH]
 
     def behind(self, prefix: bytes) -> list[bytes]:
         """Every key with ``prefix`` in front of it."""
-        start, hashes = prefix + self.identity, self._hashes
+        start, hashes = prefix + self.identity, self.hashes
         return [start + hashes[begin : begin + PAGE_HASH_LENGTH] for begin in range(0, len(hashes), PAGE_HASH_LENGTH)]
 
 

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.bench.file_command import Settings, configure
+from hicache_ext.bench.file_command import Settings, _Run, configure
+from hicache_ext.bench.file_contenders import Contender
+from hicache_ext.bench.file_modes import Measured
 from hicache_ext.bench.file_report import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Point, Results, entries, tables
 from hicache_ext.bench.harness import (
     BenchmarkError,
+    Clock,
     Sample,
     Spread,
     Stopwatch,
@@ -41,13 +44,61 @@ def settings_of(*arguments: str) -> Settings:
     return Settings.of(parser.parse_args(arguments))
 
 
-def test_a_short_run_has_every_mode_size_and_round_and_fewer_bytes() -> None:
-    short, whole = settings_of("--short"), settings_of()
-    assert (short.modes, short.payloads, short.rounds) == (whole.modes, whole.payloads, whole.rounds)
-    assert whole.cells() == [(geometry, payload) for geometry in ("mha", "mla") for payload in whole.payloads]
-    assert short.cells() == [*[("mha", payload) for payload in short.payloads], ("mla", 128 << 10)]
-    assert [short.total_of(payload) >> 20 for payload in (32 << 10, 128 << 10, 1 << 20)] == [32, 128, 512]
-    assert settings_of("--short", "--geometry", "mla", "--payload", "1MiB").cells() == [("mla", 1 << 20)]
+def test_a_run_of_some_minutes_has_every_size_geometry_and_round_and_fewer_bytes() -> None:
+    short, whole = settings_of("--minutes", "14"), settings_of()
+    assert (short.cells(), short.rounds) == (whole.cells(), whole.rounds)
+    assert short.modes == ("overwrite", "read-warm", "read-cold", "exists")
+    assert [short.total_of(payload) >> 20 for payload in (32 << 10, 128 << 10, 1 << 20, 4 << 20)] == [32, 128, 256, 256]
+    assert settings_of("--minutes", "1", "--mode", "mixed").modes == ("mixed",)
+
+
+class TestTime:
+    """Contenders that take ten seconds of a clock that only they move."""
+
+    def run(self, seconds: float, points: int = 1) -> Results:
+        now = [1000.0]
+
+        def measure(contender: Contender) -> Measured:
+            now[0] += 10
+            return Measured({"read-warm": sample(5)})
+
+        contenders = [Contender(name, lambda place: None) for name in ("ours", "theirs")]  # type: ignore[arg-type, return-value]
+        results = Results(("ours", "theirs"), frozenset())
+        run = _Run(settings_of("--minutes", "1"), contenders, Path(), results)
+        clock = Clock(seconds, points, lambda: now[0])
+        for number in range(points):
+            run._take_turns(f"size {number}, batches", {"read-warm": replace(POINT, payload=number)}, measure, clock)
+        return results
+
+    def rounds(self, results: Results, number: int = 0) -> dict[str, int]:
+        return {name: len(taken) for name, taken in results.samples.get(replace(POINT, payload=number), {}).items()}
+
+    def test_a_run_with_time_makes_all_rounds(self) -> None:
+        results = self.run(1000)
+        assert self.rounds(results) == {"ours": 5, "theirs": 5}
+        assert results.notes == []
+
+    def test_a_point_has_the_rounds_that_its_share_has_time_for(self) -> None:
+        results = self.run(150, points=2)
+        # A warm-up of 20 seconds, then 20 a round; the share is 75 seconds.
+        assert self.rounds(results) == {"ours": 3, "theirs": 3}
+        assert "size 0: 3 of 5 rounds for want of time" in results.notes
+
+    def test_every_point_has_one_round_while_the_run_has_time(self) -> None:
+        results = self.run(85, points=2)
+        assert self.rounds(results) == {"ours": 2, "theirs": 2}
+        results = self.run(42, points=2)
+        assert self.rounds(results) == {"ours": 1, "theirs": 1}
+        assert self.rounds(results, 1) == {}
+
+    def test_what_there_was_no_time_for_is_named(self) -> None:
+        results = self.run(25, points=2)
+        # The warm-up and one turn of the first round, whose order is rotated.
+        assert self.rounds(results) == {"theirs": 1}
+        assert "size 0: not measured for want of time: ours" in results.notes
+        assert "size 1: not measured: no time left" in results.notes
+        missing = {(e["payload_bytes"], e["contender"]) for e in entries(results) if "not_measured" in e}
+        assert missing == {(0, "ours"), (1, "ours"), (1, "theirs")}
 
 
 # -- statistics, on samples made up ------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
     spies = tuple(Contender(name, "memory", lambda place, memory: _Spy(), ours=True) for name in ("one", "two"))
     engine = Engine("redis", lambda directory: nullcontext(), spies)
     monkeypatch.setattr(pool_command, "all_engines", lambda: [engine])
-    monkeypatch.setattr(pool_command._Clock, "over", True)
+    monkeypatch.setattr(pool_command.Clock, "over", True)
     report, text = tmp_path / "pool.json", tmp_path / "pool.md"
     words = ["--rounds", "7", "--payload", "64KiB", "--threads", "1", "--total", "1MiB"]
     assert main(["bench", "pool", *words, "--json", str(report), "--markdown", str(text)]) == 0

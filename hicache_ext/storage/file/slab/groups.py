@@ -226,7 +226,8 @@ class Groups:
                 continue
             if before != after:
                 put(size + after + place, b"", db=order_db)
-            put(place, b"".join(held.values()), db=groups_db)
+            # In the order of the slots, which mostly is that of a chain (chains.py).
+            put(place, b"".join(sorted(held.values())), db=groups_db)
 
     def _save_free(self) -> None:
         changes, self._free = self._free, {}

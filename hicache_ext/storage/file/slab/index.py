@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import operator
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ import lmdb
 
 from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.storage.file.eviction import Rank
+from hicache_ext.storage.file.slab.chains import ChainLookups
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.ghosts import GhostTable
 from hicache_ext.storage.file.slab.ranking import Ranking
@@ -143,6 +143,7 @@ class SlabIndex:
         self.writer = writer_name().encode()
         self._changes = itertools.count()
         self._portions = itertools.count()
+        self._chains = ChainLookups()
         # The slabs as of a number of changes: they are needed by every call and change once in many thousands.
         self._slabs_seen: tuple[bytes | None, dict[int, Slab]] = (b"none seen", {})
 
@@ -195,13 +196,12 @@ class SlabIndex:
 
     def count_leading(self, keys: Sequence[bytes], oldest: bytes = b"") -> int:
         with self._environment.begin(db=self.pages_db) as transaction:
-            full_keys = self.full_keys(transaction, keys)
-            if oldest:
-                values = map(transaction.get, full_keys)
-                return sum(1 for _ in takewhile(lambda value: value is not None and value >= oldest, values))
-            with transaction.cursor() as cursor:
-                # Ends at the first key that is not there, and is no step of Python up to it.
-                return len(list(takewhile(operator.truth, map(cursor.set_key, full_keys))))
+            if isinstance(keys, PageKeys) and not oldest:
+                generation = self._generation(transaction, keys.identity)
+                slabs = self._slabs_by_number(transaction)
+                return self._chains.count_leading(transaction, self.pages_db, self.groups_db, slabs, generation, keys)
+            values = map(transaction.get, self.full_keys(transaction, keys))
+            return sum(1 for _ in takewhile(lambda value: value is not None and value >= oldest, values))
 
     def expired(self, oldest: bytes, begin: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
         """Of up to ``limit`` entries of ``pages`` from ``begin`` on: the keys of those written before ``oldest``, and
@@ -246,17 +246,19 @@ class SlabIndex:
 
     def full_keys(self, transaction: Any, keys: Sequence[bytes]) -> list[bytes]:
         """The keys in ``pages``: with the generation of their identity in front."""
-        state = self.state_db
         if isinstance(keys, PageKeys):
-            return keys.behind(transaction.get(b"generation" + keys.identity, db=state) or FIRST_GENERATION)
+            return keys.behind(self._generation(transaction, keys.identity))
         generations = {
-            digest: transaction.get(b"generation" + digest, db=state) or FIRST_GENERATION
-            for digest in {key[:IDENTITY_LENGTH] for key in keys}
+            digest: self._generation(transaction, digest) for digest in {key[:IDENTITY_LENGTH] for key in keys}
         }
         if len(generations) == 1:
             (generation,) = generations.values()
             return [generation + key for key in keys]
         return [generations[key[:IDENTITY_LENGTH]] + key for key in keys]
+
+    def _generation(self, transaction: Any, digest: bytes) -> bytes:
+        stored: bytes = transaction.get(b"generation" + digest, db=self.state_db) or FIRST_GENERATION
+        return stored
 
     def size(self) -> int:
         """Bytes of the index's files."""

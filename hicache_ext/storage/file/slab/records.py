@@ -4,7 +4,7 @@
 database  key                                               value
 ========  ================================================  ==========================================================
 pages     generation, page key                              when written, slab, slot, object length, rank
-groups    slab, first slot of a group (big-endian)          of each with a page: slot - first, priority, key
+groups    slab, first slot of a group (big-endian)          of each with a page, in order: slot - first, priority, key
 order     slot size, lowest priority, slab, first slot      nothing: the first group of a slot size has its next victim
 free      slot size, slab, first slot                       a bit per slot of the group: those that may be written
 pending   writer, number                                    slab, slot of each slot that its writer may be writing
