@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--minutes",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="end in about so many minutes: fewer bytes, no more rounds than there is time for, "
         f"{', '.join(_MODES_IN_MINUTES)} unless told otherwise; what was not measured is named (14 are "
