@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from hicache_ext.bench.file_report import HICACHE_FILE
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import FileTierConfig
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.envelope import payload_checksum
 from hicache_ext.errors import ConfigError, HicacheExtError
 from hicache_ext.storage.file import open_file_tier, vectored
 from hicache_ext.storage.host_pool import HostPages
@@ -230,6 +232,7 @@ def all_contenders(directory: Path) -> list[Contender]:
         )
         for threads in RAW_THREADS
     ]
+    contenders.append(Contender("raw and checksum, 2 threads", _opener_of_raw(2, checksums=True), cannot=_NO_LOOKUP))
     return contenders
 
 
@@ -445,15 +448,18 @@ def _missing_nixl(directory: Path) -> str | None:
 class RawContender:
     """Threads of preadv/pwritev over one preallocated file: the same segments, and nothing else.
 
-    No envelope, no checksum, no index but a dictionary, no eviction but writing over the oldest slots.
+    No envelope, no checksum, no index but a dictionary, no eviction but writing over the oldest slots. With
+    ``checksums`` those of our envelopes are made and compared as well, a run at a time: what is left to anything in
+    Python that checks what it returns.
     """
 
-    def __init__(self, place: Workplace, threads: int) -> None:
+    def __init__(self, place: Workplace, threads: int, *, checksums: bool = False) -> None:
         self._pages = place.host.pages
         self._payload = place.host.payload
         self._slots = place.pages
         self._slot_of: dict[str, int] = {}
         self._key_in: dict[int, str] = {}
+        self._checksums: dict[int, bytes] | None = {} if checksums else None
         self._written = 0
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads)
@@ -466,13 +472,29 @@ class RawContender:
             self._slot_of.pop(self._key_in.get(slot, ""), None)
             self._slot_of[key], self._key_in[slot] = slot, key
             self._written += 1
-        return self._transfer(vectored.write_from, keys, batch)
+        return self._transfer(self._write_run, keys, batch)
 
     def read(self, keys: Sequence[str], batch: HostBatch) -> int:
-        return self._transfer(vectored.read_into, keys[: _leading([key in self._slot_of for key in keys])], batch)
+        return self._transfer(self._read_run, keys[: _leading([key in self._slot_of for key in keys])], batch)
+
+    def _write_run(self, run: list[tuple[int, int]], segments: list[Sequence[memoryview]]) -> int:
+        if self._checksums is not None:
+            for (slot, _), of_page in zip(run, segments, strict=True):
+                self._checksums[slot] = payload_checksum(of_page)
+        return vectored.write_from(self._fd, [*chain(*segments)], run[0][0] * self._payload)
+
+    def _read_run(self, run: list[tuple[int, int]], segments: list[Sequence[memoryview]]) -> int:
+        done = vectored.read_into(self._fd, [*chain(*segments)], run[0][0] * self._payload)
+        if self._checksums is not None:
+            for (slot, _), of_page in zip(run, segments, strict=True):
+                done -= self._payload * (self._checksums[slot] != payload_checksum(of_page))
+        return done
 
     def _transfer(
-        self, call: Callable[[int, Sequence[memoryview], int], int], keys: Sequence[str], batch: HostBatch
+        self,
+        move: Callable[[list[tuple[int, int]], list[Sequence[memoryview]]], int],
+        keys: Sequence[str],
+        batch: HostBatch,
     ) -> int:
         places = [(self._slot_of[key], page) for key, page in zip(keys, batch.pages, strict=False)]
         share = max(1, -(-len(places) // self._threads))
@@ -480,8 +502,7 @@ class RawContender:
         def transfer_share(begin: int) -> int:
             done = 0
             for run in self._runs(places[begin : begin + share]):
-                segments = [segment for _, page in run for segment in self._pages.buffers(page)]
-                done += call(self._fd, segments, run[0][0] * self._payload)
+                done += move(run, self._pages.buffers_of([page for _, page in run]))
             return done // self._payload
 
         if self._threads == 1:
@@ -506,8 +527,8 @@ class RawContender:
         os.close(self._fd)
 
 
-def _opener_of_raw(threads: int) -> Callable[[Workplace], FileContender]:
-    return lambda place: RawContender(place, threads)
+def _opener_of_raw(threads: int, *, checksums: bool = False) -> Callable[[Workplace], FileContender]:
+    return lambda place: RawContender(place, threads, checksums=checksums)
 
 
 def _leading(flags: Sequence[bool]) -> int:

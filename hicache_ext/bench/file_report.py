@@ -33,7 +33,8 @@ medians, quartiles in brackets. A batch is one call, as SGLang's controller make
 in the page cache, for every contender; dirty pages are written back between the modes. CPU is this process's. Which
 pages were read the slab layout writes into its index in pauses, after the call: that is in no figure of a read. At
 capacity, half of the bytes written fit. The raw limit is the best of preadv/pwritev with 1, 2 and 4 threads over one
-preallocated file: no envelope, no checksum, no index. A first pass also pays for the page cache's first touch of its
+preallocated file: no envelope, no checksum, no index. "Raw and checksum" makes and compares our checksums besides, and
+is what is left to anything in Python that checks what it returns; it counts as no raw limit. A first pass also pays for the page cache's first touch of its
 memory, which in a virtual machine can cost more than all the rest. GB are 10^9 bytes of payload. Ratios above 1 are
 faster.
 """
