@@ -78,8 +78,8 @@ _HINT_MEMORY = 32 * 1024 * 1024
 """Bytes of pages that are on their way at once because of a hint."""
 _FIRST_LOOK_UP = 8
 _LOOK_UP_PORTION = 2048
-"""Keys of a chain converted and looked up at once: each time costs some 50 us on the way to the tier. The first time only
-a few: most chains that end do so at once."""
+"""Keys of a chain converted and looked up at once: each time costs some 50 us on the way to the tier. The first time
+only a few: most chains that end do so at once."""
 
 _LIVE: weakref.WeakSet[HiCacheExtBackend] = weakref.WeakSet()
 
