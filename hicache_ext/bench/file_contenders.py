@@ -232,7 +232,10 @@ def all_contenders(directory: Path) -> list[Contender]:
         )
         for threads in RAW_THREADS
     ]
-    contenders.append(Contender("raw and checksum, 2 threads", _opener_of_raw(2, checksums=True), cannot=_NO_LOOKUP))
+    contenders += [
+        Contender("raw and checksum, 2 threads", _opener_of_raw(2, checksums=True), cannot=_NO_LOOKUP),
+        Contender("raw, O_DIRECT, 4 threads", _opener_of_raw(4, direct=True), cannot=_NO_LOOKUP),
+    ]
     return contenders
 
 
@@ -450,10 +453,10 @@ class RawContender:
 
     No envelope, no checksum, no index but a dictionary, no eviction but writing over the oldest slots. With
     ``checksums`` those of our envelopes are made and compared as well, a run at a time: what is left to anything in
-    Python that checks what it returns.
+    Python that checks what it returns. ``direct`` goes past the page cache.
     """
 
-    def __init__(self, place: Workplace, threads: int, *, checksums: bool = False) -> None:
+    def __init__(self, place: Workplace, threads: int, *, checksums: bool = False, direct: bool = False) -> None:
         self._pages = place.host.pages
         self._payload = place.host.payload
         self._slots = place.pages
@@ -463,7 +466,8 @@ class RawContender:
         self._written = 0
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads)
-        self._fd = os.open(place.directory / "slots", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        self._fd = os.open(place.directory / "slots", flags, 0o600)
         os.posix_fallocate(self._fd, 0, self._slots * self._payload)
 
     def write(self, keys: Sequence[str], batch: HostBatch) -> int:
@@ -527,8 +531,10 @@ class RawContender:
         os.close(self._fd)
 
 
-def _opener_of_raw(threads: int, *, checksums: bool = False) -> Callable[[Workplace], FileContender]:
-    return lambda place: RawContender(place, threads, checksums=checksums)
+def _opener_of_raw(
+    threads: int, *, checksums: bool = False, direct: bool = False
+) -> Callable[[Workplace], FileContender]:
+    return lambda place: RawContender(place, threads, checksums=checksums, direct=direct)
 
 
 def _leading(flags: Sequence[bool]) -> int:

@@ -34,9 +34,10 @@ in the page cache, for every contender; dirty pages are written back between the
 pages were read the slab layout writes into its index in pauses, after the call: that is in no figure of a read. At
 capacity, half of the bytes written fit. The raw limit is the best of preadv/pwritev with 1, 2 and 4 threads over one
 preallocated file: no envelope, no checksum, no index. "Raw and checksum" makes and compares our checksums besides, and
-is what is left to anything in Python that checks what it returns; it counts as no raw limit. A first pass also pays for
-the page cache's first touch of its memory, which in a virtual machine can cost more than all the rest. GB are 10^9
-bytes of payload. Ratios above 1 are faster.
+is what is left to anything in Python that checks what it returns; "raw, O_DIRECT" goes past the page cache, without the
+kernel's reading ahead. Neither counts as the raw limit. A first pass also pays for the page cache's first touch of its
+memory, which in a virtual machine can cost more than all the rest. GB are 10^9 bytes of payload. Ratios above 1 are
+faster.
 """
 
 
