@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,36 @@ def test_the_directory_stays_within_its_capacity_while_four_times_as_much_is_wri
     # What is there is what was written last, and it fills the capacity.
     assert results[-300:] == [GetResult.HIT] * 300
     assert results.count(GetResult.HIT) * SIZE > 0.85 * 64 * MIB
+    assert sound(store)
+    store.close()
+
+
+def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicted after the look-up, its slot used by another page while it is read, and it is back before anybody looks."""
+    store = open_store(tmp_path)
+    (key,), (part,) = page_keys(1), store._parts
+    store_pages(store, [key], SIZES)
+    read, reads = type(part._io).read, []
+
+    def read_too_late(self: Any, slab: Any, offset: int, run: Any) -> Any:
+        reads.append(offset)
+        if len(reads) > 1:
+            return read(self, slab, offset, run)
+        with part.directory.opened(slab) as fd:
+            mine = os.pread(fd, slab.slot_size, offset)
+            os.pwrite(fd, mine[: len(mine) // 2][::-1] + mine[len(mine) // 2 :], offset)
+            try:
+                return read(self, slab, offset, run)
+            finally:
+                os.pwrite(fd, mine, offset)
+
+    monkeypatch.setattr(type(part._io), "read", read_too_late)
+    assert assert_right(store, [key]) == [GetResult.HIT]
+    assert len(reads) == 2
+    assert store.metrics.total("corrupt") == 0
+    assert assert_right(store, [key]) == [GetResult.HIT]
     assert sound(store)
     store.close()
 

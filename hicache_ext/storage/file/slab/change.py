@@ -255,6 +255,11 @@ class IndexChange:
             added = new if known is None else known.and_(new)
             self._transaction.put(USES_NAME + digest, USES.pack(*added), db=self._index.state_db)
 
+    def is_at(self, key: bytes, place: tuple[int, int]) -> bool:
+        """Whether a page is in this (slab, slot)."""
+        value = self._transaction.get(self._full(key), db=self._index.pages_db)
+        return value is not None and PAGE.unpack(value)[1:3] == place
+
     def remove(self, key: bytes, only: tuple[int, int] | None = None) -> bool:
         """Forget a page and free its slot; with ``only``, if it is (still) in that slot. False when it was not."""
         return self._remove(self._full(key), only)

@@ -309,9 +309,10 @@ class _SlabPart:
             doubtful += of_run
         moved = []
         for page, reason in doubtful:
-            healed = self._heal(batch.keys[page.position], page, reason)
-            results[page.position] = GetResult.CORRUPT if healed else GetResult.MISS
-            if not healed:
+            if self._heal(batch, page, reason, results):
+                results[page.position] = GetResult.CORRUPT
+            elif results[page.position] is not GetResult.HIT:
+                results[page.position] = GetResult.MISS
                 moved.append(page.position)
         return sorted(moved)
 
@@ -348,10 +349,18 @@ class _SlabPart:
             results[position] = GetResult.HIT
         return doubtful
 
-    def _heal(self, key: bytes, page: Located, reason: str) -> bool:
-        """Remove a page whose slot does not hold it; False when the index says by now that it is elsewhere or gone."""
-        where = (page.slab, page.slot)
-        removed = self._change(lambda change: change.remove(key, where))
+    def _heal(self, batch: PageBatch, page: Located, reason: str, results: list[GetResult]) -> bool:
+        """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere or gone, or
+        when it can be read now: since it was looked up it was evicted and written again, into the same slot."""
+        key, where = batch.keys[page.position], (page.slab, page.slot)
+
+        def remove(change: IndexChange) -> bool:
+            # Nobody publishes meanwhile: what the index says is in a slot stays there until this has ended.
+            if reason != "length" and change.is_at(key, where) and not self._read_run(batch, [page], results):
+                return False
+            return change.remove(key, where)
+
+        removed = self._change(remove)
         if removed:
             self._metrics.add("corrupt", reason)
             logger.warning("tier %s: page %s was bad (%s) and is removed", self._store.name, key.hex(), reason)
