@@ -62,7 +62,7 @@ def test_the_directory_stays_within_its_capacity_while_four_times_as_much_is_wri
 def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evicted after the look-up, its slot used by another page while it is read, and it is back before anybody looks."""
+    """Evicted after the look-up, its slot another page's while it is read, and it is back before anybody looks."""
     store = open_store(tmp_path)
     (key,), (part,) = page_keys(1), store._parts
     store_pages(store, [key], SIZES)
