@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from hicache_ext import envelope
 from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.copying import scatter
 from hicache_ext.storage.demand import DemandGate
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.write_behind import scatter
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class Prefetcher:
         # Copied outside the lock: a page that is dropped meanwhile keeps its memory as long as this refers to it.
         if len(memory) != sum(segment.nbytes for segment in segments):
             return GetResult.REJECTED
-        scatter(memory, segments)
+        scatter(memoryview(memory), segments)
         intact = envelope.payload_checksum(segments) == checksum
         with self._condition:
             if intact:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.copying import scatter
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
@@ -256,7 +257,7 @@ class AsyncStore(DelegatingStore):
         if len(payload) != sum(segment.nbytes for segment in segments):
             self._queue.forget([key])
             return GetResult.CORRUPT
-        scatter(payload, segments)
+        scatter(memoryview(payload), segments)
         return GetResult.HIT
 
     def set(self, batch: PageBatch) -> list[SetResult]:
@@ -301,12 +302,3 @@ class AsyncStore(DelegatingStore):
         self._closed = True
         self._queue.close()
         self.inner.close()
-
-
-def scatter(payload: bytes | bytearray | memoryview, segments: Sequence[memoryview]) -> None:
-    """Copy ``payload`` into the segments, which together are as long."""
-    source = memoryview(payload)
-    offset = 0
-    for segment in segments:
-        segment[:] = source[offset : offset + segment.nbytes]
-        offset += segment.nbytes
