@@ -170,14 +170,15 @@ def is_page(fields: bytes, header_length: int, key: bytes, payload_length: int, 
     ``fields`` are the first 128 bytes of what was read in front of the payload, ``header_length`` is how much that was.
     Where the answer is False, ``reason_to_refuse`` tells why.
     """
-    expected = _start(header_length) + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
+    expected = page_start(header_length) + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
     return fields.startswith(expected) and fields[_FIELDS_BEFORE_CHECKSUM:] == xxhash.xxh3_128_digest(
         fields[:_FIELDS_BEFORE_CHECKSUM]
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _start(header_length: int) -> bytes:
+def page_start(header_length: int) -> bytes:
+    """The first 16 bytes of every page with a checksum that is stored in this way."""
     return _START.pack(MAGIC, FORMAT_VERSION, FLAG_PAYLOAD_CHECKSUM, header_length)
 
 

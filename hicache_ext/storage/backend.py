@@ -471,7 +471,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         parts = len(pool.digests)
         store_keys = [digest + page_hash for page_hash in hashes for digest in pool.digests]
         sizes = [pages.part_bytes(part) for part in range(parts)] * len(sound)
-        buffers = [pages.buffers_of(sound, part) for part in range(parts)]
+        buffers = [pages.memory_of(sound, part) for part in range(parts)]
         if parts == 1:
             return PageBatch(store_keys, buffers[0], sizes), None if len(sound) == len(keys) else owners
         # The parts of a page one after the other, as its keys.

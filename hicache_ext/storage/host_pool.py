@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.identity import PoolIdentity
+from hicache_ext.storage.page_memory import Addresses, PageMemory
 
 _GEOMETRY_ATTRIBUTES = (
     "layer_num",
@@ -79,6 +81,9 @@ class HostPages:
             for run in self._runs
         ]
         self._runs_per_part = len(self._runs) // parts
+        self._addresses, self._strides, self._sizes = (
+            np.array([getattr(run, of_run) for run in self._runs], np.int64) for of_run in ("address", "stride", "size")
+        )
 
     @property
     def segment_sizes(self) -> tuple[int, ...]:
@@ -113,6 +118,13 @@ class HostPages:
     def buffers(self, page_number: int, part: int = 0) -> Sequence[memoryview]:
         """The segments of one stored object of a page, in payload order."""
         return self.buffers_of([page_number], part)[0]
+
+    def memory_of(self, page_numbers: Sequence[int], part: int = 0) -> PageMemory:
+        """``buffers`` of each page, made when they are asked for."""
+        begin = part * self._runs_per_part
+        of_part = slice(begin, begin + self._runs_per_part)
+        pages = self._addresses[of_part] + np.array(page_numbers, np.int64)[:, None] * self._strides[of_part]
+        return PageMemory(Addresses(pages, self._sizes[of_part]), partial(self.buffers_of, page_numbers, part))
 
     def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
         """``buffers`` of each page, run by run: most of what a page costs in Python would be spent here otherwise."""

@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.page_memory import PageMemory
 
 
 class GetResult(enum.Enum):
@@ -111,7 +112,7 @@ class PageBatch:
     """Pages to read into or write from: ``keys[i]`` belongs to the segments ``buffers[i]``.
 
     A segment is a C-contiguous memoryview of bytes in host memory; the payload is the concatenation of a page's
-    segments. For a ``get`` they must be writable.
+    segments. For a ``get`` they must be writable. ``PageMemory`` is the form that knows their addresses.
     """
 
     keys: Sequence[bytes]
@@ -137,8 +138,11 @@ class PageBatch:
         chosen = list(positions)
         if chosen == list(everything):
             return self
+        buffers = self.buffers
         return PageBatch(
-            [self.keys[i] for i in chosen], [self.buffers[i] for i in chosen], [self.sizes[i] for i in chosen]
+            [self.keys[i] for i in chosen],
+            buffers.select(chosen) if isinstance(buffers, PageMemory) else [buffers[i] for i in chosen],
+            [self.sizes[i] for i in chosen],
         )
 
     def payload_bytes(self, position: int) -> int:

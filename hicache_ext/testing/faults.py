@@ -1,4 +1,4 @@
-"""Faults on purpose: PageStores that are slow, fail, raise, lie or drop, and a disk that fails under the file tier.
+"""Faults on purpose: PageStores that are slow, fail, raise, lie or drop.
 
 Each wrapper delegates everything to the store it wraps and changes one thing. ``active`` switches it on and off while
 a test runs, so that a store can die and come back.
@@ -6,15 +6,8 @@ a test runs, so that a store can die and come back.
 
 from __future__ import annotations
 
-import errno
-import os
-import random
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
@@ -128,96 +121,3 @@ class DroppingStore(PageStoreWrapper):
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         return [SetResult.STORED] * len(batch) if self.active else super().set(batch)
-
-
-class DiskFaults:
-    """A disk that fails by a seeded schedule: a context manager around calls of the file tier.
-
-    While it is entered, the functions ``CALLS`` of the module ``os`` fail with one of ``errors`` in the share ``rate``
-    of their calls on files under ``directory``; reads and writes may instead move fewer bytes than asked (``short``),
-    which is no error. Files elsewhere are left alone. ``injected`` counts faults by call and name. One instance at a
-    time: it replaces functions of the module ``os``.
-    """
-
-    CALLS = ("open", "preadv", "pwritev", "link", "mkdir", "unlink")
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        seed: int = 0,
-        rate: float = 0.1,
-        errors: Sequence[int] = (errno.EIO, errno.ENOSPC),
-        short: bool = True,
-        calls: Iterable[str] = CALLS,
-    ) -> None:
-        self.injected: Counter[str] = Counter()
-        self._directory = os.path.realpath(directory)
-        self._random = random.Random(seed)
-        self._rate = rate
-        self._errors = list(errors)
-        self._short = short
-        self._calls = tuple(calls)
-        self._lock = threading.Lock()
-        self._originals: dict[str, Callable[..., Any]] = {}
-
-    def __enter__(self) -> DiskFaults:
-        for call in self._calls:
-            self._originals[call] = getattr(os, call)
-            setattr(os, call, self._faulty(call, self._originals[call]))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for call, original in self._originals.items():
-            setattr(os, call, original)
-        self._originals.clear()
-
-    def _faulty(self, call: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(target: Any, *arguments: Any, **options: Any) -> Any:
-            # A link's source is a name under /proc: what matters is where it goes.
-            place = arguments[0] if call == "link" else target
-            if not self._is_ours(place):
-                return original(target, *arguments, **options)
-            transfer = call in ("preadv", "pwritev")
-            with self._lock:
-                fault = self._random.random() < self._rate
-                short = transfer and self._short and (not self._errors or self._random.random() < 0.5)
-                code = self._random.choice(self._errors) if self._errors else 0
-                share = self._random.random()
-            if not fault or not (short or code):
-                return original(target, *arguments, **options)
-            if short:
-                self._count(f"{call}:short")
-                buffers, *rest = arguments
-                return original(target, _first_bytes(buffers, share), *rest, **options)
-            self._count(f"{call}:{errno.errorcode[code]}")
-            raise OSError(code, os.strerror(code), str(place))
-
-        return faulty
-
-    def _is_ours(self, place: Any) -> bool:
-        path = f"/proc/self/fd/{place}" if isinstance(place, int) else os.fspath(place)
-        if isinstance(place, int):
-            try:
-                path = os.readlink(path)
-            except OSError:
-                return False
-        return os.path.abspath(path).startswith(self._directory + "/")
-
-    def _count(self, what: str) -> None:
-        with self._lock:
-            self.injected[what] += 1
-
-
-def _first_bytes(buffers: Sequence[memoryview], share: float) -> list[memoryview]:
-    """The first ``share`` of ``buffers``, at least one byte."""
-    left = max(1, int(share * sum(buffer.nbytes for buffer in buffers)))
-    first: list[memoryview] = []
-    for buffer in buffers:
-        if left <= 0:
-            break
-        first.append(buffer[:left])
-        left -= buffer.nbytes
-    return first

@@ -27,7 +27,7 @@ from hicache_ext.storage.file.slab.records import Slab
 _FIELDS = envelope.FIELDS_LENGTH
 _PADDING = memoryview(bytes(BLOCK - _FIELDS))
 _NOWHERE = memoryview(bytearray(BLOCK - _FIELDS))
-_ALIGNMENT = 512
+ALIGNMENT = 512
 """The smallest block of a disk. Where it is larger the kernel says EINVAL, and the run goes the other way."""
 
 
@@ -66,8 +66,8 @@ class SlotIo:
         self._direct_reads = plan.read == "direct"
         self._direct_writes = plan.write == "direct"
         self._metrics = metrics
-        self._read_flags = _flags(plan.read)
-        self._write_flags = _flags(plan.write)
+        self.read_flags = _flags(plan.read)
+        self.write_flags = _flags(plan.write)
 
     def read(self, slab: Slab, offset: int, run: Sequence[Stored]) -> Read:
         """One preadv, for neighbouring slots. Raises OSError as the disk does."""
@@ -94,12 +94,12 @@ class SlotIo:
             buffers.extend(segments)
         with self._directory.opened(slab) as descriptor:
             try:
-                moved = vectored.read_into(descriptor, buffers, offset, self._read_flags)
+                moved = vectored.read_into(descriptor, buffers, offset, self.read_flags)
             except OSError as error:
-                if not (self._read_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
+                if not (self.read_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
                     raise
                 # A file system, or a kernel, that does not know the flag.
-                self._read_flags = 0
+                self.read_flags = 0
                 moved = vectored.read_into(descriptor, buffers, offset)
         return Read(moved, headers, _FIELDS)
 
@@ -127,11 +127,11 @@ class SlotIo:
             buffers.extend(segments)
         with self._directory.opened(slab) as descriptor:
             try:
-                return vectored.write_from(descriptor, buffers, offset, self._write_flags)
+                return vectored.write_from(descriptor, buffers, offset, self.write_flags)
             except OSError as error:
-                if not (self._write_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
+                if not (self.write_flags and error.errno in (errno.EOPNOTSUPP, errno.EINVAL)):
                     raise
-                self._write_flags = 0
+                self.write_flags = 0
                 return vectored.write_from(descriptor, buffers, offset)
 
 
@@ -146,7 +146,7 @@ def _direct_headers(run: Sequence[Stored]) -> memoryview | None:
         if header_length != BLOCK:
             return None
         for segment in segments:
-            if segment.nbytes % _ALIGNMENT or _address(segment) % _ALIGNMENT:
+            if segment.nbytes % ALIGNMENT or _address(segment) % ALIGNMENT:
                 return None
     return _thread_blocks(len(run))
 

@@ -1,0 +1,212 @@
+"""Pages moved between slots and host memory, header and checksum included, in compiled code without the GIL.
+
+One call moves a range of pages that are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once than
+stays in the processor's cache until it is checked, and a page is reported good only if every field of its header and
+both checksums are what they must be (``envelope.is_page``, in the same order of bytes). Whatever is not good is left to
+slot_io.py and envelope.py, which find out what it is.
+
+Importing this module imports numba and compiles, or takes from its cache, what is below: a second the first time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from hicache_ext.envelope import FIELDS_LENGTH
+from hicache_ext.storage.file.slab.foreign import (
+    DIGEST,
+    ERRNO,
+    HASH,
+    PREADV2,
+    PWRITEV2,
+    RESET,
+    UPDATE,
+    call,
+    call_for_two,
+    compiled,
+    int_at,
+    swapped,
+)
+from hicache_ext.storage.file.vectored import IOV_MAX
+
+DONE, LOOK_AGAIN = 0, 1
+"""Results of a page. A negative one is -errno."""
+
+_FIELD_WORDS = FIELDS_LENGTH // 8
+_KEY_WORD, _KEY_WORDS, _LENGTH_WORD, _CHECKSUM_WORD, _CREATED_WORD, _HEADER_CHECKSUM_WORD = 2, 6, 8, 9, 11, 14
+_CHECKED_BYTES = 8 * _HEADER_CHECKSUM_WORD
+
+HEADER, PAYLOAD, SLOT, START, SECOND, CREATED, FLAGS, STRIDE, AT_ONCE, FILLER = range(10)
+"""Positions in ``facts``, which are: bytes of a header, of a payload and of a slot; the first 16 bytes of each header;
+when written, in ms; flags of the system call; bytes from one header in ``headers`` to the next; bytes moved by one
+system call, unless a page has more; the address of a block that fills gaps."""
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _end_of_run(
+    facts: Any, descriptors: Any, offsets: Any, segments: Any, headers: Any, vectors: Any, begin: Any, end: Any
+) -> Any:
+    """One behind the last page that moves together with page ``begin``."""
+    most = min(max(1, facts[AT_ONCE] // facts[SLOT]), len(headers) * 8 // facts[STRIDE])
+    most = min(most, min(IOV_MAX, len(vectors) // 2) // (len(segments) + 3))
+    position = begin + 1
+    while (
+        position < end
+        and position - begin < most
+        and descriptors[position] == descriptors[begin]
+        and offsets[position] == offsets[position - 1] + facts[SLOT]
+    ):
+        position += 1
+    return position
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather(facts: Any, addresses: Any, segments: Any, headers: Any, vectors: Any, begin: Any, end: Any) -> Any:
+    """Fill ``vectors`` with the memory of a run: their number, and how many bytes they are."""
+    header, stride = facts[HEADER], facts[STRIDE]
+    gap = facts[SLOT] - header - facts[PAYLOAD]
+    at, count, total = headers.ctypes.data, 0, 0
+    for page in range(begin, end):
+        vectors[2 * count], vectors[2 * count + 1] = at + (page - begin) * stride, stride
+        count += 1
+        if header > stride:
+            vectors[2 * count], vectors[2 * count + 1] = facts[FILLER], header - stride
+            count += 1
+        for segment in range(len(segments)):
+            vectors[2 * count], vectors[2 * count + 1] = addresses[page, segment], segments[segment]
+            count += 1
+        total += header + facts[PAYLOAD]
+        if gap > 0 and page + 1 < end:
+            vectors[2 * count], vectors[2 * count + 1] = facts[FILLER], gap
+            count += 1
+            total += gap
+    return count, total
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _checksum(functions: Any, state: Any, facts: Any, addresses: Any, segments: Any, page: Any) -> Any:
+    """Of a page's payload: its two words, low and high."""
+    if len(segments) == 1:
+        return call_for_two(functions[HASH], addresses[page, 0], facts[PAYLOAD])
+    call(functions[RESET], state, 0, 0, 0, 0)
+    for segment in range(len(segments)):
+        call(functions[UPDATE], state, addresses[page, segment], segments[segment], 0, 0)
+    return call_for_two(functions[DIGEST], state, 0)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _is_page(
+    functions: Any, state: Any, facts: Any, addresses: Any, segments: Any, keys: Any, headers: Any, at: Any, page: Any
+) -> Any:
+    """Whether the page just read, with its header at word ``at`` of ``headers``, is the page asked for."""
+    if headers[at] != np.uint64(facts[START]) or headers[at + 1] != np.uint64(facts[SECOND]):
+        return False
+    for word in range(_KEY_WORDS):
+        if headers[at + _KEY_WORD + word] != keys[page, word]:
+            return False
+    if headers[at + _LENGTH_WORD] != np.uint64(facts[PAYLOAD]):
+        return False
+    low, high = _checksum(functions, state, facts, addresses, segments, page)
+    if headers[at + _CHECKSUM_WORD] != swapped(high) or headers[at + _CHECKSUM_WORD + 1] != swapped(low):
+        return False
+    low, high = call_for_two(functions[HASH], headers.ctypes.data + 8 * at, _CHECKED_BYTES)
+    return headers[at + _HEADER_CHECKSUM_WORD] == swapped(high) and headers[at + _HEADER_CHECKSUM_WORD + 1] == swapped(
+        low
+    )
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _fill_header(
+    functions: Any, state: Any, facts: Any, addresses: Any, segments: Any, keys: Any, headers: Any, at: Any, page: Any
+) -> None:
+    """The header of a page, at word ``at`` of ``headers``."""
+    headers[at], headers[at + 1] = np.uint64(facts[START]), np.uint64(facts[SECOND])
+    for word in range(_KEY_WORDS):
+        headers[at + _KEY_WORD + word] = keys[page, word]
+    headers[at + _LENGTH_WORD] = np.uint64(facts[PAYLOAD])
+    low, high = _checksum(functions, state, facts, addresses, segments, page)
+    headers[at + _CHECKSUM_WORD], headers[at + _CHECKSUM_WORD + 1] = swapped(high), swapped(low)
+    headers[at + _CREATED_WORD] = np.uint64(facts[CREATED])
+    for word in range(_CREATED_WORD + 1, facts[STRIDE] // 8):
+        headers[at + word] = np.uint64(0)
+    low, high = call_for_two(functions[HASH], headers.ctypes.data + 8 * at, _CHECKED_BYTES)
+    headers[at + _HEADER_CHECKSUM_WORD], headers[at + _HEADER_CHECKSUM_WORD + 1] = swapped(high), swapped(low)
+
+
+def _read_pages(
+    functions: Any,
+    facts: Any,
+    descriptors: Any,
+    offsets: Any,
+    addresses: Any,
+    segments: Any,
+    keys: Any,
+    headers: Any,
+    vectors: Any,
+    state: Any,
+    results: Any,
+    begin: Any,
+    end: Any,
+) -> None:
+    while begin < end:
+        behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)
+        count, total = _gather(facts, addresses, segments, headers, vectors, begin, behind)
+        moved = call(functions[PREADV2], descriptors[begin], vectors.ctypes.data, count, offsets[begin], facts[FLAGS])
+        failed = -int_at(call(functions[ERRNO], 0, 0, 0, 0, 0)) if moved < 0 else LOOK_AGAIN
+        for page in range(begin, behind):
+            at = (page - begin) * (facts[STRIDE] // 8)
+            if moved == total and _is_page(functions, state, facts, addresses, segments, keys, headers, at, page):
+                results[page] = DONE
+            else:
+                results[page] = failed
+        begin = behind
+
+
+def _write_pages(
+    functions: Any,
+    facts: Any,
+    descriptors: Any,
+    offsets: Any,
+    addresses: Any,
+    segments: Any,
+    keys: Any,
+    headers: Any,
+    vectors: Any,
+    state: Any,
+    results: Any,
+    begin: Any,
+    end: Any,
+) -> None:
+    while begin < end:
+        behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)
+        for page in range(begin, behind):
+            at = (page - begin) * (facts[STRIDE] // 8)
+            _fill_header(functions, state, facts, addresses, segments, keys, headers, at, page)
+        count, total = _gather(facts, addresses, segments, headers, vectors, begin, behind)
+        moved = call(functions[PWRITEV2], descriptors[begin], vectors.ctypes.data, count, offsets[begin], facts[FLAGS])
+        result = DONE if moved == total else LOOK_AGAIN
+        if moved < 0:
+            result = -int_at(call(functions[ERRNO], 0, 0, 0, 0, 0))
+        for page in range(begin, behind):
+            results[page] = result
+        begin = behind
+
+
+_SIGNATURE = (
+    "void(int64[::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64[::1], uint64[:, ::1], uint64[::1], "
+    "int64[::1], int64, int64[::1], int64, int64)"
+)
+
+read_pages = compiled(_SIGNATURE, _read_pages)
+"""``(functions, facts, descriptors, offsets, addresses, segments, keys, headers, vectors, state, results, begin, end)``
+
+Read pages ``begin`` to ``end - 1``: page ``n`` is at byte ``offsets[n]`` of ``descriptors[n]``, goes to
+``addresses[n]``, a segment each of ``segments`` bytes, and must have the key ``keys[n]``; ``results[n]`` says whether
+it was it. ``functions`` and ``state`` are those of foreign.py. The others are the caller's own: ``headers`` is memory
+for the headers of a run, ``vectors`` for its iovecs. Never raises."""
+
+write_pages = compiled(_SIGNATURE, _write_pages)
+"""The same, to the slots. What ``results`` does not call DONE may be written in part."""

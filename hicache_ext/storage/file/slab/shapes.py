@@ -1,0 +1,29 @@
+"""How a page is laid out in its slot."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from hicache_ext import envelope
+from hicache_ext.storage.file.directory import BLOCK
+
+
+class Shape(NamedTuple):
+    """Bytes of a page in a slot."""
+
+    header: int
+    length: int
+    """Of the page object: header and payload."""
+    slot: int
+
+
+@functools.lru_cache(maxsize=1024)
+def shape_of(payload: int) -> Shape:
+    """How a page with ``payload`` bytes is stored.
+
+    The header is a whole block where that aligns the payload at no cost in slot size, else the bare fields.
+    """
+    header = BLOCK if payload % BLOCK == 0 else envelope.FIELDS_LENGTH
+    length = header + payload
+    return Shape(header, length, -(-length // BLOCK) * BLOCK)

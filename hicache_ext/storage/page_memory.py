@@ -1,0 +1,67 @@
+"""Where the pages of a batch are in memory, as addresses: what compiled code takes instead of memoryviews."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Segments = Sequence[memoryview]
+
+
+class Addresses(NamedTuple):
+    """Pages with segments of the same sizes: ``pages[n, m]`` is where segment ``m`` of page ``n`` begins."""
+
+    pages: npt.NDArray[np.int64]
+    segment_sizes: npt.NDArray[np.int64]
+
+
+class PageMemory(Sequence[Segments]):
+    """The segments of pages whose addresses are known: a memoryview is made of one only when it is asked for."""
+
+    def __init__(self, addresses: Addresses, views: Callable[[], list[Segments]]) -> None:
+        """``views`` makes the memoryviews of all pages, and keeps their memory alive."""
+        self.addresses = addresses
+        self._make = views
+        self._views: list[Segments] | None = None
+
+    def __len__(self) -> int:
+        return len(self.addresses.pages)
+
+    def __iter__(self) -> Iterator[Segments]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, which: int) -> Segments: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> Sequence[Segments]: ...
+
+    def __getitem__(self, which: int | slice) -> Segments | Sequence[Segments]:
+        return self._all()[which]
+
+    def select(self, positions: Iterable[int]) -> PageMemory:
+        chosen = list(positions)
+        addresses = Addresses(self.addresses.pages[chosen], self.addresses.segment_sizes)
+        return PageMemory(addresses, lambda: [self[position] for position in chosen])
+
+    def _all(self) -> list[Segments]:
+        if self._views is None:
+            self._views = self._make()
+        return self._views
+
+
+def addresses_of(buffers: Sequence[Segments]) -> Addresses | None:
+    """The addresses of these pages; None when their segments are not of the same sizes."""
+    if isinstance(buffers, PageMemory):
+        return buffers.addresses
+    sizes = [segment.nbytes for segment in buffers[0]] if buffers else []
+    if not all(sizes) or not sizes:
+        return None
+    for segments in buffers:
+        if [segment.nbytes for segment in segments] != sizes:
+            return None
+    found = [np.frombuffer(segment, np.uint8).ctypes.data for segments in buffers for segment in segments]
+    return Addresses(np.array(found, np.int64).reshape(len(buffers), len(sizes)), np.array(sizes, np.int64))
