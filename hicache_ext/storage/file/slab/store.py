@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,18 +28,13 @@ from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
-from hicache_ext.storage.file.directory import BLOCK, path_number
+from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.expiry import Sweeper
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.slab.change import IndexChange, Written
-from hicache_ext.storage.file.slab.directory import (
-    INDEX_BYTES_AT_LEAST,
-    INDEX_BYTES_PER_SLOT,
-    SlabDirectory,
-    slab_directory,
-)
+from hicache_ext.storage.file.slab.directory import INDEX_BYTES_AT_LEAST, INDEX_BYTES_PER_SLOT, slab_directory
 from hicache_ext.storage.file.slab.index import Located
 from hicache_ext.storage.file.slab.records import CREATED, Slab
 from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
@@ -69,12 +64,12 @@ _DEAD_WRITERS_INTERVAL = 10.0
 
 
 class SlabStore:
-    """PageStore over slab directories; pages are spread over the paths by page hash, the capacity evenly."""
+    """PageStore over one slab directory."""
 
     def __init__(
         self,
         name: str,
-        paths: Sequence[Path],
+        path: Path,
         *,
         capacity: int | None,
         threads: int | None = None,
@@ -83,7 +78,7 @@ class SlabStore:
         metrics: TierMetrics | None = None,
         trouble: Trouble = no_trouble,
     ) -> None:
-        """``capacity`` in bytes for all paths and processes together, slabs and index; ``ttl`` in seconds.
+        """``capacity`` in bytes for all processes together, slabs and index; ``ttl`` in seconds.
 
         ``trouble`` hears of every error of the disk and the index. Raises StoreSetupError.
         """
@@ -92,25 +87,36 @@ class SlabStore:
         self._name = name
         self._metrics = metrics or TierMetrics(name)
         self._capacity = capacity
-        self.plan = plan or IoPlan()
-        self.ttl = ttl
-        self.trouble = trouble
-        self._threads = threads or self.plan.threads
+        self._plan = plan or IoPlan()
+        self._ttl = ttl
+        self._trouble = trouble
+        self._threads = threads or self._plan.threads
+        # A read through the page cache is mostly work of a processor: more threads only take it from each other.
+        processors = len(os.sched_getaffinity(0))
+        self._readers = self._threads if self._plan.read == "direct" else min(self._threads, processors)
+        # A slab of another slot size that holds colder pages than those evicted here.
+        self._colder_slab: Slab | None = None
+        self._evicted_since_reclaim = 0
+        # Slot sizes for which pages had to be evicted.
+        self._full: set[int] = set()
+        self._looked_for_dead_writers = 0.0
+        self._index_size_seen = 0
+        self._cleaners: list[threading.Thread] = []
+        self._calls = CallGate(name)
         self._resources = ExitStack()
         try:
-            self._parts = [
-                _SlabPart(self._resources.enter_context(slab_directory(path, name)), capacity // len(paths), self)
-                for path in paths
-            ]
+            self._directory = self._resources.enter_context(slab_directory(path, name))
+            self._index = self._directory.index
+            self._io = SlotIo(self._directory, self._plan, self._metrics)
+            self._pins = PinnedPages(name, self._directory.path, capacity // 2, self._index.occupied_by)
+            self._touches = Touches(name, self._write_touches)
+            self._slabs = {slab.number: slab for slab in self._index.slabs()}
+            self._shrink()
             self._workers = Workers(f"hicache-{name}", self._threads)
         except BaseException:
             self._resources.close()
             raise
-        self._cleaners: list[threading.Thread] = []
-        self._calls = CallGate(name)
-        self._sweepers: list[Sweeper] = []
-        if ttl is not None:
-            self._sweepers = [Sweeper(name, part.directory.path, ttl, part.remove_expired) for part in self._parts]
+        self._sweeper = None if ttl is None else Sweeper(name, self._directory.path, ttl, self.remove_expired)
 
     @property
     def name(self) -> str:
@@ -120,14 +126,6 @@ class SlabStore:
     def metrics(self) -> TierMetrics:
         return self._metrics
 
-    @property
-    def threads(self) -> int:
-        return self._threads
-
-    @property
-    def workers(self) -> Workers:
-        return self._workers
-
     def describe(self) -> StoreInfo:
         return StoreInfo(
             name=self._name,
@@ -135,11 +133,10 @@ class SlabStore:
             shared=False,
             details={
                 "layout": "slab",
-                "paths": [str(part.directory.path) for part in self._parts],
                 "capacity": self._capacity,
                 "threads": self._threads,
-                "io": str(self.plan),
-                "ttl": self.ttl,
+                "io": str(self._plan),
+                "ttl": self._ttl,
             },
         )
 
@@ -151,145 +148,54 @@ class SlabStore:
         assert capacity is not None
         with self._calls:
             self._capacity = capacity
-            for part in self._parts:
-                part.resize(capacity // len(self._parts))
+            self._shrink()
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        for part in self._parts:
-            try:
-                part.directory.save_identity(digest, document)
-            except OSError as error:
-                logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
-
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        results = [GetResult.MISS] * len(batch)
-        with self._calls:
-            for part, positions in self._by_part(batch.keys):
-                part.get(batch, positions, results)
-        self._metrics.add_many("get", counted(results))
-        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
-        return results
-
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        results = [SetResult.REJECTED] * len(batch)
-        with self._calls:
-            for part, positions in self._by_part(batch.keys):
-                part.set(batch, positions, results)
-        self._metrics.add_many("set", counted(results))
-        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
-        return results
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        present = [False] * len(keys)
-        with self._calls:
-            for part, positions in self._by_part(keys):
-                for position, known in zip(positions, part.contains([keys[i] for i in positions]), strict=True):
-                    present[position] = known
-        return present
-
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        if len(self._parts) == 1:
-            with self._calls:
-                return self._parts[0].count_leading(keys)
-        present = self.contains(keys)
-        return present.index(False) if False in present else len(present)
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        with self._calls:
-            return sum(part.remove([keys[i] for i in positions]) for part, positions in self._by_part(keys))
-
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Puts the pages out of reach at once; their slots are freed in the background."""
-        cleared: set[bytes] = set()
-        with self._calls:
-            for part in self._parts:
-                cleared.update(part.clear(digests))
-            if cleared:
-                cleaner = threading.Thread(
-                    target=self._free_cleared, args=(sorted(cleared),), name=f"hicache-{self._name}-clear", daemon=True
-                )
-                self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
-                cleaner.start()
-        return len(cleared)
-
-    def _free_cleared(self, digests: Sequence[bytes]) -> None:
-        for part in self._parts:
-            part.free_cleared(digests)
+        try:
+            self._directory.save_identity(digest, document)
+        except OSError as error:
+            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
 
     def close(self) -> None:
         if not self._calls.shut():
             return
-        for sweeper in self._sweepers:
-            sweeper.close()
+        if self._sweeper is not None:
+            self._sweeper.close()
         self._workers.close()
         for cleaner in self._cleaners:
             cleaner.join()
-        for part in self._parts:
-            part.close()
+        self._touches.close()
         self._resources.close()
 
     def abandon(self) -> None:
         """``close()`` after the device failed: the index is rebuilt by whoever comes back."""
-        for part in self._parts:
-            part.directory.doubt()
-            part.forget_uses()
+        self._directory.doubt()
+        self._touches.forget()
         self.close()
-
-    def _by_part(self, keys: Sequence[bytes]) -> Iterable[tuple[_SlabPart, list[int]]]:
-        if len(self._parts) == 1:
-            return [(self._parts[0], list(range(len(keys))))]
-        positions: list[list[int]] = [[] for _ in self._parts]
-        for position, key in enumerate(keys):
-            positions[path_number(key, len(self._parts))].append(position)
-        return [(part, chosen) for part, chosen in zip(self._parts, positions, strict=True) if chosen]
-
-
-class _SlabPart:
-    """One directory of a SlabStore and its share of the capacity."""
-
-    def __init__(self, directory: SlabDirectory, capacity: int, store: SlabStore) -> None:
-        self.directory = directory
-        self._index = directory.index
-        self._capacity = capacity
-        self._store = store
-        self._metrics = store.metrics
-        self._io = SlotIo(directory, store.plan, store.metrics)
-        self._pins = PinnedPages(store.name, directory.path, capacity // 2, self._index.occupied_by)
-        # A read through the page cache is mostly work of a processor: more threads only take it from each other.
-        processors = len(os.sched_getaffinity(0))
-        self._readers = store.threads if store.plan.read == "direct" else min(store.threads, processors)
-        self._touches = Touches(store.name, self._write_touches)
-        self._slabs = {slab.number: slab for slab in self._index.slabs()}
-        # A slab of another slot size that holds colder pages than those evicted here.
-        self._colder_slab: Slab | None = None
-        self._evicted_since_reclaim = 0
-        # Slot sizes for which pages had to be evicted.
-        self._full: set[int] = set()
-        self._looked_for_dead_writers = 0.0
-        self._index_size_seen = 0
-        self._shrink()
-
-    def resize(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._shrink()
-
-    def close(self) -> None:
-        """No call is under way."""
-        self._touches.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, batch: PageBatch, positions: list[int], results: list[GetResult]) -> None:
-        """Read the pages at ``positions``; a page whose slot was reused meanwhile is looked up once more."""
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        results = [GetResult.MISS] * len(batch)
+        with self._calls:
+            self._get(batch, results)
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
+        return results
+
+    def _get(self, batch: PageBatch, results: list[GetResult]) -> None:
+        """A page whose slot was reused meanwhile is looked up once more."""
         stale = False
-        wanted = positions
+        keys: Sequence[bytes] = batch.keys
+        wanted: Sequence[int] = range(len(batch))
         for _ in range(2):
-            located, worth_a_touch = self._locate(_keys_at(batch, wanted), wanted)
+            located, worth_a_touch = self._locate(keys, wanted)
             stale = stale or worth_a_touch
             wanted = self._read(batch, located, results)
             if not wanted:
                 break
-        hits = [batch.keys[i] for i in positions if results[i] is GetResult.HIT]
+            keys = [batch.keys[position] for position in wanted]
+        hits = [key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT]
         if hits:
             # SGLang reads pages of one pool at a time: what is true of the first is true of all.
             self._touches.count(hits[0][: envelope.IDENTITY_LENGTH], len(hits))
@@ -305,7 +211,7 @@ class _SlabPart:
             located = [page for page in located if page.length == _shape(sizes[page.position]).length]
         readers = self._readers
         runs = self._runs(batch, located, readers)
-        for of_run in self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
+        for of_run in self._workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
             doubtful += of_run
         moved = []
         for page, reason in doubtful:
@@ -363,11 +269,8 @@ class _SlabPart:
         removed = self._change(remove)
         if removed:
             self._metrics.add("corrupt", reason)
-            logger.warning("tier %s: page %s was bad (%s) and is removed", self._store.name, key.hex(), reason)
+            logger.warning("tier %s: page %s was bad (%s) and is removed", self._name, key.hex(), reason)
         return bool(removed)
-
-    def forget_uses(self) -> None:
-        self._touches.forget()
 
     def _write_touches(self) -> bool:
         """Write into the index which pages were read; False when there was nothing."""
@@ -389,18 +292,20 @@ class _SlabPart:
     # -- presence --------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        try:
-            return self._index.contains(keys, self._oldest())
-        except lmdb.Error as error:
-            self._count_index_error(error)
-            return [False] * len(keys)
+        with self._calls:
+            try:
+                return self._index.contains(keys, self._oldest())
+            except lmdb.Error as error:
+                self._count_index_error(error)
+                return [False] * len(keys)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        try:
-            return self._index.count_leading(keys, self._oldest())
-        except lmdb.Error as error:
-            self._count_index_error(error)
-            return 0
+        with self._calls:
+            try:
+                return self._index.count_leading(keys, self._oldest())
+            except lmdb.Error as error:
+                self._count_index_error(error)
+                return 0
 
     def _locate(self, keys: Sequence[bytes], positions: Sequence[int]) -> tuple[list[Located], bool]:
         try:
@@ -411,15 +316,23 @@ class _SlabPart:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def set(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
-        located, stale = self._locate(_keys_at(batch, positions), positions)
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        results = [SetResult.REJECTED] * len(batch)
+        with self._calls:
+            self._set(batch, results)
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
+        return results
+
+    def _set(self, batch: PageBatch, results: list[SetResult]) -> None:
+        located, stale = self._locate(batch.keys, range(len(batch)))
         for page in located:
             results[page.position] = SetResult.EXISTS
         if stale:
             # Computed and written once more is used, too.
             self._touches.note([batch.keys[page.position] for page in located])
         known = {page.position for page in located}
-        missing = [position for position in positions if position not in known] if known else positions
+        missing = [position for position in range(len(batch)) if position not in known]
         for portion in self._portions(batch, missing):
             self._set_portion(batch, portion, results)
         if missing and self._index.size() > self._index_size_seen:
@@ -463,7 +376,7 @@ class _SlabPart:
         self._metrics.add("rejected", "capacity", len(positions) - len(taken))
         if not taken:
             return
-        runs = self._runs(batch, taken, self._store.threads)
+        runs = self._runs(batch, taken, self._threads)
         written: list[Located] = []
         published: dict[int, SetResult] = {}
 
@@ -474,7 +387,7 @@ class _SlabPart:
             return None
 
         try:
-            _, *ended = self._store.workers.run(1 + len(runs), work)
+            _, *ended = self._workers.run(1 + len(runs), work)
             for run, result in zip(runs, ended, strict=True):
                 if result is SetResult.STORED:
                     written += run
@@ -534,7 +447,7 @@ class _SlabPart:
             return False
         slab = change.add_slab(slot_size, slots)
         try:
-            self.directory.create_slab_file(slab)
+            self._directory.create_slab_file(slab)
         except OSError as error:
             self._count_error(error)
             change.drop_slab(slab)
@@ -564,7 +477,7 @@ class _SlabPart:
             # There is room again: a slab is added before the next eviction.
             self._full.clear()
             try:
-                self.directory.delete_slab_file(slab)
+                self._directory.delete_slab_file(slab)
             except OSError as error:
                 self._count_error(error)
             self._look_at_slabs()
@@ -658,10 +571,23 @@ class _SlabPart:
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        return self._change(lambda change: sum(change.remove(key) for key in keys)) or 0
+        with self._calls:
+            return self._change(lambda change: sum(change.remove(key) for key in keys)) or 0
 
-    def clear(self, digests: Sequence[bytes] | None) -> list[bytes]:
-        """Put the pages of the identities out of reach; those that had any."""
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Puts the pages out of reach at once; their slots are freed in the background."""
+        with self._calls:
+            cleared = self._clear(digests)
+            if cleared:
+                cleaner = threading.Thread(
+                    target=self._free_cleared, args=(cleared,), name=f"hicache-{self._name}-clear", daemon=True
+                )
+                self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
+                cleaner.start()
+        return len(cleared)
+
+    def _clear(self, digests: Sequence[bytes] | None) -> list[bytes]:
+        """The identities that had pages."""
 
         def clear(change: IndexChange) -> list[bytes]:
             return [digest for digest in (change.identities() if digests is None else digests) if change.clear(digest)]
@@ -669,12 +595,12 @@ class _SlabPart:
         cleared: list[bytes] = self._change(clear) or []
         for digest in cleared:
             try:
-                self.directory.note_cleared(digest)
+                self._directory.note_cleared(digest)
             except OSError as error:
                 self._count_error(error)
         return cleared
 
-    def free_cleared(self, digests: Sequence[bytes]) -> None:
+    def _free_cleared(self, digests: Sequence[bytes]) -> None:
         try:
             for digest in digests:
                 self._index.free_cleared(digest)
@@ -700,8 +626,7 @@ class _SlabPart:
 
     def _oldest(self) -> bytes:
         """Pages written before this are expired; nothing is without a ttl."""
-        ttl = self._store.ttl
-        return b"" if ttl is None else CREATED.pack(max(0, int(time.time() - ttl)))
+        return b"" if self._ttl is None else CREATED.pack(max(0, int(time.time() - self._ttl)))
 
     def _runs(self, batch: PageBatch, pages: list[Located], threads: int) -> list[list[Located]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
@@ -741,7 +666,7 @@ class _SlabPart:
         except lmdb.Error as error:
             self._count_index_error(error)
         else:
-            self.directory.close_dropped(self._slabs)
+            self._directory.close_dropped(self._slabs)
 
     def _change(self, action: Callable[[IndexChange], _Answer]) -> _Answer | None:
         """``action`` in one write transaction; None when the index cannot be written."""
@@ -754,17 +679,12 @@ class _SlabPart:
 
     def _count_error(self, error: OSError) -> None:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
-        self._store.trouble(error)
+        self._trouble(error)
 
     def _count_index_error(self, error: Exception) -> None:
         self._metrics.add("error", type(error).__name__)
-        logger.error("tier %s: index of %s: %s", self._store.name, self.directory.path, error)
-        self._store.trouble(error)
-
-
-def _keys_at(batch: PageBatch, positions: Sequence[int]) -> Sequence[bytes]:
-    """The keys at some positions, which rise."""
-    return batch.keys if len(positions) == len(batch) else [batch.keys[position] for position in positions]
+        logger.error("tier %s: index of %s: %s", self._name, self._directory.path, error)
+        self._trouble(error)
 
 
 class _Shape(NamedTuple):
