@@ -280,11 +280,11 @@ def _measure_pool(
     numbers = iter(range(1_000_000))
 
     def ours(buffer: int, lifetime: float = 60.0, *, near: PageStore | None = None) -> OurReader:
-        pool = Pool(PageFileStore("pool", [directory / "pool"], capacity=None), latency, parallel)
+        pool = Pool(PageFileStore("pool", directory / "pool", capacity=None), latency, parallel)
         return OurReader(pool, near, host, PrefetchSettings(buffer, lifetime, arguments.streams))
 
     def empty_near_tier() -> PageStore:
-        return PageFileStore("near", [directory / f"near-{parallel}-{next(numbers)}"], capacity=None)
+        return PageFileStore("near", directory / f"near-{parallel}-{next(numbers)}", capacity=None)
 
     contenders: dict[str, Callable[[], Reader]] = {
         PREFETCH: lambda: ours(arguments.buffer),
@@ -461,7 +461,7 @@ def _measure_waste(
 
 def _fill(pool: Path, theirs: Workplace, host: HostBuffers, requests: Sequence[Sequence[str]]) -> None:
     """Write every request to the pool and to HiCacheFile's directory."""
-    store = PageFileStore("pool", [pool], capacity=None)
+    store = PageFileStore("pool", pool, capacity=None)
     sglang = HiCacheFileContender(theirs)
     for request, keys in enumerate(requests):
         host.stamp(request)

@@ -62,8 +62,8 @@ def _measure(directory: Path, size: int, rounds: int) -> dict[str, float | str]:
         for page in range(_PAGES)
     ]
     stores: dict[str, PageStore] = {
-        "direct": PageFileStore("direct", [directory / "direct"], capacity=None),
-        "bounced": guarded(PageFileStore("bounced", [directory / "bounced"], capacity=None), _PLAN),
+        "direct": PageFileStore("direct", directory / "direct", capacity=None),
+        "bounced": guarded(PageFileStore("bounced", directory / "bounced", capacity=None), _PLAN),
     }
     seconds: dict[str, list[float]] = {}
     keys = page_keys(_PAGES)

@@ -61,7 +61,7 @@ class Findings:
 
 
 def open_store(place: Path) -> SlabStore:
-    return SlabStore("disk", [place], capacity=CAPACITY, threads=2)
+    return SlabStore("disk", place, capacity=CAPACITY, threads=2)
 
 
 def work(place: str, seed: int, ready: Connection) -> None:

@@ -98,9 +98,8 @@ def work(place: str, mode: Mode, seed: int, ready: Connection) -> None:
 
 
 def open_store(place: Path, mode: Mode) -> PageFileStore:
-    store = PageFileStore("disk", [place], capacity=mode.capacity)
-    for directory in store._directories:
-        directory._unnamed_files &= mode.unnamed_files
+    store = PageFileStore("disk", place, capacity=mode.capacity)
+    store._directory._unnamed_files &= mode.unnamed_files
     return store
 
 
@@ -111,7 +110,7 @@ class Reader:
     """Reads random pages in a thread until it is stopped, and verifies every hit."""
 
     def __init__(self, place: Path, findings: Findings, seed: int) -> None:
-        self._store = PageFileStore("disk", [place], capacity=None)
+        self._store = PageFileStore("disk", place, capacity=None)
         self._findings = findings
         self._chance = random.Random(seed)
         self._stop = threading.Event()

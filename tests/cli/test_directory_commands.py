@@ -31,9 +31,9 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Cal
     """A directory with 5 pages of model a (two shards) and 3 of model b, and a way to damage a page."""
     store: Any
     if request.param == "pages":
-        store = PageFileStore("disk", [tmp_path], capacity=64 * MIB)
+        store = PageFileStore("disk", tmp_path, capacity=64 * MIB)
     else:
-        store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+        store = SlabStore("disk", tmp_path, capacity=64 * MIB)
     for facts, count in ((identity("a", (0, 2)), 2), (identity("a", (1, 2)), 3), (identity("b"), 3)):
         store.register_identity(facts.digest(), facts.document())
         store_pages(store, page_keys(count, "page", facts.digest()), (500, 500))
@@ -42,7 +42,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Cal
         if request.param == "pages":
             RawFiles(tmp_path).write(key, stored)
         else:
-            with_store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+            with_store = SlabStore("disk", tmp_path, capacity=64 * MIB)
             RawSlots(with_store).write(key, stored)
             with_store.close()
 
@@ -69,7 +69,7 @@ def test_ls_counts_hits_and_knows_ages_in_slabs(tmp_path: Path, capsys: pytest.C
     facts = identity("a")
     keys = page_keys(3, "page", facts.digest())
     for _ in range(2):
-        store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+        store = SlabStore("disk", tmp_path, capacity=64 * MIB)
         store.register_identity(facts.digest(), facts.document())
         store_pages(store, keys, (500, 500))
         assert_hits(store, keys, (500, 500))
@@ -81,7 +81,7 @@ def test_ls_counts_hits_and_knows_ages_in_slabs(tmp_path: Path, capsys: pytest.C
     assert line[header.index("hits") :].split()[0] == "6"
     assert line.count("s ago") == 2
     run(capsys, "clear", tmp_path, "--all")
-    store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+    store = SlabStore("disk", tmp_path, capacity=64 * MIB)
     store_pages(store, keys, (500, 500))
     store.close()
     _, out = run(capsys, "ls", tmp_path)

@@ -24,7 +24,7 @@ def directories(request, tmp_path):
     """Two paths of a tier that hold some pages of the prompt, and the configuration that names them."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
-        store = request.param("disk", [path], capacity=64 << 20)
+        store = request.param("disk", path, capacity=64 << 20)
         store.register_identity(IDENTITY, {"pool": {"page_size": 16}})
         store_pages(store, [IDENTITY + page_hash for page_hash in HASHES[:4]], (12_288,))
         store.close()
@@ -107,7 +107,7 @@ def test_a_wrong_name_a_wrong_duration_and_a_wrong_place_are_said(directories, t
 
 
 def test_without_a_page_size_to_go_by_one_is_asked_for(tmp_path, capsys):
-    SlabStore("disk", [tmp_path / "empty"], capacity=64 << 20).close()
+    SlabStore("disk", tmp_path / "empty", capacity=64 << 20).close()
     (tmp_path / "tokens.json").write_text(json.dumps(TOKENS))
     assert main(["pin", str(tmp_path / "empty"), "--name", "x", "--tokens", str(tmp_path / "tokens.json")]) == 2
     assert "--page-size: required" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_the_text_key_vector_is_what_the_code_hashes() -> None:
 def test_the_documented_reader_decodes_a_stored_page_and_refuses_a_damaged_one(
     tmp_path: Path, documented_reader: Any
 ) -> None:
-    store = PageFileStore("disk", [tmp_path], capacity=None)
+    store = PageFileStore("disk", tmp_path, capacity=None)
     key = bytes(range(48))
     assert store.set(PageBatch([key], [[memoryview(b"some"), memoryview(b"KV")]])) == [SetResult.STORED]
     store.close()

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.path_choice import PathChoice
 from hicache_ext.storage.file.slab.change import Written
-from hicache_ext.storage.file.slab.store import SlabStore, _SlabPart
+from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.testing.memory_store import MemoryPageStore
 
 
 class RawFiles:
     """Page files found by the names that docs and directory.py give, not by the package's code."""
 
-    def __init__(self, *paths: Path, mirrored: bool = False) -> None:
-        """``mirrored``: every path holds every page (tiers), instead of a part (one store's paths)."""
+    def __init__(self, *paths: Path) -> None:
+        """Every path holds every page."""
         self._paths = paths
-        self._mirrored = mirrored
 
     def _files(self, key: bytes) -> list[Path]:
         page_hash = key[16:].hex()
-        number = int.from_bytes(key[-4:], "little") % len(self._paths)
-        paths = self._paths if self._mirrored else self._paths[number : number + 1]
-        return [path / "pages" / key[:16].hex() / page_hash[:2] / f"{page_hash}.page" for path in paths]
+        return [path / "pages" / key[:16].hex() / page_hash[:2] / f"{page_hash}.page" for path in self._paths]
 
     def path(self, key: bytes) -> Path:
         return self._files(key)[0]
@@ -39,8 +39,7 @@ class RawFiles:
             file.write_bytes(stored)
 
     def keys(self) -> list[bytes]:
-        paths = self._paths[:1] if self._mirrored else self._paths
-        files = [file for path in paths for file in path.glob("pages/*/*/*.page")]
+        files = self._paths[0].glob("pages/*/*/*.page")
         return [bytes.fromhex(file.parent.parent.name) + bytes.fromhex(file.stem) for file in files]
 
 
@@ -62,27 +61,22 @@ class RawSlots:
     """Pages of a SlabStore in the slots of its files; where they are, its index says."""
 
     def __init__(self, store: SlabStore) -> None:
-        self._parts = store._parts
+        self._directory = store._directory
 
-    def _part(self, key: bytes) -> _SlabPart:
-        return self._parts[int.from_bytes(key[-4:], "little") % len(self._parts)]
-
-    def _file_and_offset(self, part: _SlabPart, slab_number: int, slot: int) -> tuple[Path, int]:
-        (file,) = (part.directory.path / "slabs").glob(f"{slab_number:08x}-*.slab")
+    def _file_and_offset(self, slab_number: int, slot: int) -> tuple[Path, int]:
+        (file,) = (self._directory.path / "slabs").glob(f"{slab_number:08x}-*.slab")
         return file, slot * int(file.stem.split("-")[1])
 
     def read(self, key: bytes) -> bytes | None:
-        part = self._part(key)
-        place = part.directory.index.find(key)
+        place = self._directory.index.find(key)
         if place is None:
             return None
-        file, offset = self._file_and_offset(part, place.slab, place.slot)
+        file, offset = self._file_and_offset(place.slab, place.slot)
         return file.read_bytes()[offset : offset + place.length]
 
     def write(self, key: bytes, stored: bytes) -> None:
         """As if a writer had published ``stored`` under ``key``; in the page's own slot where it has one."""
-        part = self._part(key)
-        index = part.directory.index
+        index = self._directory.index
         place = index.find(key)
         with index.changing() as change:
             if place is not None:
@@ -91,8 +85,8 @@ class RawSlots:
             else:
                 slab, slot = -1, -1
             if not change.slabs():
-                # Of several paths this one may have no page yet.
-                part.directory.create_slab_file(change.add_slab(-(-len(stored) // 4096) * 4096, 16))
+                # No page was stored here yet.
+                self._directory.create_slab_file(change.add_slab(-(-len(stored) // 4096) * 4096, 16))
             slot_size = next(s.slot_size for s in change.slabs() if slab in (-1, s.number))
             passed_over = []
             while True:
@@ -106,15 +100,36 @@ class RawSlots:
             stored = stored[:slot_size]
             token = change.pend([(slab, slot)])
             assert change.publish([token], [Written(key, slab, slot, len(stored), 0, None)]) == [True]
-        file, offset = self._file_and_offset(part, slab, slot)
+        file, offset = self._file_and_offset(slab, slot)
         with file.open("r+b") as opened:
             opened.seek(offset)
             opened.write(stored.ljust(slot_size, b"\0"))
 
     def keys(self) -> list[bytes]:
-        return [page.key for part in self._parts for page in part.directory.index.pages()]
+        return [page.key for page in self._directory.index.pages()]
+
+
+class SpreadRaw:
+    """The stored objects of a SpreadStore, each where its path's own raw access finds them."""
+
+    def __init__(self, paths: Sequence[Path], raws: Sequence[RawFiles | RawSlots]) -> None:
+        self._choice = PathChoice([str(path) for path in paths])
+        self._raws = raws
+
+    def _raw(self, key: bytes) -> RawFiles | RawSlots:
+        (number,) = self._choice.choose([key], range(len(self._raws)))
+        return self._raws[number]
+
+    def read(self, key: bytes) -> bytes | None:
+        return self._raw(key).read(key)
+
+    def write(self, key: bytes, stored: bytes) -> None:
+        self._raw(key).write(key, stored)
+
+    def keys(self) -> list[bytes]:
+        return list(itertools.chain.from_iterable(raw.keys() for raw in self._raws))
 
 
 def account_and_walk(store: PageFileStore) -> tuple[int, int]:
-    """What the accounts of a store's directories say, and what walks over them find."""
-    return store.used_bytes(), sum(directory.count_occupied() for directory in store._directories)
+    """What the account of a store's directory says, and what a walk over it finds."""
+    return store.used_bytes(), store._directory.count_occupied()

@@ -48,11 +48,10 @@ class TestMemoryPageStore(PageStoreTests):
 
 
 class TestPageFileStore(PageStoreTests):
-    paths = 1
     capacity: int | None = None
 
     def open(self, directory):
-        return PageFileStore("disk", [directory / str(n) for n in range(self.paths)], capacity=self.capacity)
+        return PageFileStore("disk", directory, capacity=self.capacity)
 
     @pytest.fixture
     def store(self, tmp_path):
@@ -62,15 +61,14 @@ class TestPageFileStore(PageStoreTests):
 
     @pytest.fixture
     def raw(self, tmp_path):
-        return RawFiles(*(tmp_path / str(n) for n in range(self.paths)))
+        return RawFiles(tmp_path)
 
     @pytest.fixture
     def reopen(self, tmp_path):
         return lambda: self.open(tmp_path)
 
 
-class TestPageFileStoreOverTwoPathsWithACapacity(TestPageFileStore):
-    paths = 2
+class TestPageFileStoreWithACapacity(TestPageFileStore):
     capacity = 128 * MIB
 
 
@@ -84,7 +82,7 @@ class TestPageFileStoreWithoutUnnamedFiles(TestPageFileStore):
 
 class TestTieredStore(PageStoreTests):
     def open(self, directory):
-        tiers = [PageFileStore(name, [directory / name], capacity=None) for name in ("near", "far")]
+        tiers = [PageFileStore(name, directory / name, capacity=None) for name in ("near", "far")]
         return TieredStore(tiers, tiers)
 
     @pytest.fixture
@@ -95,7 +93,7 @@ class TestTieredStore(PageStoreTests):
 
     @pytest.fixture
     def raw(self, tmp_path):
-        return RawFiles(tmp_path / "near", tmp_path / "far", mirrored=True)
+        return RawFiles(tmp_path / "near", tmp_path / "far")
 
     @pytest.fixture
     def reopen(self, tmp_path):
@@ -106,7 +104,7 @@ class TestTieredStoreThatWritesTheFarTierInTheBackground(TestTieredStore):
     """Every page is written to the near tier first; with promotion and prefetch on."""
 
     def open(self, directory):
-        tiers = [PageFileStore(name, [directory / name], capacity=None) for name in ("near", "far")]
+        tiers = [PageFileStore(name, directory / name, capacity=None) for name in ("near", "far")]
         settings = TieringSettings(async_tiers=frozenset({"far"}))
         return TieredStore(tiers, tiers, promote_to=tiers[0], settings=settings)
 
@@ -119,7 +117,7 @@ class TestTieredStoreThatWritesTheFarTierInTheBackground(TestTieredStore):
                 assert store.wait_until_written(30)
                 return super()._files(key)
 
-        return Settled(tmp_path / "near", tmp_path / "far", mirrored=True)
+        return Settled(tmp_path / "near", tmp_path / "far")
 
 
 class TestAsyncStore(PageStoreTests):

@@ -1,4 +1,4 @@
-"""The PageStore suite and the state machine against the slab layout."""
+"""The PageStore suite against the slab layout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ MIB = 1 << 20
 
 
 class TestSlabStore(PageStoreTests):
-    paths = 1
-
     def open(self, directory):
-        return SlabStore("disk", [directory / str(n) for n in range(self.paths)], capacity=256 * MIB)
+        return SlabStore("disk", directory, capacity=256 * MIB)
 
     @pytest.fixture
     def store(self, tmp_path):
@@ -30,7 +28,3 @@ class TestSlabStore(PageStoreTests):
     @pytest.fixture
     def reopen(self, tmp_path):
         return lambda: self.open(tmp_path)
-
-
-class TestSlabStoreOverTwoPaths(TestSlabStore):
-    paths = 2

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.file import open_file_tier
-from hicache_ext.storage.file.path_choice import PathChoice
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from tests.storage.raw_access import RawFiles, RawSlots
+from tests.storage.raw_access import RawFiles, RawSlots, SpreadRaw
 
 pytestmark = pytest.mark.slow
 
 PATHS = ("a", "b")
-
-
-class SpreadRaw:
-    """The stored objects, each where its path's own raw access finds them."""
-
-    def __init__(self, paths, raws) -> None:
-        self._choice = PathChoice([str(path) for path in paths])
-        self._raws = raws
-
-    def _raw(self, key):
-        (number,) = self._choice.choose([key], range(len(self._raws)))
-        return self._raws[number]
-
-    def read(self, key):
-        return self._raw(key).read(key)
-
-    def write(self, key, stored):
-        self._raw(key).write(key, stored)
-
-    def keys(self):
-        return list(itertools.chain.from_iterable(raw.keys() for raw in self._raws))
 
 
 class SpreadTests(PageStoreTests):

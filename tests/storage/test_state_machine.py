@@ -8,11 +8,14 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.file.device_errors import Trouble
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.spread import SpreadStore
 from hicache_ext.storage.tiered import TieredStore
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
 from hicache_ext.testing.memory_store import MemoryPageStore
-from tests.storage.raw_access import RawFiles, RawObjects
+from tests.storage.raw_access import RawFiles, RawObjects, SpreadRaw
 
 _PROFILE = settings(
     max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -29,19 +32,37 @@ def _memory() -> StoreUnderTest:
     )
 
 
-def _files(paths: int = 1, capacity: int | None = None) -> StoreUnderTest:
+def _files(capacity: int | None = None) -> StoreUnderTest:
     directory = Path(tempfile.mkdtemp(prefix="hicache-machine-"))
-    places = [directory / str(number) for number in range(paths)]
 
     def reopen() -> PageFileStore:
-        return PageFileStore("disk", places, capacity=capacity)
+        return PageFileStore("disk", directory, capacity=capacity)
 
     return StoreUnderTest(
         reopen(),
         dispose=lambda: shutil.rmtree(directory),
-        raw=RawFiles(*places),
+        raw=RawFiles(directory),
         reopen=reopen,
         evicts=capacity is not None,
+    )
+
+
+def _spread() -> StoreUnderTest:
+    directory = Path(tempfile.mkdtemp(prefix="hicache-machine-"))
+    paths = [directory / "a", directory / "b"]
+    metrics = TierMetrics("disk")
+
+    def open_path(path: Path, trouble: Trouble) -> PageFileStore:
+        return PageFileStore("disk", path, capacity=None, metrics=metrics, trouble=trouble)
+
+    def reopen() -> SpreadStore:
+        return SpreadStore("disk", paths, open_path, metrics)
+
+    return StoreUnderTest(
+        reopen(),
+        dispose=lambda: shutil.rmtree(directory),
+        raw=SpreadRaw(paths, [RawFiles(path) for path in paths]),
+        reopen=reopen,
     )
 
 
@@ -52,15 +73,15 @@ def _tiers() -> StoreUnderTest:
 
 TestMemoryPageStore = page_store_machine(_memory).TestCase
 TestPageFileStore = page_store_machine(_files).TestCase
-TestPageFileStoreOverTwoPaths = page_store_machine(lambda: _files(paths=2)).TestCase
 TestPageFileStoreThatEvicts = page_store_machine(lambda: _files(capacity=80 * 1024)).TestCase
+TestSpreadStore = page_store_machine(_spread).TestCase
 TestTieredStore = page_store_machine(_tiers).TestCase
 
 for _case in (
     TestMemoryPageStore,
     TestPageFileStore,
-    TestPageFileStoreOverTwoPaths,
     TestPageFileStoreThatEvicts,
+    TestSpreadStore,
     TestTieredStore,
 ):
     _case.settings = _PROFILE

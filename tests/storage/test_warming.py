@@ -59,7 +59,7 @@ def config_file(document, tmp_path):
 
 @pytest.fixture
 def pool(tmp_path):
-    store = PageFileStore("pool", [tmp_path / "pool"], capacity=None)
+    store = PageFileStore("pool", tmp_path / "pool", capacity=None)
     yield store
     store.close()
 
@@ -72,7 +72,7 @@ def fill(pool, *identities, skip=()):
 
 
 def read_near(tmp_path):
-    return PageFileStore("nvme", [tmp_path / "nvme"], capacity=None)
+    return PageFileStore("nvme", tmp_path / "nvme", capacity=None)
 
 
 def test_every_rank_and_pool_of_a_prompt_is_brought(config, pool, tmp_path):

@@ -53,12 +53,12 @@ def _open_path(name: str, tier: FileTierConfig, metrics: TierMetrics, path: Path
         from hicache_ext.storage.file.slab.store import SlabStore
 
         try:
-            return SlabStore(name, [path], capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+            return SlabStore(name, path, capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
         except (OSError, lmdb.Error) as error:
             raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
     from hicache_ext.storage.file.pages import PageFileStore
 
-    return PageFileStore(name, [path], capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+    return PageFileStore(name, path, capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
 
 
 def _layout(tier: FileTierConfig, path: Path) -> LayoutChoice:

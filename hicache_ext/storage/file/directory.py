@@ -57,11 +57,6 @@ def page_hash_in(page_path: str) -> str:
     return os.path.basename(page_path).partition(".")[0]
 
 
-def path_number(key: bytes, paths: int) -> int:
-    """Which of a tier's paths a page lives on, by the end of its hash: the start chooses the fan-out directory."""
-    return int.from_bytes(key[-4:], "little") % paths
-
-
 def check_manifest(path: Path, layout: str, tier: str) -> None:
     """Raises StoreSetupError with a sentence unless ``path`` holds this format and layout."""
     manifest = path / "hicache_ext.json"

@@ -97,7 +97,7 @@ class PageFileInspector:
         self.path = path
         self._directory = PageDirectory(path, str(path))
         # Without a capacity of its own it never evicts; what it removes goes through the shared account.
-        self._store = PageFileStore(str(path), [path], capacity=None, threads=1)
+        self._store = PageFileStore(str(path), path, capacity=None, threads=1)
 
     def pages(self) -> Iterator[StoredPage]:
         for fan_out in sorted(self._directory.fan_out_directories()):

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import page_io
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
-from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied, path_number
+from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied
 from hicache_ext.storage.file.expiry import Sweeper, oldest_valid_ms
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.page_clearing import Clearing
@@ -61,7 +61,7 @@ class _Found(enum.Enum):
 
 
 class PageFileStore:
-    """PageStore over one or several directories; pages are spread by page hash, the capacity evenly.
+    """PageStore over one directory.
 
     Threads: any. Memory of a batch is touched only until the call returns: the workers of a call are always awaited.
     """
@@ -69,7 +69,7 @@ class PageFileStore:
     def __init__(
         self,
         name: str,
-        paths: Sequence[Path],
+        path: Path,
         *,
         capacity: int | None,
         threads: int | None = None,
@@ -78,10 +78,10 @@ class PageFileStore:
         metrics: TierMetrics | None = None,
         trouble: Trouble = no_trouble,
     ) -> None:
-        """``capacity`` in bytes for all paths and processes together, None without a limit; ``ttl`` in seconds.
+        """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
 
         ``threads`` and the modes of ``plan`` as io_plan.py has them. ``trouble`` hears of every error of the disk.
-        Raises StoreSetupError when a directory cannot be used.
+        Raises StoreSetupError when the directory cannot be used.
         """
         self._name = name
         self._metrics = metrics or TierMetrics(name)
@@ -89,14 +89,12 @@ class PageFileStore:
         self._flags = page_io.Flags.of(self._plan)
         self._ttl = ttl
         self._trouble = trouble
-        self._directories = [PageDirectory(path, name) for path in paths]
-        self.resize(capacity)
-        self._usages = [self._open_usage(directory) for directory in self._directories]
-        self._evictors = [Evictor(directory, self._metrics, self._pins(directory)) for directory in self._directories]
-        self._clearings = [
-            Clearing(name, directory, usage, self._metrics)
-            for directory, usage in zip(self._directories, self._usages, strict=True)
-        ]
+        self._capacity = capacity
+        self._directory = PageDirectory(path, name)
+        self._usage = self._open_usage()
+        pins = PinnedPages(name, path, None if capacity is None else capacity // 2, self._directory.occupied_by)
+        self._evictor = Evictor(self._directory, self._metrics, pins)
+        self._clearing = Clearing(name, self._directory, self._usage, self._metrics)
         self._threads = threads or self._plan.threads
         self._workers = Workers(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
@@ -104,12 +102,12 @@ class PageFileStore:
         # freed by the next write where that has become possible.
         self._unhealed: set[str] = set()
         self._calls = CallGate(name)
-        self._sweepers = [] if ttl is None else [self._sweeper(number, ttl) for number in range(len(paths))]
+        self._sweeper = None if ttl is None else Sweeper(name, path, ttl, self.remove_expired)
 
-    def _open_usage(self, directory: PageDirectory) -> Usage:
-        path = directory.path / "usage"
+    def _open_usage(self) -> Usage:
+        path = self._directory.path / "usage"
         try:
-            return Usage(path, directory.count_occupied)
+            return Usage(path, self._directory.count_occupied)
         except OSError as error:
             raise StoreSetupError(self._name, f"account {str(path)!r}: {error.strerror or error}") from error
 
@@ -128,7 +126,6 @@ class PageFileStore:
             shared=False,
             details={
                 "layout": "pages",
-                "paths": [str(directory.path) for directory in self._directories],
                 "capacity": self._capacity,
                 "threads": self._threads,
                 "io": str(self._plan),
@@ -142,18 +139,16 @@ class PageFileStore:
     def resize(self, capacity: int | None) -> None:
         """Change the capacity of a store in use: pages beyond it are evicted by the next write."""
         self._capacity = capacity
-        self._capacity_per_path = None if capacity is None else capacity // len(self._directories)
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        for directory in self._directories:
-            try:
-                directory.save_identity(digest, document)
-            except OSError as error:
-                logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
+        try:
+            self._directory.save_identity(digest, document)
+        except OSError as error:
+            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
 
     def used_bytes(self) -> int:
-        """Bytes of disk that pages and reservations take, over all paths and processes."""
-        return sum(usage.total() for usage in self._usages)
+        """Bytes of disk that pages and reservations take, over all processes."""
+        return self._usage.total()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +162,7 @@ class PageFileStore:
         return results
 
     def _get_page(self, key: bytes, segments: Sequence[memoryview]) -> GetResult:
-        path = self._directory(key).page_path(key)
+        path = self._directory.page_path(key)
         size = page_io.object_size(segments)
         try:
             # O_NONBLOCK: opening a pipe that has a page's name would wait for its writer for ever.
@@ -245,8 +240,8 @@ class PageFileStore:
 
         Raises OSError as ``PageDirectory.remove_page`` does.
         """
-        with self._usage(key).removing() as removal:
-            found = self._directory(key).remove_page(path, seen)
+        with self._usage.removing() as removal:
+            found = self._directory.remove_page(path, seen)
             # A damaged file must not take more out of the account than its page once put in.
             removal.freed = occupied(found if size is None else min(found, size))
             removal.uncertain = size is not None and found != size
@@ -265,7 +260,7 @@ class PageFileStore:
         return len(keys)
 
     def _present(self, key: bytes) -> bool:
-        path = self._directory(key).page_path(key)
+        path = self._directory.page_path(key)
         try:
             status = os.lstat(path)
         except OSError:
@@ -302,21 +297,16 @@ class PageFileStore:
         if time.monotonic() < self._no_writes_until:
             self._metrics.add("rejected", "no_space", len(missing))
             return results
-        for number in range(len(self._directories)):
-            positions = [i for i in missing if self._directory_number(batch.keys[i]) == number]
-            self._set_in_directory(number, batch, sizes, positions, results)
+        self._set_missing(batch, sizes, missing, results)
         return results
 
-    def _set_in_directory(
-        self, number: int, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]
-    ) -> None:
+    def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
         """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
-        usage, make_room = self._usages[number], self._make_room(number)
         for portion in self._portions(positions, sizes):
             # The fan-out directories of new pages are charged in full and corrected by what was really made.
             reserved = sum(occupied(sizes[i]) + 2 * BLOCK for i in portion)
             try:
-                granted = usage.reserve(reserved, self._capacity_per_path, make_room)
+                granted = self._usage.reserve(reserved, self._capacity, self._make_room)
             except OSError as error:
                 self._count_error(error)
                 for position in portion:
@@ -331,18 +321,18 @@ class PageFileStore:
                     results[position] = result
                     stored += added
             finally:
-                self._end_operation(usage, reserved, stored)
+                self._end_operation(reserved, stored)
 
-    def _end_operation(self, usage: Usage, reserved: int, stored: int) -> None:
+    def _end_operation(self, reserved: int, stored: int) -> None:
         try:
-            usage.commit(reserved, stored)
+            self._usage.commit(reserved, stored)
         except OSError as error:
             # The reservation stays in the account, which then says too much: never too little.
             self._count_error(error)
 
     def _portions(self, positions: list[int], sizes: list[int]) -> list[list[int]]:
         """``positions`` cut so that no portion needs more than its part of the capacity, unless one page does."""
-        limit = None if self._capacity_per_path is None else self._capacity_per_path // _PORTIONS
+        limit = None if self._capacity is None else self._capacity // _PORTIONS
         portions: list[list[int]] = []
         filled = 0
         for position in positions:
@@ -361,14 +351,13 @@ class PageFileStore:
 
     def _set_page(self, key: bytes, segments: Sequence[memoryview]) -> tuple[SetResult, int]:
         """Write one page; its result and the bytes of disk that took, with directories and also when it failed."""
-        directory = self._directory(key)
-        path = directory.page_path(key)
+        path = self._directory.page_path(key)
         added = 0
         for attempt in range(1, _WRITE_ATTEMPTS + 1):
             try:
-                for made in directory.create_parent(path):
+                for made in self._directory.create_parent(path):
                     added += made
-                stored = page_io.write_page(directory, path, key, segments, self._flags.write)
+                stored = page_io.write_page(self._directory, path, key, segments, self._flags.write)
             except FileNotFoundError as error:
                 # clear() or an eviction took the directory away in between.
                 if attempt == _WRITE_ATTEMPTS:
@@ -393,7 +382,7 @@ class PageFileStore:
 
     def _find_stored(self, key: bytes, size: int) -> _Found:
         """What has this page's name; anything but a page of this size is removed where it can be."""
-        path = self._directory(key).page_path(key)
+        path = self._directory.page_path(key)
         try:
             status = os.lstat(path)
         except OSError:
@@ -407,9 +396,8 @@ class PageFileStore:
             return _Found.PAGE
         return _Found.NOTHING if self._heal(key, path, size, "length") else _Found.OBSTACLE
 
-    def _make_room(self, number: int) -> Callable[[int], int]:
-        share = int((self._capacity_per_path or 0) * _EVICTION_SHARE)
-        return lambda need: self._evictors[number].evict(max(need, share))
+    def _make_room(self, need: int) -> int:
+        return self._evictor.evict(max(need, int((self._capacity or 0) * _EVICTION_SHARE)))
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -418,7 +406,7 @@ class PageFileStore:
         with self._calls:
             for key in keys:
                 try:
-                    self._remove_page(key, self._directory(key).page_path(key), None)
+                    self._remove_page(key, self._directory.page_path(key), None)
                     removed += 1
                 except FileNotFoundError:
                     continue
@@ -426,13 +414,12 @@ class PageFileStore:
                     self._count_error(error)
         return removed
 
-    def remove_expired(self, number: int, stop: threading.Event) -> int:
-        """Remove the pages of one path that are older than the ttl, until ``stop``; how many that were."""
+    def remove_expired(self, stop: threading.Event) -> int:
+        """Remove the pages older than the ttl, until ``stop``; how many that were."""
         removed = 0
-        directory = self._directories[number]
-        for fan_out in directory.fan_out_directories():
+        for fan_out in self._directory.fan_out_directories():
             identity = bytes.fromhex(Path(fan_out).parent.name)
-            for path, status in directory.page_files(fan_out):
+            for path, status in self._directory.page_files(fan_out):
                 if stop.is_set():
                     return removed
                 if self._expired(path, status):
@@ -464,42 +451,18 @@ class PageFileStore:
 
         Returns the number of identities that had pages. Never blocks on the size of the directory.
         """
-        cleared: set[bytes] = set()
         with self._calls:
-            for clearing in self._clearings:
-                cleared |= clearing.clear(digests)
-        return len(cleared)
+            return len(self._clearing.clear(digests))
 
     def close(self) -> None:
         if not self._calls.shut():
             return
-        for sweeper in self._sweepers:
-            sweeper.close()
+        if self._sweeper is not None:
+            self._sweeper.close()
         self._workers.close()
-        for clearing in self._clearings:
-            clearing.wait()
-        for usage in self._usages:
-            usage.close()
+        self._clearing.wait()
+        self._usage.close()
 
     def abandon(self) -> None:
         """Whoever comes back to the disk finds the account as it is there, and recounts where that is in doubt."""
         self.close()
-
-    # -- helpers ---------------------------------------------------------------------------------------------------
-
-    def _sweeper(self, number: int, ttl: float) -> Sweeper:
-        path = self._directories[number].path
-        return Sweeper(self._name, path, ttl, lambda stop: self.remove_expired(number, stop))
-
-    def _pins(self, directory: PageDirectory) -> PinnedPages:
-        limit = None if self._capacity_per_path is None else self._capacity_per_path // 2
-        return PinnedPages(self._name, directory.path, limit, directory.occupied_by)
-
-    def _directory_number(self, key: bytes) -> int:
-        return path_number(key, len(self._directories))
-
-    def _directory(self, key: bytes) -> PageDirectory:
-        return self._directories[self._directory_number(key)]
-
-    def _usage(self, key: bytes) -> Usage:
-        return self._usages[self._directory_number(key)]

@@ -23,7 +23,7 @@ def raw(place) -> RawFiles:
 
 @pytest.fixture
 def store(place):
-    store = PageFileStore("disk", [place], capacity=None)
+    store = PageFileStore("disk", place, capacity=None)
     yield store
     store.close()
 
@@ -39,7 +39,7 @@ def open_store(place):
     opened: list[PageFileStore] = []
 
     def open_one(capacity: int | None = None, **options) -> PageFileStore:
-        opened.append(PageFileStore("disk", [place], capacity=capacity, **options))
+        opened.append(PageFileStore("disk", place, capacity=capacity, **options))
         return opened[-1]
 
     yield open_one

@@ -33,7 +33,7 @@ def store_chain(store: SlabStore, keys: list[bytes]) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path):  # type: ignore[no-untyped-def]
-    store = SlabStore("disk", [tmp_path], capacity=64 * MIB)
+    store = SlabStore("disk", tmp_path, capacity=64 * MIB)
     yield store
     store.close()
 
@@ -92,7 +92,7 @@ def test_a_chain_of_neighbours_is_answered_by_their_groups_alone(
 def test_in_a_full_directory_the_answer_is_the_same_as_page_by_page(tmp_path: Path) -> None:
     """Slots are taken, evicted and removed in any order; some chains are whole, some scattered, some have gaps."""
     random.seed(7)
-    store = SlabStore("disk", [tmp_path], capacity=12 * MIB)
+    store = SlabStore("disk", tmp_path, capacity=12 * MIB)
     written: list[list[bytes]] = []
     for number in range(60):
         keys = page_keys(random.choice([3, 40, 150, 400]), f"chain {number}")
@@ -102,8 +102,8 @@ def test_in_a_full_directory_the_answer_is_the_same_as_page_by_page(tmp_path: Pa
         for chain in random.sample(written, min(8, len(written))):
             # Half of the time as if nothing had been found to be scattered before.
             if random.random() < 0.5:
-                index: SlabIndex = store._parts[0].directory.index
+                index: SlabIndex = store._directory.index
                 index._chains = chains.ChainLookups()
             assert store.count_leading(chain_of(chain)) == leading_one_by_one(store, chain)
-    assert store._parts[0].directory.index.check() == []
+    assert store._directory.index.check() == []
     store.close()

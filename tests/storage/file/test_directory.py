@@ -30,7 +30,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 def _open_and_write(place: str, start, number: int) -> None:
     start.wait()
-    store = PageFileStore("disk", [Path(place)], capacity=None)
+    store = PageFileStore("disk", Path(place), capacity=None)
     store.register_identity(IDENTITY, {"model": "m"})
     keys = page_keys(20, prefix="shared")
     assert all(result.durable for result in store_pages(store, keys))
@@ -55,7 +55,7 @@ def test_four_processes_create_one_directory_at_once(place):
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
-    store = PageFileStore("disk", [place], capacity=None)
+    store = PageFileStore("disk", place, capacity=None)
     assert_hits(store, page_keys(20, prefix="shared"))
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
     store.close()
@@ -75,8 +75,8 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
         "usage",
     ]
     assert json.loads((place / "hicache_ext.json").read_text()) == {"format": 1, "layout": "pages"}
-    assert store._directories[0].load_identity(IDENTITY) == {"model": {"id": "m"}}
-    assert store._directories[0].load_identity(OTHER_IDENTITY) is None
+    assert store._directory.load_identity(IDENTITY) == {"model": {"id": "m"}}
+    assert store._directory.load_identity(OTHER_IDENTITY) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_file_where_the_pages_should_be_is_refused(place):
 def test_an_account_that_cannot_be_opened_is_refused(place, directory):
     (place / "usage").mkdir()
     with pytest.raises(StoreSetupError, match="account"):
-        PageFileStore("disk", [place], capacity=None)
+        PageFileStore("disk", place, capacity=None)
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
@@ -203,7 +203,7 @@ def test_clear_leaves_strangers_files_where_they_were(place, store):
     assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
     assert list(place.glob("pages/*/*/????*.page")) == [strangers[5]]
     assert [entry.name for entry in (place / "tmp").iterdir()] == ["scratch"]
-    again = PageFileStore("disk", [place], capacity=None)
+    again = PageFileStore("disk", place, capacity=None)
     used, walked = account_and_walk(again)
     assert used >= walked
     again.close()
@@ -235,7 +235,7 @@ def test_clearing_that_a_kill_interrupted_is_finished_by_the_next_start(place, o
     keys = page_keys(10)
     store_pages(store, keys)
     strangers = _put_strangers(place, keys[0])
-    tree = store._directories[0].detach_identity(IDENTITY)
+    tree = store._directory.detach_identity(IDENTITY)
     store.close()
     # As if its writer had run elsewhere and were gone.
     _, _, rest = tree.name.split(":", 2)

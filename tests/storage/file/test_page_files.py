@@ -136,7 +136,7 @@ def test_a_write_replaces_what_is_no_page_without_a_read_before(store, page, kin
 
 def test_a_directory_that_is_taken_away_amid_a_write_is_made_again(store, directory, monkeypatch):
     """clear(), or the eviction of another process, between making a page's directory and writing to it."""
-    open_unpublished = store._directories[0].open_unpublished
+    open_unpublished = store._directory.open_unpublished
     interruptions = iter(range(2))
 
     def interrupted(path):
@@ -144,7 +144,7 @@ def test_a_directory_that_is_taken_away_amid_a_write_is_made_again(store, direct
             directory.remove_empty_directories()
         return open_unpublished(path)
 
-    monkeypatch.setattr(store._directories[0], "open_unpublished", interrupted)
+    monkeypatch.setattr(store._directory, "open_unpublished", interrupted)
     assert store_pages(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
 
@@ -219,7 +219,7 @@ def open_place():
 
 
 def _unreadable_page(place: Path) -> tuple[PageFileStore, Path]:
-    store = PageFileStore("disk", [place], capacity=None)
+    store = PageFileStore("disk", place, capacity=None)
     store_pages(store, [KEY, page_key("another")])
     page = RawFiles(place).path(KEY)
     page.chmod(0)
@@ -254,7 +254,7 @@ def test_an_unreadable_page_that_cannot_be_removed_is_absent_until_it_can_be(ope
 
 
 def test_a_directory_without_write_permission_is_read_and_refuses_writes(open_place):
-    store = PageFileStore("disk", [open_place], capacity=None)
+    store = PageFileStore("disk", open_place, capacity=None)
     store_pages(store, [KEY])
     with _as_nobody():
         assert_hits(store, [KEY])
@@ -304,7 +304,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_refuses_writes_keeps_reads_and_recovers(small_disk, monkeypatch):
     monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 0.1)
-    store = PageFileStore("disk", [small_disk / "tier"], capacity=None)
+    store = PageFileStore("disk", small_disk / "tier", capacity=None)
     keys = page_keys(40)
     results = [store_pages(store, [key], [60_000])[0] for key in keys]
     stored = [key for key, result in zip(keys, results, strict=True) if result is SetResult.STORED]
@@ -336,7 +336,7 @@ def test_a_disk_too_full_to_start_on_is_refused_in_a_sentence(small_disk):
     (small_disk / "ballast").write_bytes(bytes(1 << 19))
     subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/more", "bs=4096"], check=False, capture_output=True)
     with pytest.raises(StoreSetupError, match="tier 'disk' cannot start") as raised:
-        PageFileStore("disk", [small_disk / "tier"], capacity=None)
+        PageFileStore("disk", small_disk / "tier", capacity=None)
     assert "No space left" in str(raised.value)
 
 
@@ -381,7 +381,7 @@ def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
     store, place, monkeypatch, seed, unnamed_files
 ):
     monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 0.0)
-    store._directories[0]._unnamed_files &= unnamed_files
+    store._directory._unnamed_files &= unnamed_files
     keys = page_keys(30)
     with DiskFaults(place, seed=seed, rate=0.2) as faults:
         for _ in range(10):

@@ -31,7 +31,7 @@ def _content(key: bytes) -> bytes:
 
 def _write(place: str, number: int, start, results) -> None:
     chance = random.Random(number)
-    store = PageFileStore("disk", [Path(place)], capacity=CAPACITY)
+    store = PageFileStore("disk", Path(place), capacity=CAPACITY)
     memory = HostPages([[PAGE_SIZE]] * LARGEST_BATCH)
     outcome: Counter[str] = Counter()
     written = 0
@@ -83,7 +83,7 @@ def test_four_processes_that_write_1_gib_stay_within_64_mib_together(place):
     assert outcome["stored"] + outcome["rejected"] == PROCESSES * PAGES_PER_PROCESS
     assert outcome["stored"] > 0.95 * PROCESSES * PAGES_PER_PROCESS
 
-    store = PageFileStore("disk", [place], capacity=CAPACITY)
+    store = PageFileStore("disk", place, capacity=CAPACITY)
     used, walked = account_and_walk(store)
     assert used == walked <= CAPACITY
     assert disk_usage(place) <= CAPACITY + (1 << 20)

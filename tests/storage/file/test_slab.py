@@ -25,7 +25,7 @@ SIZE = sum(SIZES)
 
 
 def open_store(directory: Path, capacity: int = 64 * MIB) -> SlabStore:
-    return SlabStore("disk", [directory], capacity=capacity)
+    return SlabStore("disk", directory, capacity=capacity)
 
 
 def occupied(directory: Path) -> int:
@@ -33,7 +33,7 @@ def occupied(directory: Path) -> int:
 
 
 def sound(store: SlabStore) -> bool:
-    return all(part.directory.index.check() == [] for part in store._parts)
+    return store._directory.index.check() == []
 
 
 def assert_right(store: SlabStore, keys: list[bytes], sizes: tuple[int, ...] = SIZES) -> list[GetResult]:
@@ -64,15 +64,15 @@ def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
 ) -> None:
     """Evicted after the look-up, its slot another page's while it is read, and it is back before anybody looks."""
     store = open_store(tmp_path)
-    (key,), (part,) = page_keys(1), store._parts
+    (key,) = page_keys(1)
     store_pages(store, [key], SIZES)
-    read, reads = type(part._io).read, []
+    read, reads = type(store._io).read, []
 
     def read_too_late(self: Any, slab: Any, offset: int, run: Any) -> Any:
         reads.append(offset)
         if len(reads) > 1:
             return read(self, slab, offset, run)
-        with part.directory.opened(slab) as fd:
+        with store._directory.opened(slab) as fd:
             mine = os.pread(fd, slab.slot_size, offset)
             os.pwrite(fd, mine[: len(mine) // 2][::-1] + mine[len(mine) // 2 :], offset)
             try:
@@ -80,7 +80,7 @@ def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
             finally:
                 os.pwrite(fd, mine, offset)
 
-    monkeypatch.setattr(type(part._io), "read", read_too_late)
+    monkeypatch.setattr(type(store._io), "read", read_too_late)
     assert assert_right(store, [key]) == [GetResult.HIT]
     assert len(reads) == 2
     assert store.metrics.total("corrupt") == 0
@@ -157,7 +157,7 @@ def test_an_index_of_this_boot_is_trusted_after_a_kill_and_one_of_another_boot_i
     ):
         (tmp_path / "trust").write_text(trust)
         store = open_store(tmp_path)
-        assert store._parts[0].directory.rebuilt == rebuilt
+        assert store._directory.rebuilt == rebuilt
         store.close()
 
 
@@ -255,12 +255,12 @@ def test_a_full_disk_is_a_refused_write_and_nothing_is_lost(tmp_path: Path, monk
 
 
 def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    PageFileStore("disk", [tmp_path / "a"], capacity=None).close()
+    PageFileStore("disk", tmp_path / "a", capacity=None).close()
     with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
         open_store(tmp_path / "a")
     open_store(tmp_path / "b").close()
     with pytest.raises(StoreSetupError, match="holds format 1, layout 'slab'"):
-        PageFileStore("disk", [tmp_path / "b"], capacity=None)
+        PageFileStore("disk", tmp_path / "b", capacity=None)
     assert json.loads((tmp_path / "b" / "hicache_ext.json").read_text()) == {"format": 1, "layout": "slab"}
 
 

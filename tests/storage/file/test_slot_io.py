@@ -23,7 +23,7 @@ def opened(tmp_path):
     stores = []
 
     def open_one(**options):
-        stores.append(SlabStore("disk", [tmp_path / "tier"], capacity=16 * MIB, **options))
+        stores.append(SlabStore("disk", tmp_path / "tier", capacity=16 * MIB, **options))
         return stores[-1]
 
     yield open_one

@@ -31,7 +31,7 @@ def opened(request, tmp_path, monkeypatch):
     stores = []
 
     def open_one(capacity=64 * MIB, **options):
-        stores.append(request.param("disk", [tmp_path], capacity=capacity, **options))
+        stores.append(request.param("disk", tmp_path, capacity=capacity, **options))
         return stores[-1]
 
     yield open_one
@@ -117,7 +117,7 @@ def test_the_room_of_expired_pages_is_given_back_without_anybody_asking_for_them
 
 
 def test_a_rebuilt_index_knows_how_old_pages_are(tmp_path, clock):
-    store = SlabStore("disk", [tmp_path], capacity=64 * MIB, ttl=HOUR)
+    store = SlabStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR)
     old, young = page_keys(8, "old"), page_keys(8, "young")
     store_pages(store, old, SIZES)
     clock[0] = HOUR - 60
@@ -125,7 +125,7 @@ def test_a_rebuilt_index_knows_how_old_pages_are(tmp_path, clock):
     store.close()
     (tmp_path / "trust").write_text("another boot")
     clock[0] = HOUR + 60
-    store = SlabStore("disk", [tmp_path], capacity=64 * MIB, ttl=HOUR)
+    store = SlabStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR)
     assert store.contains(old) == [False] * 8
     assert_hits(store, young, SIZES)
     store.close()

@@ -116,7 +116,7 @@ class TestAllGuards(_OverMemory):
 
 class TestGuardedPageFiles(PageStoreTests):
     def open(self, directory):
-        return guarded(PageFileStore("disk", [directory], capacity=None), PLAN)
+        return guarded(PageFileStore("disk", directory, capacity=None), PLAN)
 
     @pytest.fixture
     def store(self, tmp_path):
@@ -137,7 +137,7 @@ class TestGuardedSlabs(PageStoreTests):
     """The index is read on the threads of the deadline guard."""
 
     def open(self, directory):
-        return SlabStore("disk", [directory], capacity=256 * MIB)
+        return SlabStore("disk", directory, capacity=256 * MIB)
 
     @pytest.fixture
     def inner(self, tmp_path):

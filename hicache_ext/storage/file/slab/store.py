@@ -17,64 +17,46 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import lmdb
+from typing import Any, NamedTuple
 
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
-from hicache_ext.storage.file.directory import BLOCK, path_number
+from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.expiry import Sweeper
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.slab.change import IndexChange, Written
-from hicache_ext.storage.file.slab.directory import (
-    INDEX_BYTES_AT_LEAST,
-    INDEX_BYTES_PER_SLOT,
-    SlabDirectory,
-    slab_directory,
-)
+from hicache_ext.storage.file.slab.directory import slab_directory
 from hicache_ext.storage.file.slab.index import Located
-from hicache_ext.storage.file.slab.records import CREATED, Slab
+from hicache_ext.storage.file.slab.quiet_index import QuietIndex
+from hicache_ext.storage.file.slab.records import CREATED
+from hicache_ext.storage.file.slab.room import Room
 from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
-from hicache_ext.storage.file.slab.touches import Chains, Touches
+from hicache_ext.storage.file.slab.touches import Touches
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 logger = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer")
-
-_SLABS_AT_CAPACITY = 16
-"""A full directory has about this many slabs, unless they would be larger than _LARGEST_SLAB."""
-_LARGEST_SLAB = 1 << 30
-_SMALLEST_PART_OF_A_SLAB = 4
-"""A slot size that has slabs gets no other one smaller than this part of a whole one."""
 _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
-_MOST_SLABS_RECLAIMED = 64
-"""Slabs of other slot sizes that one write may take away."""
-_MOST_EVICTED_AHEAD = 16
-"""Of the slots of a full directory, one in so many at most is kept free for the next write."""
 _FIELDS = envelope.FIELDS_LENGTH
 _SWEEP_BATCH = 4096
 """Pages looked at in one go for their age: a few milliseconds."""
-_DEAD_WRITERS_INTERVAL = 10.0
-"""Seconds between two looks, at full capacity, for slots that killed processes were writing."""
 
 
 class SlabStore:
-    """PageStore over slab directories; pages are spread over the paths by page hash, the capacity evenly."""
+    """PageStore over one slab directory."""
 
     def __init__(
         self,
         name: str,
-        paths: Sequence[Path],
+        path: Path,
         *,
         capacity: int | None,
         threads: int | None = None,
@@ -83,34 +65,38 @@ class SlabStore:
         metrics: TierMetrics | None = None,
         trouble: Trouble = no_trouble,
     ) -> None:
-        """``capacity`` in bytes for all paths and processes together, slabs and index; ``ttl`` in seconds.
+        """``capacity`` in bytes for all processes together, slabs and index; ``ttl`` in seconds.
 
         ``trouble`` hears of every error of the disk and the index. Raises StoreSetupError.
         """
         if capacity is None:
             raise StoreSetupError(name, "the slab layout preallocates its files and needs a capacity")
         self._name = name
-        self._metrics = metrics or TierMetrics(name)
-        self._capacity = capacity
-        self.plan = plan or IoPlan()
-        self.ttl = ttl
-        self.trouble = trouble
-        self._threads = threads or self.plan.threads
+        metrics = metrics or TierMetrics(name)
+        self._metrics = metrics
+        self._plan = plan or IoPlan()
+        self._ttl = ttl
+        self._trouble = trouble
+        self._threads = threads or self._plan.threads
+        # A read through the page cache is mostly work of a processor: more threads only take it from each other.
+        processors = len(os.sched_getaffinity(0))
+        self._readers = self._threads if self._plan.read == "direct" else min(self._threads, processors)
+        self._cleaners: list[threading.Thread] = []
+        self._calls = CallGate(name)
         self._resources = ExitStack()
         try:
-            self._parts = [
-                _SlabPart(self._resources.enter_context(slab_directory(path, name)), capacity // len(paths), self)
-                for path in paths
-            ]
+            directory = self._resources.enter_context(slab_directory(path, name))
+            self._directory = directory
+            self._index = QuietIndex(name, directory, metrics, trouble)
+            self._io = SlotIo(directory, self._plan, metrics)
+            self._touches = Touches(name, self._write_touches)
+            pins = PinnedPages(name, directory.path, capacity // 2, directory.index.occupied_by)
+            self._room = Room(directory, self._index, capacity, pins, self._touches, metrics, self._count_error)
             self._workers = Workers(f"hicache-{name}", self._threads)
         except BaseException:
             self._resources.close()
             raise
-        self._cleaners: list[threading.Thread] = []
-        self._calls = CallGate(name)
-        self._sweepers: list[Sweeper] = []
-        if ttl is not None:
-            self._sweepers = [Sweeper(name, part.directory.path, ttl, part.remove_expired) for part in self._parts]
+        self._sweeper = None if ttl is None else Sweeper(name, directory.path, ttl, self.remove_expired)
 
     @property
     def name(self) -> str:
@@ -120,14 +106,6 @@ class SlabStore:
     def metrics(self) -> TierMetrics:
         return self._metrics
 
-    @property
-    def threads(self) -> int:
-        return self._threads
-
-    @property
-    def workers(self) -> Workers:
-        return self._workers
-
     def describe(self) -> StoreInfo:
         return StoreInfo(
             name=self._name,
@@ -135,11 +113,10 @@ class SlabStore:
             shared=False,
             details={
                 "layout": "slab",
-                "paths": [str(part.directory.path) for part in self._parts],
-                "capacity": self._capacity,
+                "capacity": self._room.capacity,
                 "threads": self._threads,
-                "io": str(self.plan),
-                "ttl": self.ttl,
+                "io": str(self._plan),
+                "ttl": self._ttl,
             },
         )
 
@@ -150,146 +127,54 @@ class SlabStore:
         """Change the capacity of a store in use; slabs beyond it are dropped at once. ``capacity`` is not None."""
         assert capacity is not None
         with self._calls:
-            self._capacity = capacity
-            for part in self._parts:
-                part.resize(capacity // len(self._parts))
+            self._room.resize(capacity)
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        for part in self._parts:
-            try:
-                part.directory.save_identity(digest, document)
-            except OSError as error:
-                logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
-
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        results = [GetResult.MISS] * len(batch)
-        with self._calls:
-            for part, positions in self._by_part(batch.keys):
-                part.get(batch, positions, results)
-        self._metrics.add_many("get", counted(results))
-        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
-        return results
-
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        results = [SetResult.REJECTED] * len(batch)
-        with self._calls:
-            for part, positions in self._by_part(batch.keys):
-                part.set(batch, positions, results)
-        self._metrics.add_many("set", counted(results))
-        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
-        return results
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        present = [False] * len(keys)
-        with self._calls:
-            for part, positions in self._by_part(keys):
-                for position, known in zip(positions, part.contains([keys[i] for i in positions]), strict=True):
-                    present[position] = known
-        return present
-
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        if len(self._parts) == 1:
-            with self._calls:
-                return self._parts[0].count_leading(keys)
-        present = self.contains(keys)
-        return present.index(False) if False in present else len(present)
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        with self._calls:
-            return sum(part.remove([keys[i] for i in positions]) for part, positions in self._by_part(keys))
-
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Puts the pages out of reach at once; their slots are freed in the background."""
-        cleared: set[bytes] = set()
-        with self._calls:
-            for part in self._parts:
-                cleared.update(part.clear(digests))
-            if cleared:
-                cleaner = threading.Thread(
-                    target=self._free_cleared, args=(sorted(cleared),), name=f"hicache-{self._name}-clear", daemon=True
-                )
-                self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
-                cleaner.start()
-        return len(cleared)
-
-    def _free_cleared(self, digests: Sequence[bytes]) -> None:
-        for part in self._parts:
-            part.free_cleared(digests)
+        try:
+            self._directory.save_identity(digest, document)
+        except OSError as error:
+            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
 
     def close(self) -> None:
         if not self._calls.shut():
             return
-        for sweeper in self._sweepers:
-            sweeper.close()
+        if self._sweeper is not None:
+            self._sweeper.close()
         self._workers.close()
         for cleaner in self._cleaners:
             cleaner.join()
-        for part in self._parts:
-            part.close()
+        self._touches.close()
         self._resources.close()
 
     def abandon(self) -> None:
         """``close()`` after the device failed: the index is rebuilt by whoever comes back."""
-        for part in self._parts:
-            part.directory.doubt()
-            part.forget_uses()
+        self._directory.doubt()
+        self._touches.forget()
         self.close()
-
-    def _by_part(self, keys: Sequence[bytes]) -> Iterable[tuple[_SlabPart, list[int]]]:
-        if len(self._parts) == 1:
-            return [(self._parts[0], list(range(len(keys))))]
-        positions: list[list[int]] = [[] for _ in self._parts]
-        for position, key in enumerate(keys):
-            positions[path_number(key, len(self._parts))].append(position)
-        return [(part, chosen) for part, chosen in zip(self._parts, positions, strict=True) if chosen]
-
-
-class _SlabPart:
-    """One directory of a SlabStore and its share of the capacity."""
-
-    def __init__(self, directory: SlabDirectory, capacity: int, store: SlabStore) -> None:
-        self.directory = directory
-        self._index = directory.index
-        self._capacity = capacity
-        self._store = store
-        self._metrics = store.metrics
-        self._io = SlotIo(directory, store.plan, store.metrics)
-        self._pins = PinnedPages(store.name, directory.path, capacity // 2, self._index.occupied_by)
-        # A read through the page cache is mostly work of a processor: more threads only take it from each other.
-        processors = len(os.sched_getaffinity(0))
-        self._readers = store.threads if store.plan.read == "direct" else min(store.threads, processors)
-        self._touches = Touches(store.name, self._write_touches)
-        self._slabs = {slab.number: slab for slab in self._index.slabs()}
-        # A slab of another slot size that holds colder pages than those evicted here.
-        self._colder_slab: Slab | None = None
-        self._evicted_since_reclaim = 0
-        # Slot sizes for which pages had to be evicted.
-        self._full: set[int] = set()
-        self._looked_for_dead_writers = 0.0
-        self._index_size_seen = 0
-        self._shrink()
-
-    def resize(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._shrink()
-
-    def close(self) -> None:
-        """No call is under way."""
-        self._touches.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, batch: PageBatch, positions: list[int], results: list[GetResult]) -> None:
-        """Read the pages at ``positions``; a page whose slot was reused meanwhile is looked up once more."""
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        results = [GetResult.MISS] * len(batch)
+        with self._calls:
+            self._get(batch, results)
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
+        return results
+
+    def _get(self, batch: PageBatch, results: list[GetResult]) -> None:
+        """A page whose slot was reused meanwhile is looked up once more."""
         stale = False
-        wanted = positions
+        keys: Sequence[bytes] = batch.keys
+        wanted: Sequence[int] = range(len(batch))
         for _ in range(2):
-            located, worth_a_touch = self._locate(_keys_at(batch, wanted), wanted)
+            located, worth_a_touch = self._index.locate(keys, wanted, self._oldest())
             stale = stale or worth_a_touch
             wanted = self._read(batch, located, results)
             if not wanted:
                 break
-        hits = [batch.keys[i] for i in positions if results[i] is GetResult.HIT]
+            keys = [batch.keys[position] for position in wanted]
+        hits = [key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT]
         if hits:
             # SGLang reads pages of one pool at a time: what is true of the first is true of all.
             self._touches.count(hits[0][: envelope.IDENTITY_LENGTH], len(hits))
@@ -305,7 +190,7 @@ class _SlabPart:
             located = [page for page in located if page.length == _shape(sizes[page.position]).length]
         readers = self._readers
         runs = self._runs(batch, located, readers)
-        for of_run in self._store.workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
+        for of_run in self._workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
             doubtful += of_run
         moved = []
         for page, reason in doubtful:
@@ -318,7 +203,7 @@ class _SlabPart:
 
     def _read_run(self, batch: PageBatch, run: list[Located], results: list[GetResult]) -> list[tuple[Located, str]]:
         """One preadv for a run of neighbouring slots; those that do not hold their page, each with the reason."""
-        slab = self._slab(run[0].slab)
+        slab = self._room.slab(run[0].slab)
         if slab is None:
             return [(page, "truncated") for page in run]
         keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
@@ -360,71 +245,58 @@ class _SlabPart:
                 return False
             return change.remove(key, where)
 
-        removed = self._change(remove)
+        removed = self._index.change(remove)
         if removed:
             self._metrics.add("corrupt", reason)
-            logger.warning("tier %s: page %s was bad (%s) and is removed", self._store.name, key.hex(), reason)
+            logger.warning("tier %s: page %s was bad (%s) and is removed", self._name, key.hex(), reason)
         return bool(removed)
-
-    def forget_uses(self) -> None:
-        self._touches.forget()
 
     def _write_touches(self) -> bool:
         """Write into the index which pages were read; False when there was nothing."""
         taken, uses = self._touches.take(), self._touches.take_uses()
 
         def write(change: IndexChange) -> None:
-            self._touch(change, taken)
+            for keys in taken:
+                change.touch(keys)
             change.add_uses(uses)
 
         if taken or uses:
-            self._change(write)
+            self._index.change(write)
         return bool(taken or uses)
-
-    @staticmethod
-    def _touch(change: IndexChange, chains: Chains) -> None:
-        for keys in chains:
-            change.touch(keys)
 
     # -- presence --------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        try:
+        with self._calls:
             return self._index.contains(keys, self._oldest())
-        except lmdb.Error as error:
-            self._count_index_error(error)
-            return [False] * len(keys)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        try:
+        with self._calls:
             return self._index.count_leading(keys, self._oldest())
-        except lmdb.Error as error:
-            self._count_index_error(error)
-            return 0
-
-    def _locate(self, keys: Sequence[bytes], positions: Sequence[int]) -> tuple[list[Located], bool]:
-        try:
-            return self._index.locate(keys, positions, self._oldest())
-        except lmdb.Error as error:
-            self._count_index_error(error)
-            return [], False
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def set(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
-        located, stale = self._locate(_keys_at(batch, positions), positions)
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        results = [SetResult.REJECTED] * len(batch)
+        with self._calls:
+            self._set(batch, results)
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
+        return results
+
+    def _set(self, batch: PageBatch, results: list[SetResult]) -> None:
+        located, stale = self._index.locate(batch.keys, range(len(batch)), self._oldest())
         for page in located:
             results[page.position] = SetResult.EXISTS
         if stale:
             # Computed and written once more is used, too.
             self._touches.note([batch.keys[page.position] for page in located])
         known = {page.position for page in located}
-        missing = [position for position in positions if position not in known] if known else positions
+        missing = [position for position in range(len(batch)) if position not in known]
         for portion in self._portions(batch, missing):
             self._set_portion(batch, portion, results)
-        if missing and self._index.size() > self._index_size_seen:
-            self._index_size_seen = self._index.size()
-            self._shrink()
+        if missing:
+            self._room.make_up_for_index()
 
     def _portions(self, batch: PageBatch, positions: list[int]) -> list[list[int]]:
         """Cut so that no portion can evict its own pages or leave none to the others."""
@@ -432,13 +304,13 @@ class _SlabPart:
             return []
         sizes = batch.sizes
         slots = {size: _shape(size).slot for size in set(sizes)}
-        if len(positions) * max(slots.values()) <= self._capacity // 4:
+        if len(positions) * max(slots.values()) <= self._room.capacity // 4:
             return [positions]
         portions: list[list[int]] = []
         filled = 0
         for position in positions:
             need = slots[sizes[position]]
-            if not portions or filled + need > self._capacity // 4:
+            if not portions or filled + need > self._room.capacity // 4:
                 portions.append([])
                 filled = 0
             portions[-1].append(position)
@@ -446,35 +318,30 @@ class _SlabPart:
         return portions
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
-        # A look at the pins, where one is due, is not for inside a transaction that others wait for.
-        self._pins.spared()
-        taken: list[Located] = []
-        tokens: list[bytes] = []
-        rest = positions
-        for _ in range(_MOST_SLABS_RECLAIMED):
-            answer = self._change(lambda change: self._take_slots(change, batch, rest))  # noqa: B023
-            if answer is not None and answer[0]:
-                taken += answer[0]
-                tokens.append(answer[1])
-            done = {page.position for page in taken}
-            rest = [position for position in positions if position not in done]
-            if not rest or not self._reclaim_slab(needed=True):
-                break
+        sizes = batch.sizes
+        shapes = {size: _shape(size) for size in set(sizes)}
+        wanted: dict[int, list[int]] = {}
+        for position in positions:
+            wanted.setdefault(shapes[sizes[position]].slot, []).append(position)
+        places, tokens = self._room.take(wanted)
+        taken = [
+            Located(slab, slot, shapes[sizes[position]].length, position) for position, (slab, slot) in places.items()
+        ]
         self._metrics.add("rejected", "capacity", len(positions) - len(taken))
         if not taken:
             return
-        runs = self._runs(batch, taken, self._store.threads)
+        runs = self._runs(batch, taken, self._threads)
         written: list[Located] = []
         published: dict[int, SetResult] = {}
 
         def work(number: int) -> SetResult | None:
             if number:
                 return self._write_run(batch, runs[number - 1])
-            self._evict_ahead(batch, taken)
+            self._room.evict_ahead(Counter([shapes[sizes[page.position]].slot for page in taken]))
             return None
 
         try:
-            _, *ended = self._store.workers.run(1 + len(runs), work)
+            _, *ended = self._workers.run(1 + len(runs), work)
             for run, result in zip(runs, ended, strict=True):
                 if result is SetResult.STORED:
                     written += run
@@ -482,111 +349,10 @@ class _SlabPart:
                 for page in run:
                     results[page.position] = result
         finally:
-            published = self._change(lambda change: self._publish(change, batch, tokens, written)) or {}
+            published = self._index.change(lambda change: self._publish(change, batch, tokens, written)) or {}
         for page in written:
             results[page.position] = published.get(page.position, SetResult.ERROR)
-        self._reclaim_slab(needed=False)
-
-    def _take_slots(self, change: IndexChange, batch: PageBatch, positions: list[int]) -> tuple[list[Located], bytes]:
-        """Slots for as many pages as there is room for: free ones, those of a new slab, those of evicted pages."""
-        taken: list[Located] = []
-        sizes = batch.sizes
-        shapes = {size: _shape(size) for size in set(sizes)}
-        by_size: dict[int, list[int]] = {}
-        for position in positions:
-            by_size.setdefault(shapes[sizes[position]].slot, []).append(position)
-        for slot_size, wanted in by_size.items():
-            count = len(wanted)
-            places = change.take_free_slots(slot_size, count)
-            while len(places) < count and self._add_slab(change, slot_size):
-                places += change.take_free_slots(slot_size, count - len(places))
-            if len(places) < count and self._time_to_look_for_dead_writers() and change.release_dead_writers():
-                places += change.take_free_slots(slot_size, count - len(places))
-            if len(places) < count:
-                self._full.add(slot_size)
-                self._touch(change, self._touches.take())
-                change.evict(slot_size, count - len(places), self._pins.spared())
-                places += change.take_free_slots(slot_size, count - len(places))
-            for position, (slab, slot) in zip(wanted, places, strict=False):
-                taken.append(Located(slab, slot, shapes[sizes[position]].length, position))
-            if len(places) < count:
-                self._colder_slab = change.colder_slab(slot_size)
-        self._count_evicted(change)
-        token = change.pend([(page.slab, page.slot) for page in taken]) if taken else b""
-        return taken, token
-
-    def _time_to_look_for_dead_writers(self) -> bool:
-        now = time.monotonic()
-        due = now - self._looked_for_dead_writers >= _DEAD_WRITERS_INTERVAL
-        if due:
-            self._looked_for_dead_writers = now
-        return due
-
-    def _add_slab(self, change: IndexChange, slot_size: int) -> bool:
-        """Grow by one slab within the capacity; False when that is used up or the disk is full."""
-        used = self._occupied(change.slabs())
-        wanted = max(1, min(self._capacity // _SLABS_AT_CAPACITY, _LARGEST_SLAB) // slot_size)
-        slots = min(wanted, (self._capacity - used) // (slot_size + INDEX_BYTES_PER_SLOT))
-        if slots < 1:
-            return False
-        if slots < wanted // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in change.slabs()):
-            # What slabs of other sizes left over, again and again: slabs of one slot each would be had by the hundred.
-            return False
-        slab = change.add_slab(slot_size, slots)
-        try:
-            self.directory.create_slab_file(slab)
-        except OSError as error:
-            self._count_error(error)
-            change.drop_slab(slab)
-            return False
-        self._slabs[slab.number] = slab
-        return True
-
-    def _reclaim_slab(self, needed: bool) -> bool:
-        """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever.
-
-        ``needed``: pages wait for it. Otherwise one is taken for as many evictions as it has slots, and only while its
-        pages would go before those evicted here.
-        """
-        slab, self._colder_slab = self._colder_slab, None
-        if slab is None or not (needed or self._evicted_since_reclaim >= slab.slots):
-            return False
-        self._evicted_since_reclaim = 0
-        spared = self._pins.spared()
-        if spared and not needed and self._change(lambda change: change.holds_any(slab, spared)):
-            return False
-        return self._drop_slab(slab)
-
-    def _drop_slab(self, slab: Slab) -> bool:
-        dropped = self._change(lambda change: change.drop_slab(slab))
-        if dropped:
-            self._slabs.pop(slab.number, None)
-            # There is room again: a slab is added before the next eviction.
-            self._full.clear()
-            try:
-                self.directory.delete_slab_file(slab)
-            except OSError as error:
-                self._count_error(error)
-            self._look_at_slabs()
-        return bool(dropped)
-
-    def _occupied(self, slabs: Sequence[Slab]) -> int:
-        """Bytes of disk of slabs and index: what the index is expected to need, or what it takes if that is more."""
-        expected = INDEX_BYTES_AT_LEAST + sum(slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
-        return max(expected, self._index.size()) + sum(slab.size for slab in slabs)
-
-    def _shrink(self) -> None:
-        """Drop slabs, those with the pages that go first, until what there is fits the capacity.
-
-        The capacity may have been lowered, or the index have grown: killed readers pin what they were looking at.
-        """
-        while True:
-            slabs = self._index.slabs()
-            if not slabs or self._occupied(slabs) <= self._capacity:
-                return
-            slab = self._change(lambda change: change.colder_slab(slot_size=0)) or slabs[0]
-            if not self._drop_slab(slab):
-                return
+        self._room.reclaim_slab(needed=False)
 
     def _publish(
         self, change: IndexChange, batch: PageBatch, tokens: list[bytes], written: list[Located]
@@ -607,31 +373,6 @@ class _SlabPart:
             for page, stored in zip(written, published, strict=True)
         }
 
-    def _evict_ahead(self, batch: PageBatch, taken: Sequence[Located]) -> None:
-        """At full capacity, free as many slots as are being filled, for the next write.
-
-        While they are being filled: this is work for the processor, and that is work for the disk and the memory. And
-        before they are published: what is stored now must not be evicted by the same call.
-        """
-        sizes = batch.sizes
-        counts = Counter([_shape(sizes[page.position]).slot for page in taken])
-
-        def evict(change: IndexChange) -> None:
-            for slot_size, count in counts.items():
-                if slot_size in self._full:
-                    self._touch(change, self._touches.take())
-                    wanted = min(count, self._capacity // slot_size // _MOST_EVICTED_AHEAD)
-                    change.evict(slot_size, wanted - change.free_slots(slot_size, wanted), self._pins.spared())
-                    self._colder_slab = change.colder_slab(slot_size)
-            self._count_evicted(change)
-
-        if not self._full.isdisjoint(counts):
-            self._change(evict)
-
-    def _count_evicted(self, change: IndexChange) -> None:
-        self._metrics.add("evicted", "capacity", change.evicted)
-        self._evicted_since_reclaim += change.evicted
-
     def _write_run(self, batch: PageBatch, run: list[Located]) -> SetResult:
         """One pwritev for a run of neighbouring slots."""
         fields: list[bytes] = []
@@ -647,7 +388,7 @@ class _SlabPart:
             stored.append(Stored(header_length, segments))
             length += object_length
         try:
-            slab = self._slab(run[0].slab)
+            slab = self._room.slab(run[0].slab)
             if slab is None or self._io.write(slab, run[0].slot * slab.slot_size, fields, stored) != length:
                 return SetResult.ERROR
         except OSError as error:
@@ -658,28 +399,34 @@ class _SlabPart:
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        return self._change(lambda change: sum(change.remove(key) for key in keys)) or 0
+        with self._calls:
+            return self._index.change(lambda change: sum(change.remove(key) for key in keys)) or 0
 
-    def clear(self, digests: Sequence[bytes] | None) -> list[bytes]:
-        """Put the pages of the identities out of reach; those that had any."""
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Puts the pages out of reach at once; their slots are freed in the background."""
+        with self._calls:
+            cleared = self._clear(digests)
+            if cleared:
+                cleaner = threading.Thread(
+                    target=self._index.free_cleared, args=(cleared,), name=f"hicache-{self._name}-clear", daemon=True
+                )
+                self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
+                cleaner.start()
+        return len(cleared)
+
+    def _clear(self, digests: Sequence[bytes] | None) -> list[bytes]:
+        """The identities that had pages."""
 
         def clear(change: IndexChange) -> list[bytes]:
             return [digest for digest in (change.identities() if digests is None else digests) if change.clear(digest)]
 
-        cleared: list[bytes] = self._change(clear) or []
+        cleared: list[bytes] = self._index.change(clear) or []
         for digest in cleared:
             try:
-                self.directory.note_cleared(digest)
+                self._directory.note_cleared(digest)
             except OSError as error:
                 self._count_error(error)
         return cleared
-
-    def free_cleared(self, digests: Sequence[bytes]) -> None:
-        try:
-            for digest in digests:
-                self._index.free_cleared(digest)
-        except lmdb.Error as error:
-            self._count_index_error(error)
 
     def remove_expired(self, stop: threading.Event) -> int:
         """Free the slots of pages older than the ttl, until ``stop``; their number. Raises lmdb.Error."""
@@ -687,9 +434,9 @@ class _SlabPart:
         oldest = self._oldest()
         begin: bytes | None = b"\0"
         while begin is not None and not stop.is_set():
-            expired, begin = self._index.expired(oldest, begin, _SWEEP_BATCH)
+            expired, begin = self._directory.index.expired(oldest, begin, _SWEEP_BATCH)
             if expired:
-                with self._index.changing() as change:
+                with self._directory.index.changing() as change:
                     removed += change.remove_expired(expired, oldest)
             # Others want the interpreter, too.
             stop.wait(0.001)
@@ -700,8 +447,7 @@ class _SlabPart:
 
     def _oldest(self) -> bytes:
         """Pages written before this are expired; nothing is without a ttl."""
-        ttl = self._store.ttl
-        return b"" if ttl is None else CREATED.pack(max(0, int(time.time() - ttl)))
+        return b"" if self._ttl is None else CREATED.pack(max(0, int(time.time() - self._ttl)))
 
     def _runs(self, batch: PageBatch, pages: list[Located], threads: int) -> list[list[Located]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
@@ -727,44 +473,9 @@ class _SlabPart:
             following = (slab, slot + 1) if takes == length else (-1, -1)
         return runs
 
-    def _slab(self, number: int) -> Slab | None:
-        slab = self._slabs.get(number)
-        if slab is None:
-            self._look_at_slabs()
-            slab = self._slabs.get(number)
-        return slab
-
-    def _look_at_slabs(self) -> None:
-        """Learn of slabs added, and let go of those dropped, by whichever process."""
-        try:
-            self._slabs = {slab.number: slab for slab in self._index.slabs()}
-        except lmdb.Error as error:
-            self._count_index_error(error)
-        else:
-            self.directory.close_dropped(self._slabs)
-
-    def _change(self, action: Callable[[IndexChange], _Answer]) -> _Answer | None:
-        """``action`` in one write transaction; None when the index cannot be written."""
-        try:
-            with self._index.changing() as change:
-                return action(change)
-        except lmdb.Error as error:
-            self._count_index_error(error)
-            return None
-
     def _count_error(self, error: OSError) -> None:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
-        self._store.trouble(error)
-
-    def _count_index_error(self, error: Exception) -> None:
-        self._metrics.add("error", type(error).__name__)
-        logger.error("tier %s: index of %s: %s", self._store.name, self.directory.path, error)
-        self._store.trouble(error)
-
-
-def _keys_at(batch: PageBatch, positions: Sequence[int]) -> Sequence[bytes]:
-    """The keys at some positions, which rise."""
-    return batch.keys if len(positions) == len(batch) else [batch.keys[position] for position in positions]
+        self._trouble(error)
 
 
 class _Shape(NamedTuple):

@@ -1,0 +1,244 @@
+"""Room for pages in one slab directory, within its capacity.
+
+Slots are free ones, those of slabs added while the capacity lasts, and those of evicted pages. Slot sizes compete: a
+slab with pages that would go before those evicted of another size is taken away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.file.pins import PinnedPages
+from hicache_ext.storage.file.slab.change import IndexChange
+from hicache_ext.storage.file.slab.directory import INDEX_BYTES_AT_LEAST, INDEX_BYTES_PER_SLOT, SlabDirectory
+from hicache_ext.storage.file.slab.quiet_index import QuietIndex
+from hicache_ext.storage.file.slab.records import Slab
+from hicache_ext.storage.file.slab.touches import Touches
+
+_SLABS_AT_CAPACITY = 16
+"""A full directory has about this many slabs, unless they would be larger than _LARGEST_SLAB."""
+_LARGEST_SLAB = 1 << 30
+_SMALLEST_PART_OF_A_SLAB = 4
+"""A slot size that has slabs gets no other one smaller than this part of a whole one."""
+_MOST_SLABS_RECLAIMED = 64
+"""Slabs of other slot sizes that one write may take away."""
+_MOST_EVICTED_AHEAD = 16
+"""Of the slots of a full directory, one in so many at most is kept free for the next write."""
+_DEAD_WRITERS_INTERVAL = 10.0
+"""Seconds between two looks, at full capacity, for slots that killed processes were writing."""
+
+
+class Room:
+    """The slabs of one directory. Thread-safe."""
+
+    def __init__(
+        self,
+        directory: SlabDirectory,
+        index: QuietIndex,
+        capacity: int,
+        pins: PinnedPages,
+        touches: Touches,
+        metrics: TierMetrics,
+        failed: Callable[[OSError], None],
+    ) -> None:
+        """Drops slabs beyond the capacity. Raises lmdb.Error.
+
+        ``touches`` are written before an eviction; ``failed`` hears of errors of the disk.
+        """
+        self._directory = directory
+        self._index = index
+        self._capacity = capacity
+        self._pins = pins
+        self._touches = touches
+        self._metrics = metrics
+        self._failed = failed
+        self._slabs = {slab.number: slab for slab in directory.index.slabs()}
+        # A slab of another slot size that holds colder pages than those evicted here.
+        self._colder_slab: Slab | None = None
+        self._evicted_since_reclaim = 0
+        # Slot sizes for which pages had to be evicted.
+        self._full: set[int] = set()
+        self._looked_for_dead_writers = 0.0
+        self._index_size_seen = 0
+        self._shrink()
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def resize(self, capacity: int) -> None:
+        """Slabs beyond the capacity are dropped at once."""
+        self._capacity = capacity
+        self._shrink()
+
+    def make_up_for_index(self) -> None:
+        """Drop slabs where the index has grown by more than was expected."""
+        size = self._directory.index.size()
+        if size > self._index_size_seen:
+            self._index_size_seen = size
+            self._shrink()
+
+    def slab(self, number: int) -> Slab | None:
+        """None when it was dropped."""
+        slab = self._slabs.get(number)
+        if slab is None:
+            self._look_at_slabs()
+            slab = self._slabs.get(number)
+        return slab
+
+    # -- slots -----------------------------------------------------------------------------------------------------
+
+    def take(self, wanted: Mapping[int, Sequence[int]]) -> tuple[dict[int, tuple[int, int]], list[bytes]]:
+        """Slots for as many pages as there is room for: (slab, slot) by page, and the tokens to publish them with.
+
+        ``wanted``: the numbers of the pages that need a slot of each size.
+        """
+        # A look at the pins, where one is due, is not for inside a transaction that others wait for.
+        self._pins.spared()
+        taken: dict[int, tuple[int, int]] = {}
+        tokens: list[bytes] = []
+        for _ in range(_MOST_SLABS_RECLAIMED):
+            answer = self._index.change(lambda change: self._take(change, wanted))  # noqa: B023
+            if answer is not None and answer[0]:
+                taken |= answer[0]
+                tokens.append(answer[1])
+            wanted = {
+                slot_size: rest
+                for slot_size, pages in wanted.items()
+                if (rest := [page for page in pages if page not in taken])
+            }
+            if not wanted or not self.reclaim_slab(needed=True):
+                break
+        return taken, tokens
+
+    def _take(
+        self, change: IndexChange, wanted: Mapping[int, Sequence[int]]
+    ) -> tuple[dict[int, tuple[int, int]], bytes]:
+        taken: dict[int, tuple[int, int]] = {}
+        for slot_size, pages in wanted.items():
+            count = len(pages)
+            places = change.take_free_slots(slot_size, count)
+            while len(places) < count and self._add_slab(change, slot_size):
+                places += change.take_free_slots(slot_size, count - len(places))
+            if len(places) < count and self._time_to_look_for_dead_writers() and change.release_dead_writers():
+                places += change.take_free_slots(slot_size, count - len(places))
+            if len(places) < count:
+                self._full.add(slot_size)
+                self._evict(change, slot_size, count - len(places))
+                places += change.take_free_slots(slot_size, count - len(places))
+            taken.update(zip(pages, places, strict=False))
+            if len(places) < count:
+                self._colder_slab = change.colder_slab(slot_size)
+        self._count_evicted(change)
+        return taken, change.pend(list(taken.values())) if taken else b""
+
+    def evict_ahead(self, counts: Mapping[int, int]) -> None:
+        """At full capacity, free as many slots as are being filled (``counts``, by slot size), for the next write.
+
+        While they are being filled: this is work for the processor, and that is work for the disk and the memory. And
+        before they are published: what is stored now must not be evicted by the same call.
+        """
+
+        def evict(change: IndexChange) -> None:
+            for slot_size, count in counts.items():
+                if slot_size in self._full:
+                    wanted = min(count, self._capacity // slot_size // _MOST_EVICTED_AHEAD)
+                    self._evict(change, slot_size, wanted - change.free_slots(slot_size, wanted))
+                    self._colder_slab = change.colder_slab(slot_size)
+            self._count_evicted(change)
+
+        if not self._full.isdisjoint(counts):
+            self._index.change(evict)
+
+    def _evict(self, change: IndexChange, slot_size: int, count: int) -> None:
+        for keys in self._touches.take():
+            change.touch(keys)
+        change.evict(slot_size, count, self._pins.spared())
+
+    def _count_evicted(self, change: IndexChange) -> None:
+        self._metrics.add("evicted", "capacity", change.evicted)
+        self._evicted_since_reclaim += change.evicted
+
+    def _time_to_look_for_dead_writers(self) -> bool:
+        now = time.monotonic()
+        due = now - self._looked_for_dead_writers >= _DEAD_WRITERS_INTERVAL
+        if due:
+            self._looked_for_dead_writers = now
+        return due
+
+    # -- slabs -----------------------------------------------------------------------------------------------------
+
+    def reclaim_slab(self, needed: bool) -> bool:
+        """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever.
+
+        ``needed``: pages wait for it. Otherwise one is taken for as many evictions as it has slots, and only while its
+        pages would go before those evicted here.
+        """
+        slab, self._colder_slab = self._colder_slab, None
+        if slab is None or not (needed or self._evicted_since_reclaim >= slab.slots):
+            return False
+        self._evicted_since_reclaim = 0
+        spared = self._pins.spared()
+        if spared and not needed and self._index.change(lambda change: change.holds_any(slab, spared)):
+            return False
+        return self._drop_slab(slab)
+
+    def _add_slab(self, change: IndexChange, slot_size: int) -> bool:
+        """Grow by one slab within the capacity; False when that is used up or the disk is full."""
+        used = self._occupied(change.slabs())
+        wanted = max(1, min(self._capacity // _SLABS_AT_CAPACITY, _LARGEST_SLAB) // slot_size)
+        slots = min(wanted, (self._capacity - used) // (slot_size + INDEX_BYTES_PER_SLOT))
+        if slots < 1:
+            return False
+        if slots < wanted // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in change.slabs()):
+            # What slabs of other sizes left over, again and again: slabs of one slot each would be had by the hundred.
+            return False
+        slab = change.add_slab(slot_size, slots)
+        try:
+            self._directory.create_slab_file(slab)
+        except OSError as error:
+            self._failed(error)
+            change.drop_slab(slab)
+            return False
+        self._slabs[slab.number] = slab
+        return True
+
+    def _drop_slab(self, slab: Slab) -> bool:
+        dropped = self._index.change(lambda change: change.drop_slab(slab))
+        if dropped:
+            self._slabs.pop(slab.number, None)
+            # There is room again: a slab is added before the next eviction.
+            self._full.clear()
+            try:
+                self._directory.delete_slab_file(slab)
+            except OSError as error:
+                self._failed(error)
+            self._look_at_slabs()
+        return bool(dropped)
+
+    def _shrink(self) -> None:
+        """Drop slabs, those with the pages that go first, until what there is fits the capacity.
+
+        The capacity may have been lowered, or the index have grown: killed readers pin what they were looking at.
+        """
+        while True:
+            slabs = self._directory.index.slabs()
+            if not slabs or self._occupied(slabs) <= self._capacity:
+                return
+            slab = self._index.change(lambda change: change.colder_slab(slot_size=0)) or slabs[0]
+            if not self._drop_slab(slab):
+                return
+
+    def _occupied(self, slabs: Sequence[Slab]) -> int:
+        """Bytes of disk of slabs and index: what the index is expected to need, or what it takes if that is more."""
+        expected = INDEX_BYTES_AT_LEAST + sum(slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
+        return max(expected, self._directory.index.size()) + sum(slab.size for slab in slabs)
+
+    def _look_at_slabs(self) -> None:
+        """Learn of slabs added, and let go of those dropped, by whichever process."""
+        slabs = self._index.slabs()
+        if slabs is not None:
+            self._slabs = {slab.number: slab for slab in slabs}
+            self._directory.close_dropped(self._slabs)
