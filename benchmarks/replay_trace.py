@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hicache_ext.envelope import KEY_LENGTH
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
-from hicache_ext.storage.file.slab.change import Written
 from hicache_ext.storage.file.slab.index import SlabIndex
+from hicache_ext.storage.file.slab.placed import Located, Placed
 
 Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024
@@ -125,12 +125,12 @@ def ours_in_the_index(requests: Requests, capacity: int) -> int:
             change.add_slab(_SLOT_SIZE, capacity)
         for request in requests:
             keys = [_IDENTITY + block.to_bytes(KEY_LENGTH - len(_IDENTITY), "big", signed=True) for block in request]
-            located, stale = index.locate(keys, range(len(keys)))
-            present = {page.position for page in located}
+            placed, stale = index.locate(keys)
+            present = set(placed.positions.tolist())
             served += leading_run(range(len(keys)), present)
             with index.changing() as change:
                 if stale:
-                    change.touch([keys[page.position] for page in located])
+                    change.touch([keys[position] for position in sorted(present)])
             missing = [position for position in range(len(keys)) if position not in present]
             for first in range(0, len(missing), max(1, min(128, capacity // 4))):
                 _store(index, keys, missing[first : first + max(1, min(128, capacity // 4))])
@@ -148,13 +148,8 @@ def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int]) ->
             change.evict(_SLOT_SIZE, len(positions) - len(places))
             places += change.take_free_slots(_SLOT_SIZE, len(positions) - len(places))
         token = change.pend(places)
-        change.publish(
-            [token],
-            [
-                Written(keys[i], slab, slot, 1, i, keys[i - 1] if i else None)
-                for i, (slab, slot) in zip(positions, places, strict=True)
-            ],
-        )
+        located = [Located(slab, slot, 1, i) for i, (slab, slot) in zip(positions, places, strict=True)]
+        change.publish([token], keys, Placed.of(located))
 
 
 def ours_without_ghosts(requests: Requests, capacity: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.path_choice import PathChoice
-from hicache_ext.storage.file.slab.change import Written
+from hicache_ext.storage.file.slab.placed import Located, Placed
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.testing.memory_store import MemoryPageStore
 
@@ -99,7 +99,7 @@ class RawSlots:
                 change.give_back(*other)
             stored = stored[:slot_size]
             token = change.pend([(slab, slot)])
-            assert change.publish([token], [Written(key, slab, slot, len(stored), 0, None)]) == [True]
+            assert change.publish([token], [key], Placed.of([Located(slab, slot, len(stored), 0)])) == [True]
         file, offset = self._file_and_offset(slab, slot)
         with file.open("r+b") as opened:
             opened.seek(offset)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.storage.file.eviction import RANK_LENGTH, Ghost, Rank
 from hicache_ext.storage.file.slab.groups import Group, Groups
+from hicache_ext.storage.file.slab.placed import Placed
 from hicache_ext.storage.file.slab.ranking import Ranking
 from hicache_ext.storage.file.slab.records import (
     CREATED,
@@ -19,7 +22,7 @@ from hicache_ext.storage.file.slab.records import (
     HELD_PRIORITY,
     NUMBER,
     PAGE,
-    PAGE_WITH_RANK,
+    PAGE_COLUMNS,
     PLACE,
     PRIORITY,
     SLAB,
@@ -39,19 +42,6 @@ if TYPE_CHECKING:
 _HIGHEST_PRIORITY = (1 << 64) - 1
 _LATEST = (1 << 32) - 1
 _RANK_IN_PAGE = PAGE.size - RANK_LENGTH
-
-
-class Written(NamedTuple):
-    """A page whose bytes are in its slot."""
-
-    key: bytes
-    slab: int
-    slot: int
-    length: int
-    depth: int
-    """Position in its chain, as far as is known."""
-    before: bytes | None
-    """The key of the page before it in its chain."""
 
 
 class IndexChange:
@@ -144,51 +134,55 @@ class IndexChange:
         """A slot that was taken is free again."""
         self._groups.give_back(self._ranking.slab(slab), slot)
 
-    def publish(self, tokens: Sequence[bytes], pages: Sequence[Written], oldest: bytes = b"") -> list[bool] | None:
-        """Make pages of what was pended under ``tokens``, in the order of their chain; the other slots become free.
+    def publish(
+        self, tokens: Sequence[bytes], keys: Sequence[bytes], placed: Placed, oldest: bytes = b""
+    ) -> list[bool] | None:
+        """Make pages of what was pended under ``tokens``; the other slots become free.
 
-        False for a page that another writer published first: its slot is free again. None, and nothing is published,
-        when the slots are no longer this writer's: its process was taken for dead. ``oldest`` as for ``contains``.
+        ``keys`` is a chain; ``placed`` are those of its pages whose bytes are in their slots, by position. False for a
+        page that another writer published first: its slot is free again. None, and nothing is published, when the slots
+        are no longer this writer's: its process was taken for dead. ``oldest`` as for ``contains``.
         """
         index, transaction = self._index, self._transaction
-        created, pack = CREATED.pack(int(time.time())), PAGE_WITH_RANK.pack
         rest: set[tuple[int, int]] = set()
         for token in tokens:
             rest.update(PLACE.iter_unpack(transaction.pop(token, db=index.pending_db) or b""))
-        places = [(page.slab, page.slot) for page in pages]
+        places = list(zip(placed.slabs.tolist(), placed.slots.tolist(), strict=True))
         if not rest.issuperset(places):
             for number, slot in rest:
                 self.give_back(number, slot)
             return None
-        full_keys = index.full_keys(transaction, [page.key for page in pages])
+        positions = placed.positions.tolist()
+        chosen = keys if len(positions) == len(keys) else [keys[position] for position in positions]
+        full_keys = index.full_keys(transaction, chosen)
         if oldest:
             self.remove_expired(full_keys, oldest)
-        items: list[tuple[bytes, bytes]] = []
-        ranks: list[Rank] = []
-        for begin, end in self._chains(pages):
-            size = self._ranking.slab(pages[begin].slab).slot_size
+        values = np.empty(len(places), PAGE_COLUMNS)
+        values["created"] = np.void(CREATED.pack(int(time.time())))
+        values["slab"], values["slot"], values["length"] = placed.slabs, placed.slots, placed.lengths
+        for begin, end in self._chains(placed):
+            size, depth = self._ranking.slab(places[begin][0]).slot_size, positions[begin]
             ghosts = self._recall(size, full_keys[begin:end])
-            chain = self._ranking.inserted_chain(size, self._rank_of(pages[begin].before), pages[begin].depth, ghosts)
-            items += [
-                (full_key, pack(created, number, slot, length, priority, used, hits))
-                for (_, number, slot, length, _, _), full_key, (priority, used, hits) in zip(
-                    pages[begin:end], full_keys[begin:end], chain, strict=True
-                )
-            ]
-            ranks += chain
-        inserted = self._insert(items)
+            before = self._rank_of(keys[depth - 1]) if depth else None
+            ranks = np.array(self._ranking.inserted_chain(size, before, depth, ghosts), np.uint64).T
+            for name, column in zip(("priority", "used", "hits"), ranks, strict=True):
+                values[name][begin:end] = column
+        packed = values.tobytes()
+        inserted = self._insert(full_keys, [packed[at : at + PAGE.size] for at in range(0, len(packed), PAGE.size)])
+        priorities = values["priority"]
         if not all(inserted):
             places = list(itertools.compress(places, inserted))
-            ranks = list(itertools.compress(ranks, inserted))
+            priorities = priorities[inserted]
             full_keys = list(itertools.compress(full_keys, inserted))
-        self._groups.hold_all(self._ranking.slab, places, ranks, full_keys)
+        self._groups.hold_all(self._ranking.slab, places, priorities, full_keys)
         rest.difference_update(places)
         for number, slot in rest:
             self.give_back(number, slot)
         return inserted
 
-    def _insert(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+    def _insert(self, full_keys: Sequence[bytes], values: Sequence[bytes]) -> list[bool]:
         """Put these into ``pages`` where there are none; which were put."""
+        items = list(zip(full_keys, values, strict=True))
         with self._transaction.cursor(self._index.pages_db) as cursor:
             _, added = cursor.putmulti(items, overwrite=False)
         if added == len(items):
@@ -207,7 +201,7 @@ class IndexChange:
         self._groups.put_to_use(slab, place.slot)
         (rank,) = self._ranking.inserted_chain(slab.slot_size, None, 0, [None])
         created = CREATED.pack(min(created_ms // 1000, _LATEST))
-        value = PAGE_WITH_RANK.pack(created, place.slab, place.slot, place.length, *rank)
+        value = PAGE.pack(created, place.slab, place.slot, place.length, rank.pack())
         self._put(full_key, value, slab, place.slot, rank)
         return True
 
@@ -382,20 +376,15 @@ class IndexChange:
         (full_key,) = self._index.full_keys(self._transaction, [key])
         return full_key
 
-    def _chains(self, pages: Sequence[Written]) -> Iterator[tuple[int, int]]:
+    def _chains(self, placed: Placed) -> Iterator[tuple[int, int]]:
         """Where pages that follow each other begin and end, those of one slot size."""
-        begin = 0
-        for position in range(1, len(pages)):
-            last, page = pages[position - 1], pages[position]
-            if page.before == last.key and page.depth == last.depth + 1 and self._same_size(last.slab, page.slab):
-                continue
-            yield begin, position
-            begin = position
-        if pages:
-            yield begin, len(pages)
-
-    def _same_size(self, one: int, other: int) -> bool:
-        return one == other or self._ranking.slab(one).slot_size == self._ranking.slab(other).slot_size
+        known = {number: self._ranking.slab(number).slot_size for number in set(placed.slabs.tolist())}
+        breaks = placed.positions[1:] != placed.positions[:-1] + 1
+        if len(set(known.values())) > 1:
+            sizes = np.array([known[number] for number in placed.slabs.tolist()])
+            breaks |= sizes[1:] != sizes[:-1]
+        borders = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(placed)]
+        return itertools.pairwise(borders) if len(placed) else iter(())
 
     def _recall(self, slot_size: int, full_keys: Sequence[bytes]) -> list[Ghost | None]:
         """The ghosts of pages that are back; they are ghosts no more."""

@@ -98,10 +98,53 @@ def _checksum(functions: Any, state: Any, facts: Any, addresses: Any, segments: 
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _is_page(
-    functions: Any, state: Any, facts: Any, addresses: Any, segments: Any, keys: Any, headers: Any, at: Any, page: Any
+def _read_large_page(
+    functions: Any,
+    state: Any,
+    facts: Any,
+    descriptor: Any,
+    offset: Any,
+    addresses: Any,
+    segments: Any,
+    headers: Any,
+    vectors: Any,
+    page: Any,
 ) -> Any:
-    """Whether the page just read, with its header at word ``at`` of ``headers``, is the page asked for."""
+    """Read a page in portions, each hashed while it is in the processor's cache: the bytes read, or what the system
+    call says, and the two words of the checksum."""
+    stride = facts[STRIDE]
+    count, total, done = 1, facts[HEADER], 0
+    vectors[0], vectors[1] = headers.ctypes.data, stride
+    if facts[HEADER] > stride:
+        vectors[2], vectors[3] = facts[FILLER], facts[HEADER] - stride
+        count = 2
+    of_payload = count
+    call(functions[RESET], state, 0, 0, 0, 0)
+    for segment in range(len(segments)):
+        begin = 0
+        while begin < segments[segment]:
+            length = min(segments[segment] - begin, facts[AT_ONCE] - total)
+            vectors[2 * count], vectors[2 * count + 1] = addresses[page, segment] + begin, length
+            count += 1
+            total += length
+            begin += length
+            last = segment + 1 == len(segments) and begin == segments[segment]
+            if last or total >= facts[AT_ONCE] or 2 * count == len(vectors):
+                moved = call(functions[PREADV2], descriptor, vectors.ctypes.data, count, offset + done, facts[FLAGS])
+                if moved != total:
+                    return moved if moved < 0 else done + moved, np.uint64(0), np.uint64(0)
+                for vector in range(of_payload, count):
+                    call(functions[UPDATE], state, vectors[2 * vector], vectors[2 * vector + 1], 0, 0)
+                done += moved
+                count, total, of_payload = 0, 0, 0
+    low, high = call_for_two(functions[DIGEST], state, 0)
+    return done, low, high
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _is_page(functions: Any, facts: Any, keys: Any, headers: Any, at: Any, page: Any, low: Any, high: Any) -> Any:
+    """Whether the page just read, with its header at word ``at`` of ``headers`` and this checksum, is the page asked
+    for."""
     if headers[at] != np.uint64(facts[START]) or headers[at + 1] != np.uint64(facts[SECOND]):
         return False
     for word in range(_KEY_WORDS):
@@ -109,7 +152,6 @@ def _is_page(
             return False
     if headers[at + _LENGTH_WORD] != np.uint64(facts[PAYLOAD]):
         return False
-    low, high = _checksum(functions, state, facts, addresses, segments, page)
     if headers[at + _CHECKSUM_WORD] != swapped(high) or headers[at + _CHECKSUM_WORD + 1] != swapped(low):
         return False
     low, high = call_for_two(functions[HASH], headers.ctypes.data + 8 * at, _CHECKED_BYTES)
@@ -153,15 +195,36 @@ def _read_pages(
 ) -> None:
     while begin < end:
         behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)
-        count, total = _gather(facts, addresses, segments, headers, vectors, begin, behind)
-        moved = call(functions[PREADV2], descriptors[begin], vectors.ctypes.data, count, offsets[begin], facts[FLAGS])
+        whole = behind - begin > 1 or facts[SLOT] <= facts[AT_ONCE]
+        low, high = np.uint64(0), np.uint64(0)
+        if whole:
+            count, total = _gather(facts, addresses, segments, headers, vectors, begin, behind)
+            moved = call(
+                functions[PREADV2], descriptors[begin], vectors.ctypes.data, count, offsets[begin], facts[FLAGS]
+            )
+        else:
+            total = facts[HEADER] + facts[PAYLOAD]
+            moved, low, high = _read_large_page(
+                functions,
+                state,
+                facts,
+                descriptors[begin],
+                offsets[begin],
+                addresses,
+                segments,
+                headers,
+                vectors,
+                begin,
+            )
         failed = -int_at(call(functions[ERRNO], 0, 0, 0, 0, 0)) if moved < 0 else LOOK_AGAIN
         for page in range(begin, behind):
-            at = (page - begin) * (facts[STRIDE] // 8)
-            if moved == total and _is_page(functions, state, facts, addresses, segments, keys, headers, at, page):
-                results[page] = DONE
-            else:
-                results[page] = failed
+            results[page] = failed
+            if moved == total:
+                if whole:
+                    low, high = _checksum(functions, state, facts, addresses, segments, page)
+                at = (page - begin) * (facts[STRIDE] // 8)
+                if _is_page(functions, facts, keys, headers, at, page, low, high):
+                    results[page] = DONE
         begin = behind
 
 

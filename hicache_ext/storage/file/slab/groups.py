@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hicache_ext.storage.file.eviction import Rank
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ext.storage.file.slab.records import (
     FREE,
     FREE_SLOTS,
     HELD,
+    HELD_COLUMNS,
     HELD_PRIORITY,
     ORDER,
     PLACE,
@@ -58,21 +61,28 @@ class Groups:
         self,
         slab_of: Callable[[int], Slab],
         slots: Sequence[tuple[int, int]],
-        ranks: Sequence[Rank],
+        priorities: npt.NDArray[np.uint64],
         full_keys: Sequence[bytes],
     ) -> None:
         """``hold`` for many slots (slab, slot), neighbours mostly one after the other."""
-        pack = HELD.pack
+        columns = np.empty(len(slots), HELD_COLUMNS)
+        columns["priority"] = priorities
+        columns["key"] = np.frombuffer(b"".join(full_keys), columns["key"].dtype)
+        offsets: list[int] = []
+        changes: list[dict[bytes, bytes | None]] = []
         current, first, end = -1, 0, 0
-        for (number, slot), (priority, _, _), full_key in zip(slots, ranks, full_keys, strict=True):
+        for number, slot in slots:
             if number != current or not first <= slot < end:
                 size = slab_of(number).slot_size
                 together = slots_in_group(size)
                 current, first = number, slot - slot % together
                 end = first + together
-                changes = self._held.setdefault((size, PLACE.pack(number, first)), {})
-            held = pack(slot - first, priority, full_key)
-            changes[held[:2]] = held
+                of_group = self._held.setdefault((size, PLACE.pack(number, first)), {})
+            offsets.append(slot - first)
+            changes.append(of_group)
+        columns["offset"] = offsets
+        for of_group, held in zip(changes, _cut(columns.tobytes()), strict=True):
+            of_group[held[:2]] = held
 
     def hold_no_more(self, slab: Slab, slot: int) -> None:
         """The slot has no page."""

@@ -13,10 +13,8 @@ after every process has closed it in order (then it was synced); otherwise it is
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -24,12 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
+import numpy as np
 
 from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.storage.file.eviction import Rank
 from hicache_ext.storage.file.slab.chains import ChainLookups
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.ghosts import GhostTable
+from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.file.slab.ranking import Ranking
 from hicache_ext.storage.file.slab.records import (
     CREATED,
@@ -42,6 +42,7 @@ from hicache_ext.storage.file.slab.records import (
     NUMBER,
     ORDER,
     PAGE,
+    PAGE_COLUMNS,
     PLACE,
     SLAB,
     SLOT_SIZE,
@@ -70,22 +71,6 @@ _VERSION = str(INDEX_VERSION).encode()
 _SLAB_CHANGES = b"slab changes"
 _GHOSTS = b"ghosts"
 _HIGHEST = (1 << 64) - 1
-
-
-class Located(NamedTuple):
-    """A page that is there. A tuple, and in this order, because batches of them are sorted by place."""
-
-    slab: int
-    slot: int
-    length: int
-    position: int
-    """The number that the caller gave with the key."""
-
-
-_located = functools.partial(tuple.__new__, Located)
-_LOCATED = struct.Struct("<4xIII8xQx")
-"""Of ``PAGE``: slab, slot, length, and of its rank when it was last used."""
-assert _LOCATED.size == PAGE.size
 
 
 class IndexedPage(NamedTuple):
@@ -158,35 +143,33 @@ class SlabIndex:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def locate(
-        self, keys: Sequence[bytes], positions: Sequence[int], oldest: bytes = b""
-    ) -> tuple[list[Located], bool]:
-        """The pages of a chain that are there, in its order, and whether using them now is worth a ``touch``.
-
-        ``positions[i]`` comes back as the position of ``keys[i]``. ``oldest`` as for ``contains``.
-        """
+    def locate(self, keys: Sequence[bytes], oldest: bytes = b"") -> tuple[Placed, bool]:
+        """Those of these pages that are there, in their order, each with its position in ``keys``; and whether using
+        them now is worth a ``touch``. ``oldest`` as for ``contains``."""
         with self._environment.begin(db=self.pages_db) as transaction:
             values: list[Any] = list(map(transaction.get, self.full_keys(transaction, keys)))
+            positions = np.arange(len(values))
             if oldest or None in values:
                 found = [n for n, value in enumerate(values) if value is not None and value >= oldest]
-                positions, values = [positions[n] for n in found], [values[n] for n in found]
+                positions, values = positions[found], [values[n] for n in found]
             if not values:
-                return [], False
+                return NONE_PLACED, False
             # Column by column, without a step of Python per page.
-            slabs, slots, lengths, uses = zip(*_LOCATED.iter_unpack(b"".join(values)), strict=True)
-            located = list(map(_located, zip(slabs, slots, lengths, positions, strict=True)))
+            columns = np.frombuffer(b"".join(values), PAGE_COLUMNS)
+            slabs, slots, lengths = (columns[name].astype(np.int64) for name in ("slab", "slot", "length"))
             known = self._slabs_by_number(transaction)
             ranking = Ranking(known, transaction, self.state_db)
-            fresh = {slab: ranking.oldest_fresh_use(known[slab].slot_size) for slab in set(slabs)}
-            stale = min(uses) < max(fresh.values()) and any(
-                used < fresh[slab] for slab, used in zip(slabs, uses, strict=True)
+            fresh = {slab: ranking.oldest_fresh_use(known[slab].slot_size) for slab in set(slabs.tolist())}
+            used = columns["used"]
+            stale = int(used.min()) < max(fresh.values()) and any(
+                int(used[slabs == slab].min()) < oldest_fresh for slab, oldest_fresh in fresh.items()
             )
-        return located, stale
+        return Placed(slabs, slots, lengths, positions), stale
 
     def find(self, key: bytes) -> Place | None:
         """Where one page is."""
-        located, _ = self.locate([key], [0])
-        return Place(*located[0][:3]) if located else None
+        placed, _ = self.locate([key])
+        return Place(*placed.pages()[0][:3]) if placed else None
 
     def contains(self, keys: Sequence[bytes], oldest: bytes = b"") -> list[bool]:
         """Which pages are there. Those written before ``oldest`` (``CREATED``, packed) are not."""

@@ -13,21 +13,20 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.envelope import FIELDS_LENGTH, page_start
+from hicache_ext.envelope import FIELDS_LENGTH, KEY_LENGTH, page_start
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_probe import Mode
 from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.slab.directory import SlabDirectory
-from hicache_ext.storage.file.slab.index import Located
+from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.shapes import Shape, shape_of
 from hicache_ext.storage.file.slab.slot_io import ALIGNMENT, SlotIo
@@ -49,22 +48,31 @@ _HEADERS = 128
 _MOST_SEGMENTS = IOV_MAX - 3
 _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
 """What a system call says that asked for something the file system does not do."""
-_LOOK_AGAIN = 1
+_LEFT = 1
 
 
-@dataclass(slots=True)
 class Moving:
-    """The pages of one call on their way. Its pieces may be moved by any threads; use it as a context, which keeps
-    their slots open."""
+    """The pages of one call on their way, in ``pieces`` that any threads may move; a context that keeps their slots
+    open. What became of them is asked once all pieces are moved."""
 
-    pages: list[Located]
-    """In the order of their places."""
-    results: npt.NDArray[np.int64]
-    """Of each page 0 when it is moved and right, -errno, or else 1."""
-    pieces: int
-    _per_piece: int
-    _move_range: Callable[[int, int], None]
-    _opened: ExitStack
+    def __init__(
+        self,
+        pages: Placed,
+        others: Placed,
+        results: npt.NDArray[np.int64],
+        pages_per_piece: int,
+        move_range: Callable[[int, int], None],
+        opened: ExitStack,
+    ) -> None:
+        """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
+        else 1; ``others`` cannot be moved here."""
+        self.pieces = -(-len(pages) // pages_per_piece)
+        self._pages = pages
+        self._others = others
+        self._results = results
+        self._per_piece = pages_per_piece
+        self._move_range = move_range
+        self._opened = opened
 
     def __enter__(self) -> Moving:
         return self
@@ -73,25 +81,29 @@ class Moving:
         self._opened.close()
 
     def move(self, piece: int) -> None:
-        """Move one of ``pieces``."""
         begin = piece * self._per_piece
-        self._move_range(begin, min(begin + self._per_piece, len(self.pages)))
+        self._move_range(begin, min(begin + self._per_piece, len(self._pages)))
 
-    def outcome(self) -> tuple[list[Located], list[tuple[Located, int]], list[Located]]:
-        """The pages that are moved, those that failed with their errno, and those that are worth another look."""
-        if not self.results.any():
-            return self.pages, [], []
-        moved: list[Located] = []
-        failed: list[tuple[Located, int]] = []
-        unclear: list[Located] = []
-        for page, result in zip(self.pages, self.results.tolist(), strict=True):
-            if result == 0:
-                moved.append(page)
-            elif result > 0 or -result in _NOT_OF_THE_DISK:
-                unclear.append(page)
-            else:
-                failed.append((page, -result))
-        return moved, failed, unclear
+    @property
+    def all_done(self) -> bool:
+        return not len(self._others) and not self._results.any()
+
+    def done(self) -> Placed:
+        """The pages that are moved, and those read are what was asked for."""
+        return self._pages.select(self._results == 0)
+
+    def failed(self) -> dict[int, int]:
+        """The positions of pages that the disk failed, each with its errno."""
+        failed = (self._results < 0) & ~self._not_of_the_disk()
+        return dict(zip(self._pages.positions[failed].tolist(), (-self._results[failed]).tolist(), strict=True))
+
+    def left(self) -> Placed:
+        """The pages left to the other way."""
+        left = self._pages.select((self._results > 0) | self._not_of_the_disk())
+        return Placed.joined([left, self._others])
+
+    def _not_of_the_disk(self) -> npt.NDArray[np.bool_]:
+        return np.isin(-self._results, _NOT_OF_THE_DISK)
 
 
 class PageMoves:
@@ -105,101 +117,102 @@ class PageMoves:
         self._io = io
         self._code = compiled_code()
 
-    def to_read(
-        self, batch: PageBatch, pages: Sequence[Located], slab_of: Callable[[int], Slab | None], threads: int
-    ) -> Moving | None:
-        """These pages of the batch from their slots; None when they cannot be read here."""
+    def to_read(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
+        """These pages of the batch, from their slots."""
         code = self._code
         if code is None:
-            return None
-        of_call = _OfCall(self._io.read_flags, code.nowhere.ctypes.data, 0)
-        return self._begin(code, code.read, self._plan.read, of_call, batch, pages, slab_of, threads)
+            return _nothing_but(pages)
+        of_call = _OfCall(self._plan.read, self._io.read_flags, code.nowhere.ctypes.data, 0)
+        return self._moving(code, code.read, of_call, batch, pages, slab_of, threads)
 
-    def to_write(
-        self, batch: PageBatch, pages: Sequence[Located], slab_of: Callable[[int], Slab | None], threads: int
-    ) -> Moving | None:
-        """These pages of the batch into their slots; None when they cannot be written here."""
+    def to_write(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
+        """These pages of the batch, into their slots."""
         code = self._code
         if code is None:
-            return None
-        of_call = _OfCall(self._io.write_flags, code.zeros.ctypes.data, int(time.time() * 1000))
-        return self._begin(code, code.write, self._plan.write, of_call, batch, pages, slab_of, threads)
+            return _nothing_but(pages)
+        of_call = _OfCall(self._plan.write, self._io.write_flags, code.zeros.ctypes.data, int(time.time() * 1000))
+        return self._moving(code, code.write, of_call, batch, pages, slab_of, threads)
 
-    def _begin(
+    def _moving(
         self,
         code: CompiledCode,
         move: Callable[..., None],
-        mode: Mode,
         of_call: _OfCall,
         batch: PageBatch,
-        pages: Sequence[Located],
+        pages: Placed,
         slab_of: Callable[[int], Slab | None],
         threads: int,
-    ) -> Moving | None:
-        payload = batch.sizes[0]
-        memory = addresses_of(batch.buffers) if batch.sizes.count(payload) == len(batch) else None
+    ) -> Moving:
+        payload = batch.sizes[0] if len(pages) else 0
+        memory = addresses_of(batch.buffers) if len(pages) and batch.sizes.count(payload) == len(batch) else None
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS:
-            return None
+            return _nothing_but(pages)
         shape = shape_of(payload)
-        direct = mode == "direct" and shape.header == BLOCK and _aligned(memory)
-        opened = ExitStack()
+        direct = of_call.mode == "direct" and shape.header == BLOCK and _aligned(memory)
+        opened, others = ExitStack(), NONE_PLACED
         try:
-            descriptors = self._open({page.slab for page in pages}, slab_of, direct, opened)
-            found = sorted([page for page in pages if page.slab in descriptors])
-            if not found:
-                opened.close()
-                return None
-            if mode == "direct" and not direct:
+            found = pages.by_place()
+            descriptors = self._open(found, slab_of, direct, opened)
+            if (descriptors < 0).any():
+                found, others = found.select(descriptors >= 0), found.select(descriptors < 0)
+                descriptors = descriptors[descriptors >= 0]
+            if of_call.mode == "direct" and not direct:
                 self._metrics.add("io", "unaligned", len(found))
-            slabs, slots, _, positions = zip(*found, strict=True)
-            everything = list(positions) == list(range(len(batch)))
-            keys = batch.keys if everything else [batch.keys[position] for position in positions]
-            at_once = _AT_ONCE_DIRECT if direct else _AT_ONCE
+            in_order = found.are_all(len(batch))
+            positions = found.positions.tolist()
+            keys = batch.keys if in_order else [batch.keys[position] for position in positions]
             arrays = (
-                _facts(shape, payload, of_call, BLOCK if direct else FIELDS_LENGTH, at_once),
-                np.array([descriptors[slab] for slab in slabs], np.int64),
-                np.array(slots, np.int64) * shape.slot,
-                memory.pages if everything else memory.pages[list(positions)],
+                _facts(shape, payload, of_call, direct),
+                descriptors,
+                found.slots * shape.slot,
+                memory.pages if in_order else memory.pages[positions],
                 memory.segment_sizes,
-                np.frombuffer(b"".join(keys), np.uint64).reshape(len(found), -1),
+                np.frombuffer(bytearray().join(keys), np.uint64).reshape(len(found), KEY_LENGTH // 8),
             )
         except BaseException:
             opened.close()
             raise
         shares = threads * (_PIECES_PER_THREAD if threads > 1 else 1)
         per_piece = max(-(-len(found) // shares), min(len(found), _LEAST_PIECE // shape.slot), 1)
-        results = np.full(len(found), _LOOK_AGAIN, np.int64)
+        results = np.full(len(found), _LEFT, np.int64)
 
         def move_range(begin: int, end: int) -> None:
             scratch = code.scratch
             headers = scratch.blocks if direct else scratch.fields
             move(code.functions, *arrays, headers, scratch.vectors, scratch.state.address, results, begin, end)
 
-        return Moving(found, results, -(-len(found) // per_piece), per_piece, move_range, opened)
+        return Moving(found, others, results, per_piece, move_range, opened)
 
     def _open(
-        self, numbers: set[int], slab_of: Callable[[int], Slab | None], direct: bool, opened: ExitStack
-    ) -> dict[int, int]:
-        """Descriptors of these slabs; those that cannot be opened are left to the other way."""
-        descriptors: dict[int, int] = {}
-        for number in numbers:
+        self, pages: Placed, slab_of: Callable[[int], Slab | None], direct: bool, opened: ExitStack
+    ) -> npt.NDArray[np.int64]:
+        """The descriptor for each page; -1 where its slab cannot be opened, which is left to the other way."""
+        numbers = pages.slabs.tolist()
+        descriptors = dict.fromkeys(numbers, -1)
+        for number in descriptors:
             slab = slab_of(number)
             if slab is not None:
                 with suppress(OSError):
                     descriptors[number] = opened.enter_context(self._directory.opened(slab, direct=direct))
-        return descriptors
+        return np.array([descriptors[number] for number in numbers], np.int64)
+
+
+def _nothing_but(others: Placed) -> Moving:
+    return Moving(NONE_PLACED, others, np.empty(0, np.int64), 1, lambda begin, end: None, ExitStack())
 
 
 class _OfCall(NamedTuple):
+    mode: Mode
     flags: int
     filler: int
     created_ms: int
 
 
-def _facts(shape: Shape, payload: int, of_call: _OfCall, stride: int, at_once: int) -> npt.NDArray[np.int64]:
+def _facts(shape: Shape, payload: int, of_call: _OfCall, direct: bool) -> npt.NDArray[np.int64]:
     """``facts`` of compiled_runs.py."""
     start = np.frombuffer(page_start(shape.header), np.int64)
-    flags, filler, created_ms = of_call
+    stride, at_once = (BLOCK, _AT_ONCE_DIRECT) if direct else (FIELDS_LENGTH, _AT_ONCE)
+    _, flags, filler, created_ms = of_call
     return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
 
 
@@ -242,7 +255,12 @@ def compiled_code() -> CompiledCode | None:
     try:
         return CompiledCode()
     except ImportError as error:
-        logger.info(
-            "the file tier moves its pages in Python, which is slower and holds the GIL (%s): pip install numba", error
-        )
-        return None
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - a compiler may fail in many ways, and pages move without it
+        reason = f"{type(error).__name__}: {error}"
+    logger.info(
+        "the file tier moves its pages in Python, which is slower and holds the GIL (%s): "
+        "pip install 'hicache-ext[compiled]'",
+        reason,
+    )
+    return None

@@ -12,7 +12,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.directory import SlabDirectory
-from hicache_ext.storage.file.slab.index import Located
+from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.file.slab.records import Slab
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ class QuietIndex:
         self._metrics = metrics
         self._trouble = trouble
 
-    def locate(self, keys: Sequence[bytes], positions: Sequence[int], oldest: bytes) -> tuple[list[Located], bool]:
+    def locate(self, keys: Sequence[bytes], oldest: bytes) -> tuple[Placed, bool]:
         try:
-            return self._index.locate(keys, positions, oldest)
+            return self._index.locate(keys, oldest)
         except lmdb.Error as error:
             self._count_error(error)
-            return [], False
+            return NONE_PLACED, False
 
     def contains(self, keys: Sequence[bytes], oldest: bytes) -> list[bool]:
         try:

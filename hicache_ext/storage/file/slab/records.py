@@ -26,6 +26,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
+
 from hicache_ext.envelope import KEY_LENGTH
 from hicache_ext.storage.file.eviction import RANK_LENGTH
 
@@ -35,12 +37,26 @@ INDEX_VERSION = 4
 GENERATION = struct.Struct(">H")
 FIRST_GENERATION = GENERATION.pack(0)
 PAGE = struct.Struct(f"<4sIII{RANK_LENGTH}s")
-PAGE_WITH_RANK = struct.Struct("<4sIIIQQB")
-"""The same bytes, the rank in its parts."""
+PAGE_COLUMNS = np.dtype(
+    [
+        ("created", "V4"),
+        ("slab", "<u4"),
+        ("slot", "<u4"),
+        ("length", "<u4"),
+        ("priority", "<u8"),
+        ("used", "<u8"),
+        ("hits", "u1"),
+    ]
+)
+"""The same bytes of many pages, the rank in its parts."""
+assert PAGE_COLUMNS.itemsize == PAGE.size
 CREATED = struct.Struct(">I")
 """Wall-clock seconds, big-endian and first in ``PAGE``: the value of a younger page is the greater one."""
 PLACE = struct.Struct(">II")
 HELD = struct.Struct(f">HQ{GENERATION.size + KEY_LENGTH}s")
+HELD_COLUMNS = np.dtype([("offset", ">u2"), ("priority", ">u8"), ("key", f"V{GENERATION.size + KEY_LENGTH}")])
+"""The same bytes of many slots."""
+assert HELD_COLUMNS.itemsize == HELD.size
 HELD_PRIORITY = slice(2, 10)
 HELD_KEY = slice(10, None)
 FREE = struct.Struct(">III")

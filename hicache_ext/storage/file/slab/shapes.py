@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from hicache_ext import envelope
 from hicache_ext.storage.file.directory import BLOCK
@@ -27,3 +31,10 @@ def shape_of(payload: int) -> Shape:
     header = BLOCK if payload % BLOCK == 0 else envelope.FIELDS_LENGTH
     length = header + payload
     return Shape(header, length, -(-length // BLOCK) * BLOCK)
+
+
+def lengths_of(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The lengths of the objects of pages with these payloads."""
+    if sizes and sizes.count(sizes[0]) == len(sizes):
+        return np.full(len(sizes), shape_of(sizes[0]).length)
+    return np.array([shape_of(size).length for size in sizes], np.int64)

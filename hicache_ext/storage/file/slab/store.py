@@ -11,32 +11,35 @@ Threads: any. The memory of a batch is touched only until the call returns.
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
-from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.expiry import Sweeper
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.pins import PinnedPages
-from hicache_ext.storage.file.slab.change import IndexChange, Written
+from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.directory import slab_directory
-from hicache_ext.storage.file.slab.index import Located
+from hicache_ext.storage.file.slab.page_moves import Moving, PageMoves
+from hicache_ext.storage.file.slab.placed import NONE_PLACED, Located, Placed
 from hicache_ext.storage.file.slab.quiet_index import QuietIndex
 from hicache_ext.storage.file.slab.records import CREATED
 from hicache_ext.storage.file.slab.room import Room
+from hicache_ext.storage.file.slab.shapes import lengths_of, shape_of
 from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
 from hicache_ext.storage.file.slab.touches import Touches
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
@@ -89,6 +92,7 @@ class SlabStore:
             self._directory = directory
             self._index = QuietIndex(name, directory, metrics, trouble)
             self._io = SlotIo(directory, self._plan, metrics)
+            self._moves = PageMoves(directory, self._plan, metrics, self._io)
             self._touches = Touches(name, self._write_touches)
             pins = PinnedPages(name, directory.path, capacity // 2, directory.index.occupied_by)
             self._room = Room(directory, self._index, capacity, pins, self._touches, metrics, self._count_error)
@@ -164,42 +168,47 @@ class SlabStore:
 
     def _get(self, batch: PageBatch, results: list[GetResult]) -> None:
         """A page whose slot was reused meanwhile is looked up once more."""
-        stale = False
-        keys: Sequence[bytes] = batch.keys
-        wanted: Sequence[int] = range(len(batch))
-        for _ in range(2):
-            located, worth_a_touch = self._index.locate(keys, wanted, self._oldest())
-            stale = stale or worth_a_touch
-            wanted = self._read(batch, located, results)
-            if not wanted:
-                break
-            keys = [batch.keys[position] for position in wanted]
-        hits = [key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT]
+        placed, stale = self._index.locate(batch.keys, self._oldest())
+        elsewhere = self._read(batch, placed, results)
+        if elsewhere:
+            placed, also_stale = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
+            self._read(batch, replace(placed, positions=np.array(elsewhere)[placed.positions]), results)
+            stale = stale or also_stale
+        if results.count(GetResult.HIT) == len(batch):
+            hits = batch.keys
+        else:
+            hits = [key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT]
         if hits:
             # SGLang reads pages of one pool at a time: what is true of the first is true of all.
             self._touches.count(hits[0][: envelope.IDENTITY_LENGTH], len(hits))
         if stale:
             self._touches.note(hits)
 
-    def _read(self, batch: PageBatch, located: list[Located], results: list[GetResult]) -> list[int]:
+    def _read(self, batch: PageBatch, placed: Placed, results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
-        sizes = batch.sizes
         # An object of another length than asked for is not this page; it is not even read.
-        doubtful = [(page, "length") for page in located if page.length != _shape(sizes[page.position]).length]
-        if doubtful:
-            located = [page for page in located if page.length == _shape(sizes[page.position]).length]
+        right = placed.lengths == lengths_of(batch.sizes)[placed.positions]
+        doubtful = [(page, "length") for page in placed.select(~right).pages()]
+        placed = placed.select(right) if doubtful else placed
         readers = self._readers
-        runs = self._runs(batch, located, readers)
-        for of_run in self._workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
-            doubtful += of_run
-        moved = []
+        with self._moves.to_read(batch, placed, self._room.slab, readers) as moving:
+            self._workers.run(moving.pieces, moving.move, readers)
+        if moving.all_done:
+            _fill(results, placed.positions, GetResult.HIT)
+        else:
+            _fill(results, moving.done().positions, GetResult.HIT)
+            _fill(results, self._count_failed(moving), GetResult.ERROR)
+            runs = self._runs(batch, moving.left().pages(), readers)
+            for of_run in self._workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
+                doubtful += of_run
+        elsewhere = []
         for page, reason in doubtful:
             if self._heal(batch, page, reason, results):
                 results[page.position] = GetResult.CORRUPT
             elif results[page.position] is not GetResult.HIT:
                 results[page.position] = GetResult.MISS
-                moved.append(page.position)
-        return sorted(moved)
+                elsewhere.append(page.position)
+        return sorted(elsewhere)
 
     def _read_run(self, batch: PageBatch, run: list[Located], results: list[GetResult]) -> list[tuple[Located, str]]:
         """One preadv for a run of neighbouring slots; those that do not hold their page, each with the reason."""
@@ -207,7 +216,7 @@ class SlabStore:
         if slab is None:
             return [(page, "truncated") for page in run]
         keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
-        headers = [_shape(sizes[page.position]).header for page in run]
+        headers = [shape_of(sizes[page.position]).header for page in run]
         stored = [Stored(header, buffers[page.position]) for page, header in zip(run, headers, strict=True)]
         try:
             read = self._io.read(slab, run[0].slot * slab.slot_size, stored)
@@ -285,14 +294,14 @@ class SlabStore:
         return results
 
     def _set(self, batch: PageBatch, results: list[SetResult]) -> None:
-        located, stale = self._index.locate(batch.keys, range(len(batch)), self._oldest())
-        for page in located:
-            results[page.position] = SetResult.EXISTS
+        placed, stale = self._index.locate(batch.keys, self._oldest())
+        known = placed.positions.tolist()
+        for position in known:
+            results[position] = SetResult.EXISTS
         if stale:
             # Computed and written once more is used, too.
-            self._touches.note([batch.keys[page.position] for page in located])
-        known = {page.position for page in located}
-        missing = [position for position in range(len(batch)) if position not in known]
+            self._touches.note([batch.keys[position] for position in known])
+        missing = sorted(set(range(len(batch))).difference(known)) if known else list(range(len(batch)))
         for portion in self._portions(batch, missing):
             self._set_portion(batch, portion, results)
         if missing:
@@ -303,7 +312,7 @@ class SlabStore:
         if not positions:
             return []
         sizes = batch.sizes
-        slots = {size: _shape(size).slot for size in set(sizes)}
+        slots = {size: shape_of(size).slot for size in set(sizes)}
         if len(positions) * max(slots.values()) <= self._room.capacity // 4:
             return [positions]
         portions: list[list[int]] = []
@@ -319,59 +328,59 @@ class SlabStore:
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
         sizes = batch.sizes
-        shapes = {size: _shape(size) for size in set(sizes)}
         wanted: dict[int, list[int]] = {}
-        for position in positions:
-            wanted.setdefault(shapes[sizes[position]].slot, []).append(position)
+        if sizes.count(sizes[0]) == len(sizes):
+            wanted[shape_of(sizes[0]).slot] = positions
+        else:
+            for position in positions:
+                wanted.setdefault(shape_of(sizes[position]).slot, []).append(position)
         places, tokens = self._room.take(wanted)
-        taken = [
-            Located(slab, slot, shapes[sizes[position]].length, position) for position, (slab, slot) in places.items()
-        ]
-        self._metrics.add("rejected", "capacity", len(positions) - len(taken))
-        if not taken:
+        self._metrics.add("rejected", "capacity", len(positions) - len(places))
+        if not places:
             return
-        runs = self._runs(batch, taken, self._threads)
-        written: list[Located] = []
-        published: dict[int, SetResult] = {}
-
-        def work(number: int) -> SetResult | None:
-            if number:
-                return self._write_run(batch, runs[number - 1])
-            self._room.evict_ahead(Counter([shapes[sizes[page.position]].slot for page in taken]))
-            return None
-
+        slabs, slots = np.array(list(places.values()), np.int64).T
+        at = np.array(list(places), np.int64)
+        taken = Placed(slabs, slots, lengths_of(sizes)[at], at).by_position()
+        written = NONE_PLACED
+        published: list[bool] | None = None
         try:
-            _, *ended = self._workers.run(1 + len(runs), work)
-            for run, result in zip(runs, ended, strict=True):
-                if result is SetResult.STORED:
-                    written += run
-                    continue
-                for page in run:
-                    results[page.position] = result
+            with self._moves.to_write(batch, taken, self._room.slab, self._threads) as moving:
+
+                def work(number: int) -> None:
+                    if number:
+                        moving.move(number - 1)
+                    else:
+                        self._room.evict_ahead(
+                            {slot_size: len(places.keys() & set(pages)) for slot_size, pages in wanted.items()}
+                        )
+
+                self._workers.run(1 + moving.pieces, work)
+            written = taken if moving.all_done else self._finish_writing(batch, moving, results)
         finally:
-            published = self._index.change(lambda change: self._publish(change, batch, tokens, written)) or {}
-        for page in written:
-            results[page.position] = published.get(page.position, SetResult.ERROR)
+            published = self._index.change(lambda change: change.publish(tokens, batch.keys, written, self._oldest()))
+        if published is None:
+            _fill(results, written.positions, SetResult.ERROR)
+        elif all(published):
+            _fill(results, written.positions, SetResult.STORED)
+        else:
+            for position, stored in zip(written.positions.tolist(), published, strict=True):
+                results[position] = SetResult.STORED if stored else SetResult.EXISTS
         self._room.reclaim_slab(needed=False)
 
-    def _publish(
-        self, change: IndexChange, batch: PageBatch, tokens: list[bytes], written: list[Located]
-    ) -> dict[int, SetResult]:
-        """Results by position; a position that is missing was not published."""
-        # In the order of the batch, which is that of the chain.
-        written.sort(key=lambda page: page.position)
-        keys = batch.keys
-        pages = [
-            Written(keys[position], slab, slot, length, position, keys[position - 1] if position else None)
-            for slab, slot, length, position in written
-        ]
-        published = change.publish(tokens, pages, self._oldest())
-        if published is None:
-            return {}
-        return {
-            page.position: SetResult.STORED if stored else SetResult.EXISTS
-            for page, stored in zip(written, published, strict=True)
-        }
+    def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> Placed:
+        """What compiled code did not write; all pages that are written, by position."""
+        written = [moving.done()]
+        _fill(results, self._count_failed(moving), SetResult.ERROR)
+        runs = self._runs(batch, moving.left().pages(), self._threads)
+        for run, result in zip(
+            runs, self._workers.run(len(runs), lambda n: self._write_run(batch, runs[n])), strict=True
+        ):
+            if result is SetResult.STORED:
+                written.append(Placed.of(run))
+            else:
+                for page in run:
+                    results[page.position] = result
+        return Placed.joined(written).by_position()
 
     def _write_run(self, batch: PageBatch, run: list[Located]) -> SetResult:
         """One pwritev for a run of neighbouring slots."""
@@ -383,7 +392,7 @@ class SlabStore:
         for page in run:
             position = page.position
             segments, size = buffers[position], sizes[position]
-            header_length, object_length, _ = _shape(size)
+            header_length, object_length, _ = shape_of(size)
             fields.append(envelope.encode_page(keys[position], segments, size, header_length, now))
             stored.append(Stored(header_length, segments))
             length += object_length
@@ -462,7 +471,7 @@ class SlabStore:
         sizes = batch.sizes
         for page in sorted(pages):
             slab, slot, _, position = page
-            _, length, takes = _shape(sizes[position])
+            _, length, takes = shape_of(sizes[position])
             if (slab, slot) == following and len(run) < longest and takes == length <= room:
                 run.append(page)
                 room -= takes
@@ -473,25 +482,22 @@ class SlabStore:
             following = (slab, slot + 1) if takes == length else (-1, -1)
         return runs
 
+    def _count_failed(self, moving: Moving) -> Sequence[int]:
+        """The positions of the pages that the disk failed, once what it said is counted."""
+        failed = moving.failed()
+        for code in failed.values():
+            self._count_error(OSError(code, os.strerror(code)))
+        return list(failed)
+
     def _count_error(self, error: OSError) -> None:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
         self._trouble(error)
 
 
-class _Shape(NamedTuple):
-    """Bytes of a page in a slot."""
-
-    header: int
-    length: int
-    slot: int
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape(payload: int) -> _Shape:
-    """How a page with ``payload`` bytes is stored.
-
-    The header is a whole block where that aligns the payload at no cost in slot size, else the bare fields.
-    """
-    header = BLOCK if payload % BLOCK == 0 else _FIELDS
-    length = header + payload
-    return _Shape(header, length, -(-length // BLOCK) * BLOCK)
+def _fill(results: list[Any], positions: Sequence[int] | npt.NDArray[np.int64], result: Any) -> None:
+    """The same result at many positions."""
+    if len(positions) == len(results):
+        results[:] = [result] * len(results)
+    else:
+        for position in positions:
+            results[position] = result

@@ -1,0 +1,71 @@
+"""Pages of a batch and the slots they are in: column by column, because a step of Python per page is what a small page
+costs most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Located(NamedTuple):
+    """One page. A tuple, and in this order, because those that are moved one by one are sorted by place."""
+
+    slab: int
+    slot: int
+    length: int
+    """Bytes of the object."""
+    position: int
+    """In the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """``Located`` of many pages: arrays of the same length."""
+
+    slabs: Numbers
+    slots: Numbers
+    lengths: Numbers
+    positions: Numbers
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def select(self, which: Any) -> Placed:
+        """Those that a numpy index chooses."""
+        return Placed(*[column[which] for column in self._columns()])
+
+    def by_place(self) -> Placed:
+        """Neighbours one behind the other."""
+        places = self.slabs << 32 | self.slots
+        return self if (places[1:] > places[:-1]).all() else self.select(places.argsort())
+
+    def by_position(self) -> Placed:
+        return self if (self.positions[1:] > self.positions[:-1]).all() else self.select(self.positions.argsort())
+
+    def are_all(self, count: int) -> bool:
+        """Whether these are ``count`` pages, all of a batch, in its order."""
+        return len(self) == count and bool((self.positions == np.arange(count)).all())
+
+    def pages(self) -> list[Located]:
+        return list(map(Located._make, zip(*[column.tolist() for column in self._columns()], strict=True)))
+
+    @classmethod
+    def of(cls, pages: Iterable[Located]) -> Placed:
+        columns = np.array(list(pages), np.int64).reshape(-1, 4).T
+        return cls(*[np.ascontiguousarray(column) for column in columns])
+
+    @classmethod
+    def joined(cls, several: Sequence[Placed]) -> Placed:
+        return cls(*[np.concatenate(columns) for columns in zip(*[one._columns() for one in several], strict=True)])
+
+    def _columns(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        return self.slabs, self.slots, self.lengths, self.positions
+
+
+NONE_PLACED = Placed.of(())
