@@ -69,8 +69,9 @@ class Room:
         return self._capacity
 
     def resize(self, capacity: int) -> None:
-        """Slabs beyond the capacity are dropped at once."""
+        """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new one."""
         self._capacity = capacity
+        self._pins.set_limit(capacity // 2)
         self._shrink()
 
     def make_up_for_index(self) -> None:
