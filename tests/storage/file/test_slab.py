@@ -320,4 +320,5 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
 def test_killed_processes_leave_a_sound_index_and_no_wrong_page() -> None:
     findings = kill_slabs.run(kills=30, seed=7)
     assert findings.problems == {}
-    assert findings.hits > 1000
+    assert findings.hits_beside_writers >= kill_slabs.HITS_BESIDE_WRITERS
+    assert findings.hits > findings.hits_beside_writers
