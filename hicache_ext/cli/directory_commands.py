@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.tables import print_table
-from hicache_ext.config import rounded_size
+from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.storage.file.directory import load_document
+from hicache_ext.storage.file.expiry import recorded_ttl
 from hicache_ext.storage.file.inspection import Inspector, open_inspector, reason_it_is_bad
 from hicache_ext.storage.file.pins import read_pins, remove_pins_that_are_over
 
@@ -116,6 +117,8 @@ def _stat(arguments: argparse.Namespace) -> int:
         pinned = sum(inspector.occupied_by(list(dict.fromkeys(page_hash for pin in pins for page_hash in pin.hashes))))
     disk = shutil.disk_usage(arguments.path)
     print(f"layout      {layout}")
+    ttl = recorded_ttl(arguments.path)
+    print(f"ttl         {'none recorded' if ttl is None else format_duration(ttl)}")
     print(f"models      {len({group.model for group in groups})}")
     print(f"identities  {len(groups)}")
     print(f"pages       {sum(group.pages for group in groups)}")

@@ -45,6 +45,9 @@ INDEX_GROWTH = 512 << 10
 WORKERS = 3
 KILLS_BETWEEN_REBUILDS = 25
 LATEST_KILL = 0.05
+HITS_BESIDE_WRITERS = 100
+"""Between two rebuilds so many pages at least are read and verified while others work."""
+LONG = 60.0
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -56,6 +59,7 @@ class Findings:
     rebuilds_killed: int = 0
     pages_rebuilt: int = 0
     hits: int = 0
+    hits_beside_writers: int = 0
     misses: int = 0
     problems: Counter[str] = field(default_factory=Counter)
 
@@ -114,18 +118,29 @@ class Reader:
         self._store = open_store(place)
         self._findings = findings
         self._chance = random.Random(seed)
+        self._hits = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            verify(self._store, self._chance.sample(KEYS, 8), self._findings, "while others work")
+            results = verify(self._store, self._chance.sample(KEYS, 8), self._findings, "while others work")
+            self._hits += results.count(GetResult.HIT)
             time.sleep(0.001)
+
+    def wait_for_hits(self, count: int) -> None:
+        """Raises TimeoutError."""
+        deadline = time.monotonic() + LONG
+        while self._hits < count:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                raise TimeoutError(f"{self._hits} pages were read while others worked")
+            time.sleep(0.01)
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        self._findings.hits_beside_writers += self._hits
         self._store.close()
 
 
@@ -211,6 +226,7 @@ def run(kills: int, seed: int) -> Findings:
                     kill(workers.pop(0))
                     findings.kills += 1
                     workers.append(start(work, str(place), chance.randrange(1 << 30)))
+                reader.wait_for_hits(HITS_BESIDE_WRITERS)
             finally:
                 for worker in workers:
                     worker.kill()
@@ -242,6 +258,7 @@ def report(found: Findings, seed: int, seconds: float) -> str:
             f"| of them while rebuilding the index | {found.rebuilds_killed} |",
             f"| pages brought back by rebuilds | {found.pages_rebuilt} |",
             f"| pages read and verified | {found.hits} |",
+            f"| of them while others worked | {found.hits_beside_writers} |",
             f"| misses | {found.misses} |",
             f"| problems | {problems} |",
             "",

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from hicache_ext.cli.main import main
+from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
+from hicache_ext.storage.file.expiry import record_ttl
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.opening import open_tiers
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.storage.raw_access import RawFiles, RawSlots
 
@@ -94,6 +97,33 @@ def test_stat_counts(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[
     assert code == 0
     facts = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert (facts["models"], facts["identities"], facts["pages"]) == ("2", "3", "8")
+
+
+@pytest.mark.parametrize("layout", ["pages", "slab"])
+def test_stat_says_which_ttl_the_last_server_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    def shown() -> str:
+        code, out = run(capsys, "stat", tmp_path)
+        assert code == 0
+        return dict(line.split(maxsplit=1) for line in out.splitlines())["ttl"]
+
+    for ttl, words in (("7d", "7d"), ("90m", "90m"), ("none", "none recorded")):
+        disk = {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "layout": layout, "ttl": ttl}
+        open_tiers(load_config(ExtraConfig.around({"tiers": {"disk": disk}}))).close()
+        assert shown() == words
+        assert shown() == words, "tools change nothing"
+    for damaged in ("", "[]", '{"ttl": null}', '{"ttl": []}'):
+        (tmp_path / "ttl.json").write_text(damaged)
+        assert shown() == "none recorded"
+    assert not list(tmp_path.glob(".ttl*"))
+
+
+def test_a_ttl_that_cannot_be_recorded_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "ttl.json").mkdir()
+    record_ttl("disk", tmp_path, 60.0)
+    record_ttl("disk", tmp_path, None)
+    assert caplog.text.count("tier disk: ttl not recorded") == 2
 
 
 def test_verify_finds_bad_pages_and_removes_them_only_when_asked(

@@ -248,7 +248,8 @@ def test_fifty_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny
 
         def talk(number: int) -> None:
             prompt, aborts = plans[number]
-            name = f"conversation-{number}"
+            # SGLang aborts every request whose name begins so: none may begin as another one does.
+            name = f"conversation-{number:02}"
             if aborts:
                 timer = threading.Timer(generator.random(), abort, (name,))
                 timer.start()
@@ -266,7 +267,7 @@ def test_fifty_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(answers) >= 25
+        assert [number for number, (_, aborts) in enumerate(plans) if not aborts and number not in answers] == []
         for number in range(3):
             pair.prefill.flush_cache()
             assert pair.generate(plans[number][0], 120).output_ids == whole[number]

@@ -13,6 +13,7 @@ from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble
 from hicache_ext.storage.file.device_probe import Measured, measured_device, takes_direct
+from hicache_ext.storage.file.expiry import record_ttl
 from hicache_ext.storage.file.file_system import LayoutChoice, choose_layout, file_system_of
 from hicache_ext.storage.file.io_plan import IoPlan, choose_io
 from hicache_ext.storage.file.spread import PathStore, SpreadStore
@@ -49,16 +50,20 @@ def _open_path(name: str, tier: FileTierConfig, metrics: TierMetrics, path: Path
         raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}") from error
     share = None if tier.capacity is None else tier.capacity // len(tier.path)
     logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, chosen.layout, chosen.reason, plan, plan.reason)
+    store: PathStore
     if chosen.layout == "slab":
         from hicache_ext.storage.file.slab.store import SlabStore
 
         try:
-            return SlabStore(name, path, capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+            store = SlabStore(name, path, capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
         except (OSError, lmdb.Error) as error:
             raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
-    from hicache_ext.storage.file.pages import PageFileStore
+    else:
+        from hicache_ext.storage.file.pages import PageFileStore
 
-    return PageFileStore(name, path, capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+        store = PageFileStore(name, path, capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+    record_ttl(name, path, tier.ttl)
+    return store
 
 
 def _layout(tier: FileTierConfig, path: Path) -> LayoutChoice:

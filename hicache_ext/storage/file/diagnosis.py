@@ -10,6 +10,7 @@ from pathlib import Path
 from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.file.file_system import file_system_of
+from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.store import PageStore
 from hicache_ext.storage.trial import try_store
 
@@ -24,8 +25,11 @@ _LAYOUTS = {
 }
 
 
-def diagnose(store: PageStore) -> list[Finding]:
-    """File system, free space against capacity, layout, round trip. Never raises OSError."""
+def diagnose(store: PageStore, in_service: Sequence[tuple[Path, PageStore]]) -> list[Finding]:
+    """File system, free space against capacity, layout, round trip. Never raises OSError.
+
+    ``in_service``: the paths whose capacity counts, with their stores.
+    """
     details = store.describe().details
     layout = ", ".join(details["layout"]) if isinstance(details["layout"], list) else str(details["layout"])
     paths = [Path(path) for path in details["paths"]]
@@ -33,9 +37,7 @@ def diagnose(store: PageStore) -> list[Finding]:
     capacity: int | None = details["capacity"]
     try:
         findings += [_file_system(path, layout) for path in paths]
-        used = getattr(store, "used_bytes", None)
-        # A walk where the store keeps no account: slabs are few files.
-        findings += _space(paths, capacity, used() if used is not None else _stored_bytes(paths))
+        findings += _space(paths, capacity, sum(_stored_bytes(path, part) for path, part in in_service))
     except OSError as error:
         findings.append(Finding("directory", Level.ERROR, f"{error.filename}: {error.strerror}", "check the mount"))
     for path in details.get("out_of_service", []):
@@ -72,13 +74,15 @@ def _space(paths: Sequence[Path], capacity: int | None, stored: int) -> list[Fin
     return [Finding("capacity", Level.OK, words)]
 
 
-def _stored_bytes(paths: Sequence[Path]) -> int:
+def _stored_bytes(path: Path, store: PageStore) -> int:
+    """Page files keep an account; slabs are few files, which are counted. Raises OSError."""
+    if isinstance(store, PageFileStore):
+        return store.used_bytes()
     total = 0
-    for path in paths:
-        for folder, _, names in os.walk(path):
-            for name in names:
-                try:
-                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-                except OSError:
-                    continue
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except OSError:
+                continue
     return total

@@ -9,7 +9,7 @@
     PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
-    PATH/expiry.lock, io_probe.*              see expiry.py, device_probe.py
+    PATH/expiry.lock, ttl.json, io_probe.*    see expiry.py, device_probe.py
 
 Only names of exactly these forms are ever read, counted or removed: a stranger's file stays, also where clear() takes
 the directory around it away (it is put back) and where a directory has a page's name (it is moved aside, whole).

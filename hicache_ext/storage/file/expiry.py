@@ -6,6 +6,9 @@ gone after a week.
 
 Readers refuse expired pages by themselves; the thread only gives their room back before eviction has to take that of
 pages which are still good. Of several processes on a directory one at a time does it.
+
+The ttl is configuration. PATH/ttl.json tells tools what it was for the tier that opened the directory last; nothing
+else reads it, and there is none where that tier had no ttl.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import os
 import threading
@@ -32,6 +36,28 @@ _LONGEST_INTERVAL = 600.0
 def oldest_valid_ms(ttl: float | None) -> int:
     """Pages created (``created_ms`` of their envelope) before this are expired; 0 without a ttl."""
     return 0 if ttl is None else int((time.time() - ttl) * 1000)
+
+
+def record_ttl(tier: str, path: Path, ttl: float | None) -> None:
+    """For ``recorded_ttl``. Never raises OSError: a tier works without."""
+    record = path / "ttl.json"
+    try:
+        if ttl is None:
+            record.unlink(missing_ok=True)
+        elif recorded_ttl(path) != ttl:
+            temporary = path / f".ttl.json.{os.getpid()}.{threading.get_ident()}"
+            temporary.write_text(json.dumps({"ttl": ttl}) + "\n")
+            temporary.rename(record)
+    except OSError as error:
+        logger.warning("tier %s: ttl not recorded in %s: %s", tier, path, error)
+
+
+def recorded_ttl(path: Path) -> float | None:
+    """The ttl of the tier that opened this directory last; None without one, or where none is recorded."""
+    try:
+        return float(json.loads((path / "ttl.json").read_text())["ttl"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class Sweeper:

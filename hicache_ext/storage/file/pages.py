@@ -92,8 +92,8 @@ class PageFileStore:
         self._capacity = capacity
         self._directory = PageDirectory(path, name)
         self._usage = self._open_usage()
-        pins = PinnedPages(name, path, None if capacity is None else capacity // 2, self._directory.occupied_by)
-        self._evictor = Evictor(self._directory, self._metrics, pins)
+        self._pins = PinnedPages(name, path, _pin_limit(capacity), self._directory.occupied_by)
+        self._evictor = Evictor(self._directory, self._metrics, self._pins)
         self._clearing = Clearing(name, self._directory, self._usage, self._metrics)
         self._threads = threads or self._plan.threads
         self._workers = Workers(f"hicache-{name}", self._threads)
@@ -139,6 +139,7 @@ class PageFileStore:
     def resize(self, capacity: int | None) -> None:
         """Change the capacity of a store in use: pages beyond it are evicted by the next write."""
         self._capacity = capacity
+        self._pins.set_limit(_pin_limit(capacity))
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         try:
@@ -466,3 +467,7 @@ class PageFileStore:
     def abandon(self) -> None:
         """Whoever comes back to the disk finds the account as it is there, and recounts where that is in doubt."""
         self.close()
+
+
+def _pin_limit(capacity: int | None) -> int | None:
+    return None if capacity is None else capacity // 2

@@ -145,9 +145,15 @@ class PinnedPages:
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._count_at = 0.0
-        self._changed: int | None = None
+        # When the records changed last and the limit, as of the last count.
+        self._counted: tuple[int | None, int | None] = (None, limit)
         self._spared: frozenset[bytes] = frozenset()
         self._warned = False
+
+    def set_limit(self, limit: int | None) -> None:
+        """Change the bytes that pinned pages may take; the next ``spared()`` counts anew."""
+        self._limit = limit
+        self._look_at = 0.0
 
     def spared(self) -> frozenset[bytes]:
         """The page hashes whose pages are not to be evicted. Mostly free; a few system calls every two seconds."""
@@ -168,10 +174,11 @@ class PinnedPages:
             changed = os.stat(self._path / "pins").st_mtime_ns
         except FileNotFoundError:
             changed = None
-        if changed == self._changed and (changed is None or now < self._count_at):
+        counted = (changed, self._limit)
+        if counted == self._counted and (changed is None or now < self._count_at):
             return
-        self._changed, self._count_at = changed, now + _COUNT_INTERVAL
-        self._spared, taken, left_out = honoured(read_pins(self._path), self._resident, self._limit)
+        self._counted, self._count_at = counted, now + _COUNT_INTERVAL
+        self._spared, taken, left_out = honoured(read_pins(self._path), self._resident, counted[1])
         if left_out and not self._warned:
             logger.warning(
                 "tier %s: pinned pages would take more than half of %s; those pinned last are not spared, %d bytes are",

@@ -157,7 +157,8 @@ class SpreadStore:
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.file.diagnosis import diagnose
 
-        return diagnose(self)
+        parts = [self._parts[number] for number in self._usable]
+        return diagnose(self, [(part.path, part.store) for part in parts if part.store is not None])
 
     def can_resize(self, capacity: int | None) -> bool:
         return all(store.can_resize(capacity) for store in self.parts)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache_ext.config import ExtraConfig, load_config
+from hicache_ext.config import ExtraConfig, load_config, rounded_size
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.store import GetResult
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
 from hicache_ext.testing.disk_faults import DiskFaults
+from tests.storage.raw_access import account_and_walk
 
 
 def opened(tmp_path: Path, **tier: Any) -> Any:
@@ -61,6 +64,31 @@ def test_auto_keeps_the_layout_that_is_there_with_its_pages(tmp_path: Path, layo
     assert again.tiers[0].describe().details["layout"] == layout
     assert_hits(again, page_keys(20))
     again.close()
+
+
+@pytest.mark.parametrize("layout", ["pages", "slab"])
+def test_a_diagnosis_says_what_all_paths_take_and_walks_through_no_page_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    store = opened(tmp_path, layout=layout, path=[str(path) for path in paths])
+    store_pages(store, page_keys(40), (1 << 18,))
+    if layout == "pages":
+        taken = sum(account_and_walk(part)[1] for part in tier_of(store).parts)
+    else:
+        taken = sum(file.stat().st_blocks * 512 for path in paths for file in path.rglob("*") if file.is_file())
+    walk, walked = os.walk, []
+
+    def noted(top: Path) -> Iterator[Any]:
+        walked.append(top)
+        return walk(top)
+
+    monkeypatch.setattr(os, "walk", noted)
+    (space,) = [finding for finding in tier_of(store).diagnose() if finding.subject == "capacity"]
+    assert walked == ([] if layout == "pages" else paths)
+    monkeypatch.undo()
+    assert f"64MiB, of which {rounded_size(taken)} are taken" in space.seen
+    store.close()
 
 
 def test_slabs_found_without_a_capacity_stop_the_start(tmp_path: Path) -> None:

@@ -103,6 +103,16 @@ def test_beyond_the_limit_the_first_pins_and_the_heads_of_chains_count(tmp_path,
     assert caplog.text.count("would take more than half") == 1
 
 
+def test_a_limit_that_is_changed_holds_from_the_next_eviction_on(tmp_path, watched, monkeypatch):
+    add_pin(tmp_path, "prompt", HASHES, None)
+    pages = watched(limit=300)
+    monkeypatch.setattr(pins, "_LOOK_INTERVAL", 60.0)
+    monkeypatch.setattr(pins, "_COUNT_INTERVAL", 60.0)
+    for limit, spared in ((300, HASHES[:3]), (500, HASHES[:5]), (200, HASHES[:2]), (None, HASHES)):
+        pages.set_limit(limit)
+        assert pages.spared() == frozenset(spared)
+
+
 def test_pages_that_are_not_there_take_no_room(tmp_path, watched):
     add_pin(tmp_path, "prompt", HASHES, None)
     assert watched(limit=1, size=0).spared() == frozenset(HASHES)

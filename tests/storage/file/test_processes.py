@@ -80,8 +80,8 @@ def test_four_processes_that_write_1_gib_stay_within_64_mib_together(place):
     # A walk is no snapshot: it may count a page twice removed and replaced while it runs.
     assert max(samples) <= CAPACITY + LARGEST_BATCH * (PAGE_SIZE + 4096)
     assert len(samples) > 10
-    assert outcome["stored"] + outcome["rejected"] == PROCESSES * PAGES_PER_PROCESS
-    assert outcome["stored"] > 0.95 * PROCESSES * PAGES_PER_PROCESS
+    # At most an eighth of the capacity is under way in each process: eviction finds room, however slow the others are.
+    assert outcome == {"stored": PROCESSES * PAGES_PER_PROCESS}
 
     store = PageFileStore("disk", place, capacity=CAPACITY)
     used, walked = account_and_walk(store)

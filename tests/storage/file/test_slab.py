@@ -9,12 +9,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
+from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.file import open_file_tier
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.index import SlabIndex
 from hicache_ext.storage.file.slab.page_moves import compiled_code
-from hicache_ext.storage.file.slab.records import INDEX_VERSION
+from hicache_ext.storage.file.slab.records import INDEX_VERSION, Slab
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.store import GetResult, SetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, page_keys, payload_of, read_pages, store_pages
@@ -257,6 +261,54 @@ def test_a_full_disk_is_a_refused_write_and_nothing_is_lost(tmp_path: Path, monk
     store.close()
 
 
+@pytest.mark.parametrize("broken", ["slabs", "size"])
+def test_an_index_that_fails_at_the_end_of_a_write_is_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    store = open_store(tmp_path)
+    index, errors = store._directory.index, store.metrics.total("error")
+
+    def fail() -> None:
+        raise lmdb.CorruptedError("a page of the index") if broken == "slabs" else OSError(5, "Input/output error")
+
+    monkeypatch.setattr(index, broken, fail)
+    keys = page_keys(10)
+    assert store_pages(store, keys, SIZES) == [SetResult.STORED] * 10
+    store.resize(32 * MIB)
+    assert store.metrics.total("error") > errors
+    monkeypatch.undo()
+    assert assert_right(store, keys) == [GetResult.HIT] * 10
+    store.resize(2 * MIB)
+    assert store_pages(store, page_keys(10, "later"), SIZES)
+    assert occupied(tmp_path) <= 2 * MIB
+    store.close()
+
+
+@pytest.mark.parametrize("reads", range(3))
+def test_an_index_that_cannot_be_read_at_opening_is_a_tier_that_cannot_be_set_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    """Whichever read of its slabs fails: those of the directory and of the store refuse, later ones are misses."""
+    tier = FileTierConfig.model_validate(
+        {"type": "file", "path": [str(tmp_path)], "capacity": "64MiB", "layout": "slab", "io": "buffered", "threads": 2}
+    )
+    open_file_tier("disk", tier).close()
+    slabs, left = SlabIndex.slabs, [reads]
+
+    def fail_later(index: SlabIndex) -> list[Slab]:
+        if not left[0]:
+            raise lmdb.CorruptedError("a page of the index")
+        left[0] -= 1
+        return slabs(index)
+
+    monkeypatch.setattr(SlabIndex, "slabs", fail_later)
+    if reads < 2:
+        with pytest.raises(StoreSetupError, match="a page of the index"):
+            open_file_tier("disk", tier)
+    else:
+        open_file_tier("disk", tier).close()
+
+
 def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Path) -> None:
     PageFileStore("disk", tmp_path / "a", capacity=None).close()
     with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
@@ -271,4 +323,5 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
 def test_killed_processes_leave_a_sound_index_and_no_wrong_page() -> None:
     findings = kill_slabs.run(kills=30, seed=7)
     assert findings.problems == {}
-    assert findings.hits > 1000
+    assert findings.hits_beside_writers >= kill_slabs.HITS_BESIDE_WRITERS
+    assert findings.hits > findings.hits_beside_writers

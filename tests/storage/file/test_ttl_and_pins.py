@@ -188,6 +188,18 @@ def test_pins_of_more_than_half_the_capacity_leave_the_other_half_to_the_rest(op
     assert sum(hits(store, pinned)) * 32 << 10 <= 2 * MIB + 256 * 1024
 
 
+@pytest.mark.parametrize(("before", "after"), [(4 * MIB, 16 * MIB), (16 * MIB, 4 * MIB)], ids=["raised", "lowered"])
+def test_pins_take_half_of_a_capacity_that_was_changed(opened, tmp_path, before, after):
+    store = opened(capacity=before)
+    store.resize(after)
+    pinned = page_keys(1000, "pinned")
+    add_pin(tmp_path, "everything", [key[envelope.IDENTITY_LENGTH :] for key in pinned], None)
+    fill(store, 1000, "pinned")
+    fill(store, 1000)
+    kept = sum(hits(store, pinned)) * 32 << 10
+    assert after // 4 <= kept <= after // 2 + 256 * 1024
+
+
 def test_what_is_unpinned_goes_like_everything_else(opened, tmp_path):
     store = opened(capacity=4 * MIB)
     pinned = page_keys(16, "pinned")

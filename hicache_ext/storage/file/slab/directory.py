@@ -10,7 +10,7 @@
     PATH/identities/<identity>.json          the facts behind an identity digest
     PATH/identities/<identity>.cleared       since when pages of an identity count again (milliseconds)
     PATH/pins/                               pinned pages (pins.py)
-    PATH/expiry.lock, io_probe.*             see expiry.py, device_probe.py
+    PATH/expiry.lock, ttl.json, io_probe.*   see expiry.py, device_probe.py
 
 Within one process all stores over one directory share one index (LMDB's rule) and the files' descriptors.
 """

@@ -69,13 +69,14 @@ class Room:
         return self._capacity
 
     def resize(self, capacity: int) -> None:
-        """Slabs beyond the capacity are dropped at once."""
+        """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new one."""
         self._capacity = capacity
+        self._pins.set_limit(capacity // 2)
         self._shrink()
 
     def make_up_for_index(self) -> None:
         """Drop slabs where the index has grown by more than was expected."""
-        size = self._directory.index.size()
+        size = self._index_size()
         if size > self._index_size_seen:
             self._index_size_seen = size
             self._shrink()
@@ -224,7 +225,7 @@ class Room:
         The capacity may have been lowered, or the index have grown: killed readers pin what they were looking at.
         """
         while True:
-            slabs = self._directory.index.slabs()
+            slabs = self._index.slabs()
             if not slabs or self._occupied(slabs) <= self._capacity:
                 return
             slab = self._index.change(lambda change: change.colder_slab(slot_size=0)) or slabs[0]
@@ -234,7 +235,15 @@ class Room:
     def _occupied(self, slabs: Sequence[Slab]) -> int:
         """Bytes of disk of slabs and index: what the index is expected to need, or what it takes if that is more."""
         expected = INDEX_BYTES_AT_LEAST + sum(slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
-        return max(expected, self._directory.index.size()) + sum(slab.size for slab in slabs)
+        return max(expected, self._index_size()) + sum(slab.size for slab in slabs)
+
+    def _index_size(self) -> int:
+        """Bytes of the index's files; 0 when they cannot be looked at."""
+        try:
+            return self._directory.index.size()
+        except OSError as error:
+            self._failed(error)
+            return 0
 
     def _look_at_slabs(self) -> None:
         """Learn of slabs added, and let go of those dropped, by whichever process."""

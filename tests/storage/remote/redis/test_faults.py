@@ -529,8 +529,8 @@ def test_a_lost_cluster_node_costs_its_own_pages_only(cluster, open_store, loss)
         lost.kill()
     else:
         lost.freeze()
-    # Long enough for nodes that are only slow; the frozen one costs it once.
-    set_timeout(store, 3.0)
+    # Long enough for nodes on a loaded machine; the frozen one costs it once.
+    set_timeout(store, 10.0)
     try:
         with Bound():
             for _ in range(10):
