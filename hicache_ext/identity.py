@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hicache_ext.envelope import PAGE_HASH_LENGTH
+
 IDENTITY_SCHEMA = 1
 """Raised when the meaning of a field changes; part of the digest."""
 
@@ -115,15 +117,15 @@ def page_hashes(keys: Sequence[str]) -> list[bytes]:
 
 def joined_page_hashes(keys: Sequence[str]) -> bytes:
     """``page_hash_bytes`` of each key, one behind the other; SGLang's page hashes are converted all at once."""
-    text = "".join(keys)
-    if set(map(len, keys)) == {64}:
-        try:
-            raw = bytes.fromhex(text)
-        except ValueError:
-            raw = b""
-        # Not so with capitals, or with blanks, which fromhex() skips.
-        if raw.hex() == text:
-            return raw
+    text = " ".join(keys)
+    try:
+        # Skips the blanks.
+        raw = bytes.fromhex(text)
+    except ValueError:
+        raw = b""
+    # Written out again: with capitals, or with blanks elsewhere than between keys of 64 digits, it is another text.
+    if len(raw) == PAGE_HASH_LENGTH * len(keys) and raw.hex(" ", PAGE_HASH_LENGTH) == text:
+        return raw
     return b"".join([page_hash_bytes(key) for key in keys])
 
 

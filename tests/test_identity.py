@@ -122,8 +122,10 @@ def test_any_other_text_is_hashed_in_a_domain_of_its_own(key):
 @pytest.mark.parametrize("odd", ["", "a", "A" * 64, "ab" * 31 + "a ", "ab" * 31, "é" * 64, "g" * 64])
 def test_keys_converted_together_are_those_converted_one_by_one(odd):
     hexes = [hashlib.sha256(bytes([number])).hexdigest() for number in range(5)]
-    # Two keys of other lengths must not pass for two of 64 digits, either.
-    for keys in ([], hexes, [*hexes, odd], [odd, odd], [hexes[0][:-1], hexes[1] + hexes[0][-1]]):
+    one, other = hexes[:2]
+    # Nor must two keys of other lengths pass for two of 64 digits, or one with a blank in it.
+    odd_lengths = [[one[:-1], other + one[-1]], [f"{one} {other}"], [f"{one} {other}", ""], ["", f"{one} {other}"]]
+    for keys in ([], hexes, [*hexes, odd], [odd, odd], *odd_lengths):
         assert page_hashes(keys) == [page_hash_bytes(key) for key in keys]
         assert joined_page_hashes(keys) == b"".join(page_hash_bytes(key) for key in keys)
 

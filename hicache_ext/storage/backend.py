@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -458,25 +459,29 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
         None instead where entries and pages are the same, as they mostly are.
         """
-        numbers = pages.page_numbers(host_indices, len(keys))
-        if numbers is None:
+        numbers, sound = pages.page_numbers(host_indices, len(keys))
+        owners = None
+        if not sound.all():
             given = host_indices.numel() if host_indices is not None else "no"
-            self._report_failure(
-                "host_indices", ValueError(f"{given} indices for {len(keys)} pages of {pages.page_size} in {pool.name}")
-            )
-            numbers = [None] * len(keys)
-        sound = [number for number in numbers if number is not None]
-        owners = [page for page, number in enumerate(numbers) if number is not None]
-        hashes = page_hashes(keys if len(sound) == len(keys) else [keys[page] for page in owners])
+            wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
+            self._report_failure("host_indices", ValueError(f"{given} indices for {wanted}"))
+            owners = np.flatnonzero(sound).tolist()
+            numbers, keys = numbers[sound], [keys[page] for page in owners]
+        hashes = joined_page_hashes(keys)
         parts = len(pool.digests)
-        store_keys = [digest + page_hash for page_hash in hashes for digest in pool.digests]
-        sizes = [pages.part_bytes(part) for part in range(parts)] * len(sound)
-        buffers = [pages.memory_of(sound, part) for part in range(parts)]
+        buffers = [pages.memory_of(numbers, part) for part in range(parts)]
         if parts == 1:
-            return PageBatch(store_keys, buffers[0], sizes), None if len(sound) == len(keys) else owners
+            sizes = [pages.page_bytes] * len(keys)
+            return PageBatch(PageKeys(pool.digests[0], hashes), buffers[0], sizes), owners
+        store_keys = [
+            key for page in zip(*[PageKeys(digest, hashes) for digest in pool.digests], strict=True) for key in page
+        ]
+        sizes = [pages.part_bytes(part) for part in range(parts)] * len(keys)
         # The parts of a page one after the other, as its keys.
         of_parts = [segments for page in zip(*buffers, strict=True) for segments in page]
-        return PageBatch(store_keys, of_parts, sizes), [page for page in owners for _ in range(parts)]
+        return PageBatch(store_keys, of_parts, sizes), [
+            page for page in (range(len(keys)) if owners is None else owners) for _ in range(parts)
+        ]
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 

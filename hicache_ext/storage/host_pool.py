@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,37 +93,36 @@ class HostPages:
     def page_bytes(self) -> int:
         return sum(run.size for run in self._runs)
 
-    def page_numbers(self, host_indices: torch.Tensor | None, pages: int) -> list[int | None] | None:
+    def page_numbers(
+        self, host_indices: torch.Tensor | None, pages: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The page in the pool for each of ``pages`` keys, from SGLang's token indices (pages * page_size of them).
 
-        None when the count does not fit. A single None for a page whose indices are not one aligned run inside the
-        pool: it must be neither read nor written.
+        And whether it may be read and written at all: not where the indices are no aligned run inside the pool, and no
+        page where their count does not fit.
         """
         if host_indices is None or host_indices.numel() != pages * self.page_size:
-            return None
-        indices: npt.NDArray[np.int64] = host_indices.detach().cpu().to(torch.int64).numpy().reshape(pages, -1)
+            return np.zeros(pages, np.int64), np.zeros(pages, np.bool_)
+        indices: npt.NDArray[np.int64] = (
+            host_indices.detach().cpu().to(torch.int64).numpy().reshape(pages, self.page_size)
+        )
         first = indices[:, 0]
         numbers = first // self.page_size
-        sound = (
-            (first % self.page_size == 0)
-            & (first >= 0)
-            & (numbers < self._page_count)
-            & (indices == first[:, None] + np.arange(self.page_size)).all(axis=1)
-        )
-        if sound.all():
-            return numbers.tolist()  # type: ignore[no-any-return]
-        return [number if ok else None for number, ok in zip(numbers.tolist(), sound.tolist(), strict=True)]
+        sound = (numbers * self.page_size == first) & (first >= 0) & (numbers < self._page_count)
+        if self.page_size > 1:
+            sound &= (np.diff(indices, axis=1) == 1).all(axis=1)
+        return numbers, sound
 
     def buffers(self, page_number: int, part: int = 0) -> Sequence[memoryview]:
         """The segments of one stored object of a page, in payload order."""
         return self.buffers_of([page_number], part)[0]
 
-    def memory_of(self, page_numbers: Sequence[int], part: int = 0) -> PageMemory:
+    def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers`` of each page, made when they are asked for."""
         begin = part * self._runs_per_part
         of_part = slice(begin, begin + self._runs_per_part)
-        pages = self._addresses[of_part] + np.array(page_numbers, np.int64)[:, None] * self._strides[of_part]
-        return PageMemory(Addresses(pages, self._sizes[of_part]), partial(self.buffers_of, page_numbers, part))
+        pages = self._addresses[of_part] + page_numbers[:, None] * self._strides[of_part]
+        return PageMemory(Addresses(pages, self._sizes[of_part]), lambda: self.buffers_of(page_numbers.tolist(), part))
 
     def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
         """``buffers`` of each page, run by run: most of what a page costs in Python would be spent here otherwise."""

@@ -58,21 +58,22 @@ class SetResult(enum.Enum):
 
 
 class PageKeys(Sequence[bytes]):
-    """The keys of pages of one identity, for a question about a long chain: a key is made when it is asked for, or all
-    of them at once with what a store puts in front of its keys."""
+    """The keys of pages of one identity: made when one is asked for, or all of them at once with what a store puts in
+    front of its keys."""
 
-    __slots__ = ("hashes", "identity")
+    __slots__ = ("_keys", "hashes", "identity")
 
     def __init__(self, identity: bytes, hashes: bytes) -> None:
         """``hashes``: the page hashes, one behind the other."""
         self.identity = identity
         self.hashes = hashes
+        self._keys: list[bytes] | None = None
 
     def __len__(self) -> int:
         return len(self.hashes) // PAGE_HASH_LENGTH
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self.behind(b""))
+        return iter(self._all())
 
     @overload
     def __getitem__(self, which: int) -> bytes: ...
@@ -81,10 +82,12 @@ class PageKeys(Sequence[bytes]):
     def __getitem__(self, which: slice) -> list[bytes]: ...
 
     def __getitem__(self, which: int | slice) -> bytes | list[bytes]:
-        chosen = range(len(self))[which]
-        if isinstance(chosen, range):
-            return [self[position] for position in chosen]
-        return self.identity + self.hashes[chosen * PAGE_HASH_LENGTH : (chosen + 1) * PAGE_HASH_LENGTH]
+        return self._all()[which]
+
+    def _all(self) -> list[bytes]:
+        if self._keys is None:
+            self._keys = self.behind(b"")
+        return self._keys
 
     def behind(self, prefix: bytes) -> list[bytes]:
         """Every key with ``prefix`` in front of it."""

@@ -13,14 +13,14 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.envelope import FIELDS_LENGTH, KEY_LENGTH, page_start
+from hicache_ext.envelope import FIELDS_LENGTH, IDENTITY_LENGTH, KEY_LENGTH, page_start
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_probe import Mode
 from hicache_ext.storage.file.directory import BLOCK
@@ -32,16 +32,16 @@ from hicache_ext.storage.file.slab.shapes import Shape, shape_of
 from hicache_ext.storage.file.slab.slot_io import ALIGNMENT, SlotIo
 from hicache_ext.storage.file.vectored import IOV_MAX
 from hicache_ext.storage.page_memory import Addresses, addresses_of
-from hicache_ext.storage.store import PageBatch
+from hicache_ext.storage.store import PageBatch, PageKeys
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: still in the processor's cache when they are checked."""
 _AT_ONCE_DIRECT = 1 << 20
-_LEAST_PIECE = 512 << 10
+_LEAST_PIECE = 1 << 20
 """Bytes that a thread takes at a time, at least."""
-_PIECES_PER_THREAD = 4
+_PIECES_PER_THREAD = 3
 _HEADERS = 128
 """Headers that a thread has memory for: pages moved by one system call at most."""
 
@@ -160,14 +160,13 @@ class PageMoves:
                 self._metrics.add("io", "unaligned", len(found))
             in_order = found.are_all(len(batch))
             positions = found.positions.tolist()
-            keys = batch.keys if in_order else [batch.keys[position] for position in positions]
             arrays = (
                 _facts(shape, payload, of_call, direct),
                 descriptors,
                 found.slots * shape.slot,
                 memory.pages if in_order else memory.pages[positions],
                 memory.segment_sizes,
-                np.frombuffer(bytearray().join(keys), np.uint64).reshape(len(found), KEY_LENGTH // 8),
+                _key_words(batch.keys, None if in_order else positions),
             )
         except BaseException:
             opened.close()
@@ -214,6 +213,18 @@ def _facts(shape: Shape, payload: int, of_call: _OfCall, direct: bool) -> npt.ND
     stride, at_once = (BLOCK, _AT_ONCE_DIRECT) if direct else (FIELDS_LENGTH, _AT_ONCE)
     _, flags, filler, created_ms = of_call
     return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
+
+
+def _key_words(keys: Sequence[bytes], positions: list[int] | None) -> npt.NDArray[np.uint64]:
+    """The keys of a batch, or those at some positions, in words."""
+    if positions is None and isinstance(keys, PageKeys):
+        words = np.empty((len(keys), KEY_LENGTH // 8), np.uint64)
+        words[:, : IDENTITY_LENGTH // 8] = np.frombuffer(keys.identity, np.uint64)
+        words[:, IDENTITY_LENGTH // 8 :] = np.frombuffer(keys.hashes, np.uint64).reshape(len(keys), -1)
+        return words
+    chosen = keys if positions is None else [keys[position] for position in positions]
+    # Writable, which compiled code insists on.
+    return np.frombuffer(bytearray().join(chosen), np.uint64).reshape(len(chosen), KEY_LENGTH // 8)
 
 
 def _aligned(memory: Addresses) -> bool:

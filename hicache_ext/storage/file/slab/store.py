@@ -81,9 +81,12 @@ class SlabStore:
         self._ttl = ttl
         self._trouble = trouble
         self._threads = threads or self._plan.threads
-        # A read through the page cache is mostly work of a processor: more threads only take it from each other.
+        # What goes through the page cache is mostly work of a processor: more threads only take it from each other.
         processors = len(os.sched_getaffinity(0))
-        self._readers = self._threads if self._plan.read == "direct" else min(self._threads, processors)
+        self._readers, self._writers = (
+            self._threads if mode == "direct" else min(self._threads, processors)
+            for mode in (self._plan.read, self._plan.write)
+        )
         self._cleaners: list[threading.Thread] = []
         self._calls = CallGate(name)
         self._resources = ExitStack()
@@ -344,7 +347,7 @@ class SlabStore:
         written = NONE_PLACED
         published: list[bool] | None = None
         try:
-            with self._moves.to_write(batch, taken, self._room.slab, self._threads) as moving:
+            with self._moves.to_write(batch, taken, self._room.slab, self._writers) as moving:
 
                 def work(number: int) -> None:
                     if number:
@@ -354,7 +357,7 @@ class SlabStore:
                             {slot_size: len(places.keys() & set(pages)) for slot_size, pages in wanted.items()}
                         )
 
-                self._workers.run(1 + moving.pieces, work)
+                self._workers.run(1 + moving.pieces, work, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
         finally:
             published = self._index.change(lambda change: change.publish(tokens, batch.keys, written, self._oldest()))
@@ -371,7 +374,7 @@ class SlabStore:
         """What compiled code did not write; all pages that are written, by position."""
         written = [moving.done()]
         _fill(results, self._count_failed(moving), SetResult.ERROR)
-        runs = self._runs(batch, moving.left().pages(), self._threads)
+        runs = self._runs(batch, moving.left().pages(), self._writers)
         for run, result in zip(
             runs, self._workers.run(len(runs), lambda n: self._write_run(batch, runs[n])), strict=True
         ):
