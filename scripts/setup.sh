@@ -80,7 +80,7 @@ if [ "$purpose" = test ]; then
   npm install --silent --no-fund --no-audit --prefix .venv/s3rver s3rver@3.7.1 >/dev/null 2>&1 ||
     fail "npm could not install s3rver 3.7.1; the tests of object stores need it"
 else
-  pip install -e .
+  pip install -e '.[compiled]'
 fi
 echo "$wanted" > "$stamp"
 say "done"

@@ -11,6 +11,7 @@ from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.file.file_system import file_system_of
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.page_moves import why_not_compiled
 from hicache_ext.storage.store import PageStore
 from hicache_ext.storage.trial import try_store
 
@@ -34,6 +35,8 @@ def diagnose(store: PageStore, in_service: Sequence[tuple[Path, PageStore]]) -> 
     layout = ", ".join(details["layout"]) if isinstance(details["layout"], list) else str(details["layout"])
     paths = [Path(path) for path in details["paths"]]
     findings = [Finding("layout", Level.OK, f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "))]
+    if "slab" in layout:
+        findings.append(_moves())
     capacity: int | None = details["capacity"]
     try:
         findings += [_file_system(path, layout) for path in paths]
@@ -45,6 +48,14 @@ def diagnose(store: PageStore, in_service: Sequence[tuple[Path, PageStore]]) -> 
     # Small pages where little fits, so that the trial does not evict its own.
     page_bytes = _TRIAL_PAGE if capacity is None else min(_TRIAL_PAGE, capacity // len(paths) // 256)
     return findings + try_store(store, page_bytes)
+
+
+def _moves() -> Finding:
+    missing = why_not_compiled()
+    if missing is None:
+        return Finding("pages", Level.OK, "move in compiled code")
+    remedy = "pip install 'hicache-ext[compiled]'; docs/file-tier.md"
+    return Finding("pages", Level.WARNING, f"move in Python, which is slower and holds the GIL: {missing}", remedy)
 
 
 def _file_system(path: Path, layout: str) -> Finding:

@@ -16,6 +16,7 @@ import numba
 import numpy as np
 
 from hicache_ext.envelope import FIELDS_LENGTH
+from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.slab.foreign import (
     DIGEST,
     ERRNO,
@@ -113,6 +114,10 @@ def _read_large_page(
     """Read a page in portions, each hashed while it is in the processor's cache: the bytes read, or what the system
     call says, and the two words of the checksum."""
     stride = facts[STRIDE]
+    size = facts[HEADER] + facts[PAYLOAD]
+    # Of about the same size: what is left over would cost a system call of its own.
+    portion = -(-size // max(1, size // facts[AT_ONCE]))
+    portion += -portion % BLOCK
     count, total, done = 1, facts[HEADER], 0
     vectors[0], vectors[1] = headers.ctypes.data, stride
     if facts[HEADER] > stride:
@@ -123,13 +128,13 @@ def _read_large_page(
     for segment in range(len(segments)):
         begin = 0
         while begin < segments[segment]:
-            length = min(segments[segment] - begin, facts[AT_ONCE] - total)
+            length = min(segments[segment] - begin, portion - total)
             vectors[2 * count], vectors[2 * count + 1] = addresses[page, segment] + begin, length
             count += 1
             total += length
             begin += length
             last = segment + 1 == len(segments) and begin == segments[segment]
-            if last or total >= facts[AT_ONCE] or 2 * count == len(vectors):
+            if last or total >= portion or 2 * count == len(vectors):
                 moved = call(functions[PREADV2], descriptor, vectors.ctypes.data, count, offset + done, facts[FLAGS])
                 if moved != total:
                     return moved if moved < 0 else done + moved, np.uint64(0), np.uint64(0)

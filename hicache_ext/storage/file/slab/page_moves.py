@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: still in the processor's cache when they are checked."""
-_AT_ONCE_DIRECT = 1 << 20
+_AT_ONCE_DIRECT = 2 << 20
 _LEAST_PIECE = 1 << 20
 """Bytes that a thread takes at a time, at least."""
 _PIECES_PER_THREAD = 3
@@ -260,11 +260,20 @@ class _Scratch(threading.local):
         return np.frombuffer(mmap.mmap(-1, _HEADERS * BLOCK), np.uint64)
 
 
-@functools.cache
 def compiled_code() -> CompiledCode | None:
-    """None, which is said once, where it cannot be had."""
+    """None where it cannot be had."""
+    return _compiled_code()[0]
+
+
+def why_not_compiled() -> str | None:
+    """Why pages move in Python; None where they do not."""
+    return _compiled_code()[1]
+
+
+@functools.cache
+def _compiled_code() -> tuple[CompiledCode | None, str | None]:
     try:
-        return CompiledCode()
+        return CompiledCode(), None
     except ImportError as error:
         reason = str(error)
     except Exception as error:  # noqa: BLE001 - a compiler may fail in many ways, and pages move without it
@@ -274,4 +283,4 @@ def compiled_code() -> CompiledCode | None:
         "pip install 'hicache-ext[compiled]'",
         reason,
     )
-    return None
+    return None, reason
