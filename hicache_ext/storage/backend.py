@@ -461,7 +461,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         """
         numbers, sound = pages.page_numbers(host_indices, len(keys))
         owners = None
-        if not sound.all():
+        if sound is not None:
             given = host_indices.numel() if host_indices is not None else "no"
             wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
             self._report_failure("host_indices", ValueError(f"{given} indices for {wanted}"))

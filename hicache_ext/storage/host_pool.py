@@ -71,6 +71,7 @@ class HostPages:
         self.parts = parts
         self.page_size = int(pool.page_size)
         self._page_count = int(pool.size) // self.page_size
+        self._tokens = np.arange(self.page_size)
         self._runs = self._measure_runs()
         # The memory belongs to the pool, which is kept alive by self.pool.
         self._memory = [
@@ -95,23 +96,22 @@ class HostPages:
 
     def page_numbers(
         self, host_indices: torch.Tensor | None, pages: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
         """The page in the pool for each of ``pages`` keys, from SGLang's token indices (pages * page_size of them).
 
-        And whether it may be read and written at all: not where the indices are no aligned run inside the pool, and no
-        page where their count does not fit.
+        And which of them may be read and written at all, None where all may: not those whose indices are no aligned run
+        inside the pool, and none where the count of indices does not fit.
         """
         if host_indices is None or host_indices.numel() != pages * self.page_size:
             return np.zeros(pages, np.int64), np.zeros(pages, np.bool_)
-        indices: npt.NDArray[np.int64] = (
-            host_indices.detach().cpu().to(torch.int64).numpy().reshape(pages, self.page_size)
-        )
-        first = indices[:, 0]
-        numbers = first // self.page_size
-        sound = (numbers * self.page_size == first) & (first >= 0) & (numbers < self._page_count)
-        if self.page_size > 1:
-            sound &= (np.diff(indices, axis=1) == 1).all(axis=1)
-        return numbers, sound
+        if host_indices.dtype is not torch.int64 or not host_indices.is_cpu:
+            host_indices = host_indices.detach().cpu().to(torch.int64)
+        indices: npt.NDArray[np.int64] = host_indices.numpy().reshape(pages, self.page_size)
+        numbers = indices[:, 0] // self.page_size
+        aligned = indices == (numbers * self.page_size)[:, None] + self._tokens
+        if not pages or (aligned.all() and numbers.min() >= 0 and numbers.max() < self._page_count):
+            return numbers, None
+        return numbers, aligned.all(axis=1) & (numbers >= 0) & (numbers < self._page_count)
 
     def buffers(self, page_number: int, part: int = 0) -> Sequence[memoryview]:
         """The segments of one stored object of a page, in payload order."""

@@ -187,12 +187,15 @@ class PageMoves:
     ) -> npt.NDArray[np.int64]:
         """The descriptor for each page; -1 where its slab cannot be opened, which is left to the other way."""
         numbers = pages.slabs.tolist()
-        descriptors = dict.fromkeys(numbers, -1)
-        for number in descriptors:
+        descriptors: dict[int, int] = {}
+        for number in set(numbers):
             slab = slab_of(number)
+            descriptors[number] = -1
             if slab is not None:
                 with suppress(OSError):
                     descriptors[number] = opened.enter_context(self._directory.opened(slab, direct=direct))
+        if len(descriptors) == 1:
+            return np.full(len(numbers), descriptors[numbers[0]])
         return np.array([descriptors[number] for number in numbers], np.int64)
 
 
