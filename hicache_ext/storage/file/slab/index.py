@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -64,6 +65,8 @@ _MAX_READERS = 1024
 _CHANGES_BETWEEN_READER_CHECKS = 8
 """A process killed inside a read transaction pins what it was looking at, and the index grows with every change until
 that is noticed: 20 MB within seconds when this was 256."""
+_FRESH_USES_KEPT = 0.05
+"""Seconds in which other processes' writes do not make a use of a page worth noting that was not before."""
 _CLEAR_BATCH = 2048
 """Pages of a cleared identity freed in one transaction: writers wait for no longer than that takes."""
 
@@ -129,6 +132,7 @@ class SlabIndex:
         self._changes = itertools.count()
         self._portions = itertools.count()
         self._chains = ChainLookups()
+        self._fresh_uses: tuple[float, dict[int, int]] = (0.0, {})
         # The slabs as of a number of changes: they are needed by every call and change once in many thousands.
         self._slabs_seen: tuple[bytes | None, dict[int, Slab]] = (b"none seen", {})
 
@@ -157,14 +161,22 @@ class SlabIndex:
             # Column by column, without a step of Python per page.
             columns = np.frombuffer(b"".join(values), PAGE_COLUMNS)
             slabs, slots, lengths = (columns[name].astype(np.int64) for name in ("slab", "slot", "length"))
-            known = self._slabs_by_number(transaction)
-            ranking = Ranking(known, transaction, self.state_db)
-            fresh = {slab: ranking.oldest_fresh_use(known[slab].slot_size) for slab in set(slabs.tolist())}
+            fresh = self._oldest_fresh_uses(transaction, set(slabs.tolist()))
             used = columns["used"]
             stale = int(used.min()) < max(fresh.values()) and any(
                 int(used[slabs == slab].min()) < oldest_fresh for slab, oldest_fresh in fresh.items()
             )
         return Placed(slabs, slots, lengths, positions), stale
+
+    def _oldest_fresh_uses(self, transaction: Any, numbers: set[int]) -> dict[int, int]:
+        """``Ranking.oldest_fresh_use`` of these slabs, at most so old as not to matter."""
+        until, known = self._fresh_uses
+        if time.monotonic() >= until or not known.keys() >= numbers:
+            slabs = self._slabs_by_number(transaction)
+            ranking = Ranking(slabs, transaction, self.state_db)
+            known = {number: ranking.oldest_fresh_use(slabs[number].slot_size) for number in numbers}
+            self._fresh_uses = (time.monotonic() + _FRESH_USES_KEPT, known)
+        return {number: known[number] for number in numbers}
 
     def find(self, key: bytes) -> Place | None:
         """Where one page is."""
@@ -347,6 +359,7 @@ class SlabIndex:
         with self._environment.begin(write=True) as transaction:
             change = IndexChange(self, transaction, self._slabs_by_number(transaction))
             yield change
+            self._fresh_uses = (0.0, {})
             if change.finish():
                 number = transaction.get(_SLAB_CHANGES, db=self.state_db)
                 following = int.from_bytes(number or b"", "big") + 1

@@ -33,8 +33,8 @@ def shape_of(payload: int) -> Shape:
     return Shape(header, length, -(-length // BLOCK) * BLOCK)
 
 
-def lengths_of(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The lengths of the objects of pages with these payloads."""
+def lengths_of(sizes: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The lengths of the objects of the pages at some positions, all pages having these payloads."""
     if sizes and sizes.count(sizes[0]) == len(sizes):
-        return np.full(len(sizes), shape_of(sizes[0]).length)
-    return np.array([shape_of(size).length for size in sizes], np.int64)
+        return np.full(len(positions), shape_of(sizes[0]).length)
+    return np.array([shape_of(size).length for size in sizes], np.int64)[positions]

@@ -189,10 +189,12 @@ class SlabStore:
 
     def _read(self, batch: PageBatch, placed: Placed, results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
-        # An object of another length than asked for is not this page; it is not even read.
-        right = placed.lengths == lengths_of(batch.sizes)[placed.positions]
-        doubtful = [(page, "length") for page in placed.select(~right).pages()]
-        placed = placed.select(right) if doubtful else placed
+        doubtful: list[tuple[Located, str]] = []
+        wrong = placed.lengths != lengths_of(batch.sizes, placed.positions)
+        if wrong.any():
+            # An object of another length than asked for is not this page; it is not even read.
+            doubtful = [(page, "length") for page in placed.select(wrong).pages()]
+            placed = placed.select(~wrong)
         readers = self._readers
         with self._moves.to_read(batch, placed, self._room.slab, readers) as moving:
             self._workers.run(moving.pieces, moving.move, readers)
@@ -343,7 +345,7 @@ class SlabStore:
             return
         slabs, slots = np.array(list(places.values()), np.int64).T
         at = np.array(list(places), np.int64)
-        taken = Placed(slabs, slots, lengths_of(sizes)[at], at).by_position()
+        taken = Placed(slabs, slots, lengths_of(sizes, at), at).by_position()
         written = NONE_PLACED
         published: list[bool] | None = None
         try:
