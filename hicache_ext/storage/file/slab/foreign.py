@@ -33,8 +33,8 @@ def compiled(signature: str, function: Callable[..., Any]) -> Callable[..., Any]
     options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
         compiled_function: Callable[..., Any] = numba.njit(signature, cache=True, **options)(function)
-    except RuntimeError:
-        # No directory that a cache could be kept in.
+    except Exception:  # noqa: BLE001 - what the function itself is at fault for is raised once more
+        # No directory that a cache could be kept in, a full disk, files that a power loss has left of one.
         compiled_function = numba.njit(signature, **options)(function)
     return compiled_function
 

@@ -122,7 +122,7 @@ class PageMoves:
         code = self._code
         if code is None:
             return _nothing_but(pages)
-        of_call = _OfCall(self._plan.read, self._io.read_flags, code.nowhere.ctypes.data, 0)
+        of_call = _OfCall(True, self._plan.read, self._io.read_flags, code.nowhere.ctypes.data, 0)
         return self._moving(code, code.read, of_call, batch, pages, slab_of, threads)
 
     def to_write(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
@@ -130,7 +130,8 @@ class PageMoves:
         code = self._code
         if code is None:
             return _nothing_but(pages)
-        of_call = _OfCall(self._plan.write, self._io.write_flags, code.zeros.ctypes.data, int(time.time() * 1000))
+        now = int(time.time() * 1000)
+        of_call = _OfCall(False, self._plan.write, self._io.write_flags, code.zeros.ctypes.data, now)
         return self._moving(code, code.write, of_call, batch, pages, slab_of, threads)
 
     def _moving(
@@ -143,9 +144,10 @@ class PageMoves:
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
-        payload = batch.sizes[0] if len(pages) else 0
-        memory = addresses_of(batch.buffers) if len(pages) and batch.sizes.count(payload) == len(batch) else None
-        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS:
+        if not len(pages) or batch.sizes.count(batch.sizes[0]) != len(batch):
+            return _nothing_but(pages)
+        payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=of_call.into_memory)
+        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.segment_sizes.sum() != payload:
             return _nothing_but(pages)
         shape = shape_of(payload)
         direct = of_call.mode == "direct" and shape.header == BLOCK and _aligned(memory)
@@ -176,9 +178,10 @@ class PageMoves:
         results = np.full(len(found), _LEFT, np.int64)
 
         def move_range(begin: int, end: int) -> None:
+            # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
             scratch = code.scratch
-            headers = scratch.blocks if direct else scratch.fields
-            move(code.functions, *arrays, headers, scratch.vectors, scratch.state.address, results, begin, end)
+            headers, state = scratch.blocks if direct else scratch.fields, scratch.state
+            move(code.functions, *arrays, headers, scratch.vectors, state.address, results, begin, end)
 
         return Moving(found, others, results, per_piece, move_range, opened)
 
@@ -201,6 +204,7 @@ def _nothing_but(others: Placed) -> Moving:
 
 
 class _OfCall(NamedTuple):
+    into_memory: bool
     mode: Mode
     flags: int
     filler: int
@@ -210,8 +214,11 @@ class _OfCall(NamedTuple):
 def _facts(shape: Shape, payload: int, of_call: _OfCall, direct: bool) -> npt.NDArray[np.int64]:
     """``facts`` of compiled_runs.py."""
     start = np.frombuffer(page_start(shape.header), np.int64)
-    stride, at_once = (BLOCK, _AT_ONCE_DIRECT) if direct else (FIELDS_LENGTH, _AT_ONCE)
-    _, flags, filler, created_ms = of_call
+    flags, filler, created_ms = of_call.flags, of_call.filler, of_call.created_ms
+    stride, at_once = FIELDS_LENGTH, _AT_ONCE
+    if direct:
+        # The flags are for the page cache.
+        stride, at_once, flags = BLOCK, _AT_ONCE_DIRECT, 0
     return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
 
 
@@ -256,13 +263,21 @@ class _Scratch(threading.local):
 
     @functools.cached_property
     def blocks(self) -> npt.NDArray[np.uint64]:
-        # Mapped memory begins at a page border.
-        return np.frombuffer(mmap.mmap(-1, _HEADERS * BLOCK), np.uint64)
+        # Mapped memory begins at a page border. Private: a forked process has headers of its own.
+        return np.frombuffer(mmap.mmap(-1, _HEADERS * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint64)
+
+
+def compiled_code() -> CompiledCode | None:
+    """None, which is said once, where it cannot be had."""
+    with _one_compiles:
+        return _compiled_code()
+
+
+_one_compiles = threading.Lock()
 
 
 @functools.cache
-def compiled_code() -> CompiledCode | None:
-    """None, which is said once, where it cannot be had."""
+def _compiled_code() -> CompiledCode | None:
     try:
         return CompiledCode()
     except ImportError as error:
