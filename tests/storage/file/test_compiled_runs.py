@@ -8,10 +8,14 @@ import errno
 import mmap
 import os
 import random
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import hicache_ext
 from hicache_ext import envelope
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.io_plan import IoPlan
@@ -43,6 +48,7 @@ from hicache_ext.testing.disk_faults import DiskFaults, compiled_code_through_py
 
 pytestmark = pytest.mark.skipif(compiled_code() is None, reason="numba, or what it compiles for, is not there")
 
+PACKAGE = Path(hicache_ext.__file__).parent
 MIB = 1 << 20
 GUARD = 512
 UNTOUCHED = 0xC3
@@ -635,3 +641,111 @@ def test_pages_in_any_order_are_those_of_their_positions(tmp_path):
         assert result is (GetResult.HIT if key in keys else GetResult.MISS)
         assert payload == (payload_of(key, 5000) if key in keys else b"\x77" * 5000)
     store.close()
+
+
+# -- where it cannot be had --------------------------------------------------------------------------------------------
+
+_USE_TWO_STORES = """
+import logging, sys
+from pathlib import Path
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("hicache_ext").addHandler(handler)
+logging.getLogger("hicache_ext").setLevel(logging.INFO)
+{first}
+from hicache_ext.storage.file.slab.page_moves import compiled_code
+from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+
+for name in ("one", "other"):
+    store = SlabStore("disk", Path(sys.argv[1]) / name, capacity=64 << 20)
+    assert all(result.durable for result in store_pages(store, page_keys(30), [1000, 7192]))
+    assert_hits(store, page_keys(30), [1000, 7192])
+    store.close()
+print("compiled" if compiled_code() else "python", [line for line in said if "moves its pages in Python" in line])
+"""
+
+
+def use_two_stores(tmp_path: Path, first: str = "", package: Path = PACKAGE, **environment: str) -> str:
+    """What a process of its own says that uses two stores."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
+    done = subprocess.run(
+        [sys.executable, "-c", _USE_TWO_STORES.format(first=first), str(tmp_path)],
+        env={**known, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("first", "environment", "why"),
+    [
+        pytest.param("sys.modules['numba'] = None", {}, "numba", id="no numba"),
+        pytest.param("sys.modules['llvmlite'] = None", {}, "llvmlite", id="numba that does not work"),
+        pytest.param("", {"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT", id="a compiler that is switched off"),
+        pytest.param("import xxhash; xxhash._xxhash.__file__ = 'no.so'", {}, "no.so", id="an xxhash without code"),
+    ],
+)
+def test_a_store_without_compiled_code_works_and_says_once_why(tmp_path, first, environment, why):
+    way, said = use_two_stores(tmp_path, first, **environment).split(" ", 1)
+    assert way == "python"
+    assert said.count("moves its pages in Python") == 1
+    assert why in said
+
+
+@pytest.mark.slow
+def test_code_is_compiled_also_where_no_directory_for_its_cache_is_writable(tmp_path):
+    package = tmp_path / "copy" / "hicache_ext"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    # Nobody can make a directory in the place of a file, not even root.
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    (package / "storage/file/slab/__pycache__").touch()
+    environment = dict.fromkeys(("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME"), str(in_the_way / "cache"))
+    assert use_two_stores(tmp_path, package=package, **environment) == "compiled []"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["nbi", "nbc"])
+def test_code_is_compiled_also_where_its_cache_is_broken(tmp_path, broken):
+    cache = tmp_path / "cache"
+    assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"
+    files = list(cache.glob(f"**/*.{broken}"))
+    assert len(files) == 3
+    for file in files:
+        file.write_bytes(b"")
+    assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"
+
+
+def _says_done(*arguments: Any) -> None:
+    arguments[10][:] = 0
+
+
+@pytest.mark.parametrize("name", ["read_pages", "write_pages"])
+@pytest.mark.parametrize("wrong", [_says_done, lambda *_: None])
+def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used(monkeypatch, name, wrong):
+    from hicache_ext.storage.file.slab import compiled_runs
+
+    monkeypatch.setattr(compiled_runs, name, wrong)
+    with pytest.raises(ImportError, match="not those of this version"):
+        page_moves.CompiledCode()
+
+
+def test_threads_that_need_it_at_the_same_time_have_one_code():
+    page_moves._compiled_code.cache_clear()
+    try:
+        found: list[object] = []
+        threads = [threading.Thread(target=lambda: found.append(compiled_code())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(found)) == 1
+    finally:
+        page_moves._compiled_code.cache_clear()

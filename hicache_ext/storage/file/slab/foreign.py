@@ -44,6 +44,8 @@ def find_functions() -> npt.NDArray[np.int64]:
     # Where two words are returned in two registers, and the fields of a page are in the order of memory.
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or sys.byteorder != "little":
         raise ImportError(f"{sys.platform} on {platform.machine()} is not supported")
+    if numba.config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
     try:
         library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
         system = ctypes.CDLL(None)

@@ -11,6 +11,7 @@ import errno
 import functools
 import logging
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.envelope import FIELDS_LENGTH, IDENTITY_LENGTH, KEY_LENGTH, page_start
+from hicache_ext.envelope import FIELDS_LENGTH, IDENTITY_LENGTH, KEY_LENGTH, encode_page, page_start
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_probe import Mode
 from hicache_ext.storage.file.directory import BLOCK
@@ -248,9 +249,43 @@ class CompiledCode:
         self.functions = foreign.find_functions()
         self.read = compiled_runs.read_pages
         self.write = compiled_runs.write_pages
+        self._at_once = compiled_runs.AT_ONCE
         self.zeros = np.zeros(BLOCK, np.uint8)
         self.nowhere = np.zeros(BLOCK, np.uint8)
         self.scratch = _Scratch(foreign.HashState)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises ImportError when pages are not what envelope.py makes of them, or are taken for what they are not:
+        numba's cache does not notice every change, and a page is read by others."""
+        key, now = os.urandom(KEY_LENGTH), int(time.time() * 1000)
+        memory = bytearray(os.urandom(5000))
+        content, parts = bytes(memory), [memoryview(memory)[:2000], memoryview(memory)[2000:]]
+        located = addresses_of([parts], writable=True)
+        assert located is not None
+        shape, scratch = shape_of(len(content)), self.scratch
+        expected = encode_page(key, parts, len(content), shape.header, now) + content
+        facts = _facts(shape, len(content), _OfCall(False, "buffered", 0, self.zeros.ctypes.data, now), False)
+        file = os.memfd_create("hicache")
+        at = np.array([file], np.int64), np.zeros(1, np.int64), *located
+
+        def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
+            facts[self._at_once], results = at_once, np.full(1, _LEFT, np.int64)
+            arrays = *at, _key_words([of_key], None), scratch.fields, scratch.vectors
+            move(self.functions, facts, *arrays, scratch.state.address, results, 0, 1)
+            return not results.any()
+
+        try:
+            sound = succeeds(self.write, key, _AT_ONCE) and os.pread(file, 2 * len(expected), 0) == expected
+            for at_once in (_AT_ONCE, len(content) // 2):
+                memory[:] = bytes(len(content))
+                sound = sound and succeeds(self.read, key, at_once) and memory == content
+                sound = sound and not succeeds(self.read, key[::-1], at_once)
+            os.pwrite(file, bytes([content[-1] ^ 1]), len(expected) - 1)
+            if not sound or succeeds(self.read, key, _AT_ONCE):
+                raise ImportError("its pages are not those of this version: remove the files of numba's cache")
+        finally:
+            os.close(file)
 
 
 class _Scratch(threading.local):
