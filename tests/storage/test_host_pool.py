@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from hicache_ext.storage.host_pool import HostPages
+torch = pytest.importorskip("torch", reason="missing: torch")
+
+from hicache_ext.storage.host_pool import HostPages  # noqa: E402
 
 PAGES = 8
 

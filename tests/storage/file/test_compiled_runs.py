@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -291,6 +292,13 @@ def test_any_number_of_segments_up_to_the_most_is_moved_and_no_iovec_too_many_is
         assert_moved_alike(tmp_path, [size] * count, [(0, 5), (0, 6), (0, 7)], at_once, "buffered", 0, count)
 
 
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+@pytest.mark.parametrize("sizes", [[16], [4096], [2048, 2048], [1, 2, 3]])
+def test_more_neighbours_than_a_thread_has_headers_for_are_moved(tmp_path, guarded_scratch, sizes, mode):
+    neighbours = [(0, slot) for slot in range(300)]
+    assert_moved_alike(tmp_path, sizes, neighbours, 16 * MIB, mode, 0, 1)
+
+
 @pytest.mark.parametrize("count", [1022, 1023, 1024, 1100])
 def test_pages_with_more_segments_are_left_to_the_other_way(tmp_path, count):
     shape = shape_of(16 * count)
@@ -387,6 +395,26 @@ def test_a_page_without_checksum_or_of_another_version_is_never_done(tmp_path):
         file.seek(3 * slot)
         file.write(newer)
     assert_not_done(slabs, batch, placed)
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+def test_a_header_of_anything_else_is_never_done_though_its_checksum_holds(tmp_path, monkeypatch, sizes, mode):
+    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "_AT_ONCE_DIRECT", 16384)
+    slabs, batch, placed = one_page(tmp_path, sizes)
+    path, begin = slabs.path(slabs.slab(0)), 3 * slabs.shape.slot
+    fields = path.read_bytes()[begin : begin + 112]
+    for at in range(112):
+        changed = bytes([*fields[:at], fields[at] ^ 0x10, *fields[at + 1 :]])
+        with path.open("r+b") as file:
+            file.seek(begin)
+            file.write(changed + xxhash.xxh3_128_digest(changed))
+        if at < 88:
+            assert_not_done(slabs, batch, placed, mode)
+        else:
+            # When it was written, and what is reserved: nobody asked for either.
+            assert move(slabs, batch, placed, write=False, mode=mode).all_done
 
 
 def test_only_the_bad_page_of_a_run_is_left(tmp_path):
