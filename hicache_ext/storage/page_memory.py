@@ -53,8 +53,9 @@ class PageMemory(Sequence[Segments]):
         return self._views
 
 
-def addresses_of(buffers: Sequence[Segments]) -> Addresses | None:
-    """The addresses of these pages; None when their segments are not of the same sizes."""
+def addresses_of(buffers: Sequence[Segments], *, writable: bool) -> Addresses | None:
+    """The addresses of these pages; None when their segments are not of the same sizes, or, where they are to be
+    ``writable``, not all are: behind an address nobody would notice."""
     if isinstance(buffers, PageMemory):
         return buffers.addresses
     sizes = [segment.nbytes for segment in buffers[0]] if buffers else []
@@ -62,6 +63,8 @@ def addresses_of(buffers: Sequence[Segments]) -> Addresses | None:
         return None
     for segments in buffers:
         if [segment.nbytes for segment in segments] != sizes:
+            return None
+        if writable and any(segment.readonly for segment in segments):
             return None
     found = [np.frombuffer(segment, np.uint8).ctypes.data for segments in buffers for segment in segments]
     return Addresses(np.array(found, np.int64).reshape(len(buffers), len(sizes)), np.array(sizes, np.int64))

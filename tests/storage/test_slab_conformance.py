@@ -1,10 +1,15 @@
-"""The PageStore suite against the slab layout."""
+"""The PageStore suite against the slab layout: its pages moved by compiled code and by Python, known by their views and
+by their addresses."""
 
 from __future__ import annotations
 
 import pytest
 
+from hicache_ext.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.file.slab import page_moves
 from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.page_memory import PageMemory, addresses_of
+from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, SetResult
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.raw_access import RawSlots
 
@@ -28,3 +33,38 @@ class TestSlabStore(PageStoreTests):
     @pytest.fixture
     def reopen(self, tmp_path):
         return lambda: self.open(tmp_path)
+
+
+class TestSlabStoreWithoutCompiledCode(TestSlabStore):
+    @pytest.fixture
+    def store(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(page_moves, "compiled_code", lambda: None)
+        store = self.open(tmp_path)
+        yield store
+        store.close()
+
+
+class ByAddress(SlabStore):
+    """Makes of each batch what the backend makes: a chain's keys in one piece, and addresses where views are not asked
+    for."""
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        return super().get(_by_address(batch))
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        return super().set(_by_address(batch))
+
+
+def _by_address(batch: PageBatch) -> PageBatch:
+    known = addresses_of(batch.buffers, writable=False)
+    if known is None:
+        return batch
+    keys, identities = batch.keys, {key[:IDENTITY_LENGTH] for key in batch.keys}
+    if len(identities) == 1:
+        keys = PageKeys(identities.pop(), b"".join([key[IDENTITY_LENGTH:] for key in keys]))
+    return PageBatch(keys, PageMemory(known, lambda: list(batch.buffers)), batch.sizes)
+
+
+class TestSlabStoreByAddress(TestSlabStore):
+    def open(self, directory):
+        return ByAddress("disk", directory, capacity=256 * MIB)

@@ -1,9 +1,14 @@
-"""What the PageStore contract itself brings along: batches, their results counted, keys made when they are needed."""
+"""What the PageStore contract itself brings along: batches, their results counted, keys and views of memory made when
+they are needed."""
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
+from hicache_ext.storage.page_memory import Addresses, PageMemory, addresses_of
 from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, counted
 
 HIT, MISS, ERROR = GetResult.HIT, GetResult.MISS, GetResult.ERROR
@@ -41,3 +46,78 @@ def test_a_selection_keeps_sizes_and_of_everything_it_is_the_batch_itself() -> N
     assert batch.select([0, 1, 2]) is batch
     assert list(batch.select([2, 0]).sizes) == [300, 1]
     assert batch.select([2, 0]).keys == [b"c", b"a"]
+
+
+def test_keys_once_made_are_not_changed_by_who_asked_for_them() -> None:
+    keys = PageKeys(b"i" * 16, b"a" * 32 + b"b" * 32)
+    taken = keys[:]
+    taken.clear()
+    keys.behind(b"42").clear()
+    assert list(keys) == [b"i" * 16 + b"a" * 32, b"i" * 16 + b"b" * 32]
+    assert keys[0] is keys[0]
+    assert (keys[-2], keys[::-1], keys.index(keys[1]), keys[1] in keys) == (keys[0], [keys[1], keys[0]], 1, True)
+    with pytest.raises(IndexError):
+        keys[-3]
+
+
+def test_a_selection_of_keys_is_a_selection_of_their_bytes() -> None:
+    keys = PageKeys(b"i" * 16, bytes(range(96)))
+    batch = PageBatch(keys, [[memoryview(bytes(8))] for _ in range(3)])
+    assert list(batch.select([2, 0]).keys) == [b"i" * 16 + bytes(range(64, 96)), b"i" * 16 + bytes(range(32))]
+    assert batch.select(iter([0, 1, 2])) is batch
+
+
+def in_memory(pages: int, sizes: list[int]) -> tuple[bytearray, list[list[memoryview]], PageMemory, list[int]]:
+    """Pages one behind the other, their views, the same known by address, and how often views were asked for."""
+    arena, asked = bytearray(pages * sum(sizes)), []
+    starts = np.cumsum([0, *(sizes * pages)]).tolist()
+    segments = [memoryview(arena)[begin:end] for begin, end in itertools.pairwise(starts)]
+    views = [segments[n * len(sizes) : (n + 1) * len(sizes)] for n in range(pages)]
+    known = addresses_of(views, writable=True)
+    assert known is not None
+
+    def make() -> list[list[memoryview]]:
+        asked.append(1)
+        return views
+
+    return arena, views, PageMemory(known, make), asked
+
+
+def test_memory_known_by_address_is_a_sequence_of_views_made_once_and_only_when_asked_for() -> None:
+    _, views, memory, asked = in_memory(4, [3, 5])
+    batch = PageBatch([b"k"] * 4, memory, [8] * 4)
+    assert (len(memory), memory.addresses.pages.shape, asked) == (4, (4, 2), [])
+    assert (list(batch.buffers), memory[1], memory[-1], memory[1:3]) == (views, views[1], views[3], views[1:3])
+    assert asked == [1]
+    assert PageBatch([b"k"] * 4, memory).sizes == [8] * 4
+
+
+@pytest.mark.parametrize("chosen", [[], [2], [3, 1], [0, 0, 2], [1, 2, 3]])
+def test_a_selection_of_memory_known_by_address_has_the_addresses_and_the_views_of_its_pages(chosen: list[int]) -> None:
+    arena, _, memory, asked = in_memory(4, [3, 5])
+    batch = PageBatch([bytes([n]) for n in range(4)], memory, [8] * 4).select(chosen)
+    again = batch.select(range(len(chosen) - 1, -1, -1))
+    assert asked == []
+    begin = memory.addresses.pages[0, 0]
+    for of_batch, positions in ((batch, chosen), (again, chosen[::-1])):
+        buffers = of_batch.buffers
+        assert isinstance(buffers, PageMemory)
+        assert buffers.addresses.pages.tolist() == [[begin + 8 * n, begin + 8 * n + 3] for n in positions]
+        assert buffers.addresses.pages.flags.c_contiguous and buffers.addresses.pages.dtype == np.int64
+        assert buffers.addresses.segment_sizes.tolist() == [3, 5]
+        assert list(of_batch.keys) == [bytes([n]) for n in positions]
+    for position, segments in zip(chosen, batch.buffers, strict=True):
+        segments[1][:] = bytes([position + 1]) * 5
+    assert [arena[8 * n + 3 : 8 * n + 8] for n in chosen] == [bytes([n + 1]) * 5 for n in chosen]
+
+
+def test_addresses_are_known_only_of_pages_with_segments_of_the_same_sizes() -> None:
+    def pages(*sizes: list[int]) -> list[list[memoryview]]:
+        return [[memoryview(bytearray(size)) for size in of_page] for of_page in sizes]
+
+    assert isinstance(addresses_of(pages([3, 5], [3, 5]), writable=True), Addresses)
+    for unequal in ([[3, 5], [5, 3]], [[3, 5], [8]], [[3], [3, 3]], [[3, 0], [3, 0]], [[], []], []):
+        assert addresses_of(pages(*unequal), writable=False) is None
+    mixed = [*pages([8]), [memoryview(bytes(8))]]
+    assert addresses_of(mixed, writable=True) is None
+    assert addresses_of(mixed, writable=False) is not None

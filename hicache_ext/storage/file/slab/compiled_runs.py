@@ -15,8 +15,6 @@ from typing import Any
 import numba
 import numpy as np
 
-from hicache_ext.envelope import FIELDS_LENGTH
-from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.slab.foreign import (
     DIGEST,
     ERRNO,
@@ -36,14 +34,22 @@ from hicache_ext.storage.file.vectored import IOV_MAX
 DONE, LOOK_AGAIN = 0, 1
 """Results of a page. A negative one is -errno."""
 
-_FIELD_WORDS = FIELDS_LENGTH // 8
 _KEY_WORD, _KEY_WORDS, _LENGTH_WORD, _CHECKSUM_WORD, _CREATED_WORD, _HEADER_CHECKSUM_WORD = 2, 6, 8, 9, 11, 14
 _CHECKED_BYTES = 8 * _HEADER_CHECKSUM_WORD
+_LEAST_PORTION = 4096
+"""Bytes of a large page read at once, at least: a block, which O_DIRECT takes."""
 
 HEADER, PAYLOAD, SLOT, START, SECOND, CREATED, FLAGS, STRIDE, AT_ONCE, FILLER = range(10)
 """Positions in ``facts``, which are: bytes of a header, of a payload and of a slot; the first 16 bytes of each header;
 when written, in ms; flags of the system call; bytes from one header in ``headers`` to the next; bytes moved by one
 system call, unless a page has more; the address of a block that fills gaps."""
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _error(functions: Any) -> Any:
+    """The result of pages whose system call has just failed. Never that of a page that is done."""
+    code = int_at(call(functions[ERRNO], 0, 0, 0, 0, 0))
+    return -code if code > 0 else LOOK_AGAIN
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -117,24 +123,25 @@ def _read_large_page(
     size = facts[HEADER] + facts[PAYLOAD]
     # Of about the same size: what is left over would cost a system call of its own.
     portion = -(-size // max(1, size // facts[AT_ONCE]))
-    portion += -portion % BLOCK
+    portion += -portion % _LEAST_PORTION
     count, total, done = 1, facts[HEADER], 0
     vectors[0], vectors[1] = headers.ctypes.data, stride
     if facts[HEADER] > stride:
         vectors[2], vectors[3] = facts[FILLER], facts[HEADER] - stride
         count = 2
     of_payload = count
+    left = facts[PAYLOAD]
     call(functions[RESET], state, 0, 0, 0, 0)
     for segment in range(len(segments)):
         begin = 0
         while begin < segments[segment]:
-            length = min(segments[segment] - begin, portion - total)
+            length = min(segments[segment] - begin, max(portion - total, _LEAST_PORTION))
             vectors[2 * count], vectors[2 * count + 1] = addresses[page, segment] + begin, length
             count += 1
             total += length
             begin += length
-            last = segment + 1 == len(segments) and begin == segments[segment]
-            if last or total >= portion or 2 * count == len(vectors):
+            left -= length
+            if left == 0 or total >= portion or 2 * count == len(vectors):
                 moved = call(functions[PREADV2], descriptor, vectors.ctypes.data, count, offset + done, facts[FLAGS])
                 if moved != total:
                     return moved if moved < 0 else done + moved, np.uint64(0), np.uint64(0)
@@ -221,7 +228,7 @@ def _read_pages(
                 vectors,
                 begin,
             )
-        failed = -int_at(call(functions[ERRNO], 0, 0, 0, 0, 0)) if moved < 0 else LOOK_AGAIN
+        failed = _error(functions) if moved < 0 else LOOK_AGAIN
         for page in range(begin, behind):
             results[page] = failed
             if moved == total:
@@ -257,7 +264,7 @@ def _write_pages(
         moved = call(functions[PWRITEV2], descriptors[begin], vectors.ctypes.data, count, offsets[begin], facts[FLAGS])
         result = DONE if moved == total else LOOK_AGAIN
         if moved < 0:
-            result = -int_at(call(functions[ERRNO], 0, 0, 0, 0, 0))
+            result = _error(functions)
         for page in range(begin, behind):
             results[page] = result
         begin = behind

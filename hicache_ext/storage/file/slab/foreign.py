@@ -33,8 +33,8 @@ def compiled(signature: str, function: Callable[..., Any]) -> Callable[..., Any]
     options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
         compiled_function: Callable[..., Any] = numba.njit(signature, cache=True, **options)(function)
-    except RuntimeError:
-        # No directory that a cache could be kept in.
+    except Exception:  # noqa: BLE001 - what the function itself is at fault for is raised once more
+        # No directory that a cache could be kept in, a full disk, files that a power loss has left of one.
         compiled_function = numba.njit(signature, **options)(function)
     return compiled_function
 
@@ -44,6 +44,8 @@ def find_functions() -> npt.NDArray[np.int64]:
     # Where two words are returned in two registers, and the fields of a page are in the order of memory.
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or sys.byteorder != "little":
         raise ImportError(f"{sys.platform} on {platform.machine()} is not supported")
+    if numba.config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
     try:
         library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
         system = ctypes.CDLL(None)

@@ -11,6 +11,7 @@ import errno
 import functools
 import logging
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.envelope import FIELDS_LENGTH, IDENTITY_LENGTH, KEY_LENGTH, page_start
+from hicache_ext.envelope import FIELDS_LENGTH, IDENTITY_LENGTH, KEY_LENGTH, encode_page, page_start
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_probe import Mode
 from hicache_ext.storage.file.directory import BLOCK
@@ -122,7 +123,7 @@ class PageMoves:
         code = self._code
         if code is None:
             return _nothing_but(pages)
-        of_call = _OfCall(self._plan.read, self._io.read_flags, code.nowhere.ctypes.data, 0)
+        of_call = _OfCall(True, self._plan.read, self._io.read_flags, code.nowhere.ctypes.data, 0)
         return self._moving(code, code.read, of_call, batch, pages, slab_of, threads)
 
     def to_write(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
@@ -130,7 +131,8 @@ class PageMoves:
         code = self._code
         if code is None:
             return _nothing_but(pages)
-        of_call = _OfCall(self._plan.write, self._io.write_flags, code.zeros.ctypes.data, int(time.time() * 1000))
+        now = int(time.time() * 1000)
+        of_call = _OfCall(False, self._plan.write, self._io.write_flags, code.zeros.ctypes.data, now)
         return self._moving(code, code.write, of_call, batch, pages, slab_of, threads)
 
     def _moving(
@@ -143,9 +145,10 @@ class PageMoves:
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
-        payload = batch.sizes[0] if len(pages) else 0
-        memory = addresses_of(batch.buffers) if len(pages) and batch.sizes.count(payload) == len(batch) else None
-        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS:
+        if not len(pages) or batch.sizes.count(batch.sizes[0]) != len(batch):
+            return _nothing_but(pages)
+        payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=of_call.into_memory)
+        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.segment_sizes.sum() != payload:
             return _nothing_but(pages)
         shape = shape_of(payload)
         direct = of_call.mode == "direct" and shape.header == BLOCK and _aligned(memory)
@@ -176,9 +179,10 @@ class PageMoves:
         results = np.full(len(found), _LEFT, np.int64)
 
         def move_range(begin: int, end: int) -> None:
+            # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
             scratch = code.scratch
-            headers = scratch.blocks if direct else scratch.fields
-            move(code.functions, *arrays, headers, scratch.vectors, scratch.state.address, results, begin, end)
+            headers, state = scratch.blocks if direct else scratch.fields, scratch.state
+            move(code.functions, *arrays, headers, scratch.vectors, state.address, results, begin, end)
 
         return Moving(found, others, results, per_piece, move_range, opened)
 
@@ -204,6 +208,7 @@ def _nothing_but(others: Placed) -> Moving:
 
 
 class _OfCall(NamedTuple):
+    into_memory: bool
     mode: Mode
     flags: int
     filler: int
@@ -213,8 +218,11 @@ class _OfCall(NamedTuple):
 def _facts(shape: Shape, payload: int, of_call: _OfCall, direct: bool) -> npt.NDArray[np.int64]:
     """``facts`` of compiled_runs.py."""
     start = np.frombuffer(page_start(shape.header), np.int64)
-    stride, at_once = (BLOCK, _AT_ONCE_DIRECT) if direct else (FIELDS_LENGTH, _AT_ONCE)
-    _, flags, filler, created_ms = of_call
+    flags, filler, created_ms = of_call.flags, of_call.filler, of_call.created_ms
+    stride, at_once = FIELDS_LENGTH, _AT_ONCE
+    if direct:
+        # The flags are for the page cache.
+        stride, at_once, flags = BLOCK, _AT_ONCE_DIRECT, 0
     return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
 
 
@@ -244,9 +252,43 @@ class CompiledCode:
         self.functions = foreign.find_functions()
         self.read = compiled_runs.read_pages
         self.write = compiled_runs.write_pages
+        self._at_once = compiled_runs.AT_ONCE
         self.zeros = np.zeros(BLOCK, np.uint8)
         self.nowhere = np.zeros(BLOCK, np.uint8)
         self.scratch = _Scratch(foreign.HashState)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises ImportError when pages are not what envelope.py makes of them, or are taken for what they are not:
+        numba's cache does not notice every change, and a page is read by others."""
+        key, now = os.urandom(KEY_LENGTH), int(time.time() * 1000)
+        memory = bytearray(os.urandom(5000))
+        content, parts = bytes(memory), [memoryview(memory)[:2000], memoryview(memory)[2000:]]
+        located = addresses_of([parts], writable=True)
+        assert located is not None
+        shape, scratch = shape_of(len(content)), self.scratch
+        expected = encode_page(key, parts, len(content), shape.header, now) + content
+        facts = _facts(shape, len(content), _OfCall(False, "buffered", 0, self.zeros.ctypes.data, now), False)
+        file = os.memfd_create("hicache")
+        at = np.array([file], np.int64), np.zeros(1, np.int64), *located
+
+        def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
+            facts[self._at_once], results = at_once, np.full(1, _LEFT, np.int64)
+            arrays = *at, _key_words([of_key], None), scratch.fields, scratch.vectors
+            move(self.functions, facts, *arrays, scratch.state.address, results, 0, 1)
+            return not results.any()
+
+        try:
+            sound = succeeds(self.write, key, _AT_ONCE) and os.pread(file, 2 * len(expected), 0) == expected
+            for at_once in (_AT_ONCE, len(content) // 2):
+                memory[:] = bytes(len(content))
+                sound = sound and succeeds(self.read, key, at_once) and memory == content
+                sound = sound and not succeeds(self.read, key[::-1], at_once)
+            os.pwrite(file, bytes([content[-1] ^ 1]), len(expected) - 1)
+            if not sound or succeeds(self.read, key, _AT_ONCE):
+                raise ImportError("its pages are not those of this version: remove the files of numba's cache")
+        finally:
+            os.close(file)
 
 
 class _Scratch(threading.local):
@@ -259,18 +301,23 @@ class _Scratch(threading.local):
 
     @functools.cached_property
     def blocks(self) -> npt.NDArray[np.uint64]:
-        # Mapped memory begins at a page border.
-        return np.frombuffer(mmap.mmap(-1, _HEADERS * BLOCK), np.uint64)
+        # Mapped memory begins at a page border. Private: a forked process has headers of its own.
+        return np.frombuffer(mmap.mmap(-1, _HEADERS * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint64)
 
 
 def compiled_code() -> CompiledCode | None:
     """None where it cannot be had."""
-    return _compiled_code()[0]
+    with _one_compiles:
+        return _compiled_code()[0]
 
 
 def why_not_compiled() -> str | None:
     """Why pages move in Python; None where they do not."""
-    return _compiled_code()[1]
+    with _one_compiles:
+        return _compiled_code()[1]
+
+
+_one_compiles = threading.Lock()
 
 
 @functools.cache

@@ -183,6 +183,6 @@ def _thread_fields(pages: int) -> memoryview:
 
 def _thread_blocks(pages: int) -> memoryview:
     if _scratch.blocks.nbytes < pages * BLOCK:
-        # Mapped memory begins at a page border; a bytearray anywhere.
-        _scratch.blocks = memoryview(mmap.mmap(-1, pages * BLOCK))
+        # Mapped memory begins at a page border; a bytearray anywhere. Private: a forked process has headers of its own.
+        _scratch.blocks = memoryview(mmap.mmap(-1, pages * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     return _scratch.blocks

@@ -1,0 +1,779 @@
+"""Pages moved by compiled code: the same bytes as by slot_io.py and envelope.py, nothing beside them, and no page that
+is not what was asked for is ever called done."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hicache_ext
+from hicache_ext import envelope
+from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.file.io_plan import IoPlan
+from hicache_ext.storage.file.slab import page_moves
+from hicache_ext.storage.file.slab.page_moves import Moving, PageMoves, compiled_code
+from hicache_ext.storage.file.slab.placed import Located, Placed
+from hicache_ext.storage.file.slab.records import Slab
+from hicache_ext.storage.file.slab.shapes import Shape, shape_of
+from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
+from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.page_memory import Addresses, PageMemory, addresses_of
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.conformance.pages import (
+    assert_hits,
+    cut,
+    page_keys,
+    payload_of,
+    read_pages,
+    store_pages,
+)
+from hicache_ext.testing.disk_faults import DiskFaults, compiled_code_through_python
+
+pytestmark = pytest.mark.skipif(compiled_code() is None, reason="numba, or what it compiles for, is not there")
+
+PACKAGE = Path(hicache_ext.__file__).parent
+MIB = 1 << 20
+GUARD = 512
+UNTOUCHED = 0xC3
+SLOTS = 24
+"""In each slab."""
+
+
+class Slabs:
+    """Slab files that nobody has written yet, in the place of a SlabDirectory."""
+
+    def __init__(self, place: Path, shape: Shape, numbers: Iterable[int] = (0,), slots: int = SLOTS) -> None:
+        place.mkdir(exist_ok=True)
+        self.shape = shape
+        self._place = place
+        self._slabs = {number: Slab(number, shape.slot, slots) for number in numbers}
+        for slab in self._slabs.values():
+            self.path(slab).write_bytes(bytes([UNTOUCHED]) * slab.size)
+
+    def path(self, slab: Slab) -> Path:
+        return self._place / f"{slab.number}.slab"
+
+    def slab(self, number: int) -> Slab | None:
+        return self._slabs.get(number)
+
+    @contextmanager
+    def opened(self, slab: Slab, *, direct: bool = False) -> Iterator[int]:
+        descriptor = os.open(self.path(slab), os.O_RDWR | (os.O_DIRECT if direct else 0))
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def slots(self) -> dict[tuple[int, int], bytes]:
+        """What every slot of every slab holds."""
+        size = self.shape.slot
+        return {
+            (slab.number, slot): content[slot * size : (slot + 1) * size]
+            for slab in self._slabs.values()
+            for content in [self.path(slab).read_bytes()]
+            for slot in range(slab.slots)
+        }
+
+    def flip(self, slab: int, at: int, bit: int = 0) -> None:
+        with self.path(self._slabs[slab]).open("r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << bit]))
+
+
+class Memory:
+    """Memory of pages, each segment between guard bytes, ``shift`` bytes behind a border of 512."""
+
+    def __init__(self, pages: int, sizes: Sequence[int], shift: int = 0) -> None:
+        starts = [GUARD + shift]
+        for size in list(sizes) * pages:
+            starts.append(starts[-1] + -(-size // GUARD) * GUARD + GUARD)
+        self._arena = mmap.mmap(-1, starts[-1])
+        self._arena.write(b"\xa5" * len(self._arena))
+        memory = memoryview(self._arena)
+        segments = [memory[begin : begin + size] for begin, size in zip(starts, list(sizes) * pages, strict=False)]
+        self.pages = [segments[n * len(sizes) : (n + 1) * len(sizes)] for n in range(pages)]
+        self._inside = [(begin, begin + size) for begin, size in zip(starts, list(sizes) * pages, strict=False)]
+
+    def fill(self, page: int, payload: bytes) -> None:
+        for segment in self.pages[page]:
+            segment[:], payload = payload[: segment.nbytes], payload[segment.nbytes :]
+
+    def payload(self, page: int) -> bytes:
+        return b"".join(self.pages[page])
+
+    def assert_guards_intact(self) -> None:
+        content = self._arena[:]
+        position = 0
+        for begin, end in [*self._inside, (len(content), 0)]:
+            assert content.count(b"\xa5", position, begin) == begin - position, "bytes beside a segment were changed"
+            position = end
+
+
+@pytest.fixture
+def guarded_scratch() -> Iterator[None]:
+    """The memory of this thread for iovecs and headers, between guard words."""
+    code = compiled_code()
+    assert code is not None
+    scratch, arenas = code.scratch, []
+    scratch.blocks  # noqa: B018 - made when it is asked for
+    known = dict(scratch.__dict__)
+    for name in ("vectors", "fields", "blocks"):
+        array = getattr(scratch, name)
+        # The guards are whole pages: what is aligned stays so.
+        arena = np.frombuffer(mmap.mmap(-1, array.nbytes + 8192), array.dtype)
+        arena[:] = 0x5A5A5A5A
+        arenas.append(arena)
+        setattr(scratch, name, arena[512 : 512 + array.size])
+    try:
+        yield
+        for arena in arenas:
+            assert (arena[:512] == 0x5A5A5A5A).all()
+            assert (arena[-512:] == 0x5A5A5A5A).all()
+    finally:
+        scratch.__dict__.update(known)
+
+
+def move(slabs: Slabs, batch: PageBatch, placed: Placed, *, write: bool, mode: str = "buffered") -> Moving:
+    """Everything that compiled code does of a call."""
+    plan, metrics = IoPlan(read=mode, write=mode), TierMetrics("disk")
+    moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
+    with (moves.to_write if write else moves.to_read)(batch, placed, slabs.slab, 2) as moving:
+        for piece in range(moving.pieces):
+            moving.move(piece)
+    return moving
+
+
+def write_in_python(slabs: Slabs, batch: PageBatch, placed: Placed, created_ms: int, mode: str) -> None:
+    io = SlotIo(slabs, IoPlan(read=mode, write=mode), TierMetrics("disk"))
+    for page in placed.pages():
+        key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
+        header, length, slot = shape_of(size)
+        fields = envelope.encode_page(key, segments, size, header, created_ms)
+        slab = slabs.slab(page.slab)
+        assert io.write(slab, page.slot * slot, [fields], [Stored(header, segments)]) == length
+
+
+def assert_read_in_python(slabs: Slabs, batch: PageBatch, placed: Placed, mode: str) -> None:
+    io = SlotIo(slabs, IoPlan(read=mode, write=mode), TierMetrics("disk"))
+    for page in placed.pages():
+        key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
+        header, length, slot = shape_of(size)
+        read = io.read(slabs.slab(page.slab), page.slot * slot, [Stored(header, segments)])
+        assert read.moved == length
+        assert envelope.is_page(read.fields(1)[0], header, key, size, segments)
+
+
+def place(positions: Sequence[tuple[int, int]], shape: Shape) -> Placed:
+    return Placed.of([Located(slab, slot, shape.length, n) for n, (slab, slot) in enumerate(positions)])
+
+
+def one_page(tmp_path: Path, sizes: Sequence[int], shift: int = 0) -> tuple[Slabs, PageBatch, Placed]:
+    """A page in slot 3, written by compiled code, and memory that does not hold it."""
+    shape = shape_of(sum(sizes))
+    slabs, placed, keys = Slabs(tmp_path / "slabs", shape), place([(0, 3)], shape), page_keys(1)
+    memory = Memory(1, sizes, shift)
+    memory.fill(0, payload_of(keys[0], sum(sizes)))
+    assert move(slabs, PageBatch(keys, memory.pages), placed, write=True).all_done
+    return slabs, PageBatch(keys, Memory(1, sizes, shift).pages), placed
+
+
+# -- the same bytes ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _sizes(draw: st.DrawFn, largest: int) -> list[int]:
+    """Of the segments of a page: 16 bytes at least, all of it aligned or not."""
+    count = draw(st.integers(1, 40))
+    most = max(16, largest // count)
+    if draw(st.booleans()):
+        sizes = [512 * draw(st.integers(1, max(1, most // 512))) for _ in range(count)]
+        sizes[-1] += -sum(sizes) % 4096
+        return sizes
+    return [draw(st.integers(16 if count == 1 else 1, most)) for _ in range(count - 1)] + [draw(st.integers(16, most))]
+
+
+_places = st.lists(st.tuples(st.integers(0, 2), st.integers(0, SLOTS - 1)), min_size=1, max_size=14, unique=True)
+_alike = given(
+    positions=_places
+    | st.builds(lambda first, count: [(1, first + n) for n in range(count)], *[st.integers(1, 10)] * 2),
+    at_once=st.sampled_from([4096, 8192, 12288, 65536, 512 << 10]),
+    mode=st.sampled_from(["buffered", "direct", "dontcache"]),
+    shift=st.sampled_from([0, 0, 8, 1]),
+    seed=st.integers(0, 1 << 32),
+    data=st.data(),
+)
+
+
+def assert_moved_alike(
+    directory: Path, sizes: Sequence[int], positions: Sequence[tuple[int, int]], at_once: int, mode: str, shift: int,
+    seed: int,
+) -> None:  # fmt: skip
+    """Written by either way, pages are the same bytes in the same slots, and either way reads them."""
+    shape = shape_of(sum(sizes))
+    chance = random.Random(seed)
+    keys = [chance.randbytes(48) for _ in positions]
+    payloads = [chance.randbytes(sum(sizes)) for _ in positions]
+    source = Memory(len(keys), sizes, shift)
+    for page, payload in enumerate(payloads):
+        source.fill(page, payload)
+    batch, placed = PageBatch(keys, source.pages), place(positions, shape)
+    numbers, slots = {slab for slab, _ in positions}, 2 + max(slot for _, slot in positions)
+    ours, others = (Slabs(directory / name, shape, numbers, slots) for name in ("ours", "others"))
+    with patch.object(page_moves, "_AT_ONCE", at_once), patch.object(page_moves, "_AT_ONCE_DIRECT", at_once):
+        assert move(ours, batch, placed, write=True, mode=mode).all_done
+        source.assert_guards_intact()
+        assert [source.payload(page) for page in range(len(keys))] == payloads
+        written = ours.slots()
+        created = {envelope.decode_header(written[place]).created_ms for place in positions}
+        assert len(created) == 1
+        write_in_python(others, batch, placed, created.pop(), mode)
+        for where, content in others.slots().items():
+            assert written[where][: shape.length] == content[: shape.length]
+            # Between neighbours the rest of a slot may be zeros.
+            rest = written[where][shape.length :]
+            assert rest.strip(bytes([UNTOUCHED])) == b"" or (where in positions and rest.strip(b"\0") == b"")
+        for slabs in (ours, others):
+            back = Memory(len(keys), sizes, shift)
+            assert move(slabs, PageBatch(keys, back.pages), placed, write=False, mode=mode).all_done
+            assert [back.payload(page) for page in range(len(keys))] == payloads
+            back.assert_guards_intact()
+    assert_read_in_python(ours, PageBatch(keys, Memory(len(keys), sizes, shift).pages), placed, mode)
+
+
+_SETTINGS = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+
+
+@settings(max_examples=60, **_SETTINGS)
+@_alike
+def test_small_pages_are_the_same_bytes_as_those_of_the_python_way(
+    tmp_path, guarded_scratch, positions, at_once, mode, shift, seed, data
+):
+    assert_moved_alike(tmp_path, data.draw(_sizes(20_000)), positions, at_once, mode, shift, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=80, **_SETTINGS)
+@_alike
+def test_pages_up_to_three_megabytes_are_the_same_bytes_as_those_of_the_python_way(
+    tmp_path, guarded_scratch, positions, at_once, mode, shift, seed, data
+):
+    assert_moved_alike(tmp_path, data.draw(_sizes(3 * MIB)), positions[:4], at_once, mode, shift, seed)
+
+
+@pytest.mark.parametrize("count", [1, 2, 127, 338, 339, 509, 510, 511, 1020, 1021])
+@pytest.mark.parametrize("size", [16, 4096])
+def test_any_number_of_segments_up_to_the_most_is_moved_and_no_iovec_too_many_is_written(
+    tmp_path, guarded_scratch, count, size
+):
+    for at_once in (8192, 512 << 10):
+        assert_moved_alike(tmp_path, [size] * count, [(0, 5), (0, 6), (0, 7)], at_once, "buffered", 0, count)
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+@pytest.mark.parametrize("sizes", [[16], [4096], [2048, 2048], [1, 2, 3]])
+def test_more_neighbours_than_a_thread_has_headers_for_are_moved(tmp_path, guarded_scratch, sizes, mode):
+    neighbours = [(0, slot) for slot in range(300)]
+    assert_moved_alike(tmp_path, sizes, neighbours, 16 * MIB, mode, 0, 1)
+
+
+@pytest.mark.parametrize("count", [1022, 1023, 1024, 1100])
+def test_pages_with_more_segments_are_left_to_the_other_way(tmp_path, count):
+    shape = shape_of(16 * count)
+    slabs, placed, memory = Slabs(tmp_path / "slabs", shape), place([(0, 3)], shape), Memory(1, [16] * count)
+    for write in (True, False):
+        moving = move(slabs, PageBatch(page_keys(1), memory.pages), placed, write=write)
+        assert (moving.pieces, len(moving.done()), moving.left().positions.tolist()) == (0, 0, [0])
+
+
+@pytest.mark.parametrize("sizes", [[100_000], [30_000, 1, 69_999], [4096] * 20])
+@pytest.mark.parametrize("at_once", [1, 128, 4095, 4096, 4097])
+def test_however_little_is_moved_at_once_a_large_page_is_read_to_its_end(tmp_path, guarded_scratch, sizes, at_once):
+    assert_moved_alike(tmp_path, sizes, [(0, 1), (0, 2)], at_once, "buffered", 0, 1)
+
+
+# -- never done --------------------------------------------------------------------------------------------------------
+
+
+def assert_not_done(slabs: Slabs, batch: PageBatch, placed: Placed, mode: str = "buffered") -> None:
+    moving = move(slabs, batch, placed, write=False, mode=mode)
+    assert not moving.all_done
+    assert len(moving.done()) == 0
+    assert moving.left().positions.tolist() == [0]
+
+
+SHAPES = [
+    pytest.param([1000], id="one segment"),
+    pytest.param([600, 1, 399], id="segments"),
+    pytest.param([8192], id="aligned"),
+    pytest.param([20_000, 45_536], id="read in portions"),
+]
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
+    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "_AT_ONCE_DIRECT", 16384)
+    slabs, batch, placed = one_page(tmp_path, sizes)
+    header, _, slot = slabs.shape
+    chance = random.Random(1)
+    of_payload = {0, sum(sizes) - 1, sizes[0] - 1, sizes[0] % sum(sizes), *chance.sample(range(sum(sizes)), 30)}
+    for at in [*range(128), *(header + byte for byte in of_payload)]:
+        bit = chance.randrange(8)
+        slabs.flip(0, 3 * slot + at, bit)
+        assert_not_done(slabs, batch, placed, mode)
+        slabs.flip(0, 3 * slot + at, bit)
+    assert move(slabs, batch, placed, write=False, mode=mode).all_done
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_another_key_another_length_another_slot_and_a_cut_slab_are_never_done(tmp_path, monkeypatch, sizes):
+    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    slabs, batch, placed = one_page(tmp_path, sizes)
+    (key,) = batch.keys
+    for at in range(48):
+        other = bytes([*key[:at], key[at] ^ 1, *key[at + 1 :]])
+        assert_not_done(slabs, PageBatch([other], batch.buffers), placed)
+    for longer in (-1, 1, 4096, -4096):
+        if sizes[-1] + longer > 0:
+            assert_not_done(slabs, PageBatch([key], Memory(1, [*sizes[:-1], sizes[-1] + longer]).pages), placed)
+    assert_not_done(slabs, batch, place([(0, 4)], slabs.shape))
+    path = slabs.path(slabs.slab(0))
+    for end in (3 * slabs.shape.slot + slabs.shape.length - 1, 3 * slabs.shape.slot + 1, 3 * slabs.shape.slot, 0):
+        os.truncate(path, end)
+        assert_not_done(slabs, batch, placed)
+
+
+def test_a_valid_page_of_another_length_or_header_in_the_slot_is_never_done(tmp_path):
+    slabs, batch, placed = one_page(tmp_path, [8192])
+    (key,), slot = batch.keys, slabs.shape.slot
+    for payload, header in ((8191, 128), (8192, 128), (8192, 512), (4096, 4096)):
+        content = payload_of(key, payload)
+        fields = envelope.encode_header(key, [memoryview(content)], header_length=header)
+        with slabs.path(slabs.slab(0)).open("r+b") as file:
+            file.seek(3 * slot)
+            file.write((fields + content).ljust(slot, b"\0"))
+        assert_not_done(slabs, batch, placed)
+
+
+def test_a_page_without_checksum_or_of_another_version_is_never_done(tmp_path):
+    slabs, batch, placed = one_page(tmp_path, [1000])
+    (key,), slot = batch.keys, slabs.shape.slot
+    content = memoryview(payload_of(key, 1000))
+    plain = envelope.encode_header(key, [content], checksum=False)
+    for fields in (plain, plain[:10] + b"\1\0" + plain[12:]):
+        with slabs.path(slabs.slab(0)).open("r+b") as file:
+            file.seek(3 * slot)
+            file.write(fields)
+        assert_not_done(slabs, batch, placed)
+    with patch.object(envelope, "FORMAT_VERSION", 2):
+        newer = envelope.encode_header(key, [content])
+    with slabs.path(slabs.slab(0)).open("r+b") as file:
+        file.seek(3 * slot)
+        file.write(newer)
+    assert_not_done(slabs, batch, placed)
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+def test_a_header_of_anything_else_is_never_done_though_its_checksum_holds(tmp_path, monkeypatch, sizes, mode):
+    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    monkeypatch.setattr(page_moves, "_AT_ONCE_DIRECT", 16384)
+    slabs, batch, placed = one_page(tmp_path, sizes)
+    path, begin = slabs.path(slabs.slab(0)), 3 * slabs.shape.slot
+    fields = path.read_bytes()[begin : begin + 112]
+    for at in range(112):
+        changed = bytes([*fields[:at], fields[at] ^ 0x10, *fields[at + 1 :]])
+        with path.open("r+b") as file:
+            file.seek(begin)
+            file.write(changed + xxhash.xxh3_128_digest(changed))
+        if at < 88:
+            assert_not_done(slabs, batch, placed, mode)
+        else:
+            # When it was written, and what is reserved: nobody asked for either.
+            assert move(slabs, batch, placed, write=False, mode=mode).all_done
+
+
+def test_only_the_bad_page_of_a_run_is_left(tmp_path):
+    shape, keys = shape_of(1000), page_keys(12)
+    slabs, placed, memory = (
+        Slabs(tmp_path / "slabs", shape),
+        place([(0, n) for n in range(12)], shape),
+        Memory(12, [1000]),
+    )
+    for page, key in enumerate(keys):
+        memory.fill(page, payload_of(key, 1000))
+    assert move(slabs, PageBatch(keys, memory.pages), placed, write=True).all_done
+    slabs.flip(0, 7 * shape.slot + 500)
+    moving = move(slabs, PageBatch(keys, memory.pages), placed, write=False)
+    assert moving.left().positions.tolist() == [7]
+    assert moving.done().positions.tolist() == [n for n in range(12) if n != 7]
+
+
+def test_a_slab_that_is_dropped_between_opening_and_reading_gives_nothing(tmp_path):
+    slabs, batch, placed = one_page(tmp_path, [1000])
+    plan, metrics = IoPlan(read="buffered", write="buffered"), TierMetrics("disk")
+    moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
+    with moves.to_read(batch, placed, slabs.slab, 1) as moving:
+        os.truncate(slabs.path(slabs.slab(0)), 0)
+        slabs.path(slabs.slab(0)).unlink()
+        moving.move(0)
+    assert moving.left().positions.tolist() == [0]
+
+
+def test_pages_of_slabs_that_are_gone_are_left_and_the_others_are_moved(tmp_path):
+    shape, keys = shape_of(1000), page_keys(4)
+    slabs, memory = Slabs(tmp_path / "slabs", shape, (0, 1)), Memory(4, [1000])
+    placed = place([(1, 2), (7, 0), (0, 1), (1, 1)], shape)
+    for write in (True, False):
+        moving = move(slabs, PageBatch(keys, memory.pages), placed, write=write)
+        assert sorted(moving.done().positions.tolist()) == [0, 2, 3]
+        assert moving.left().positions.tolist() == [1]
+
+
+# -- what the system calls answer --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[..., int]) -> Iterator[None]:
+    """``os.preadv`` or ``os.pwritev``, which compiled code calls, too, inside."""
+    real = getattr(os, name)
+    with compiled_code_through_python(), monkeypatch.context() as patched:
+        patched.setattr(os, name, lambda *arguments: answer(real, *arguments))
+        yield
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("less", [1, 127, 999])
+def test_a_transfer_that_is_cut_short_is_never_done(tmp_path, monkeypatch, sizes, less):
+    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    slabs, batch, placed = one_page(tmp_path, sizes)
+    for name in ("preadv", "pwritev"):
+        with answering(monkeypatch, name, lambda real, *arguments: real(*arguments) - less):
+            moving = move(slabs, batch, placed, write=name == "pwritev")
+            assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EFAULT, errno.EBADF])
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_an_error_of_the_disk_is_told_by_page(tmp_path, monkeypatch, code, sizes):
+    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    slabs, batch, placed = one_page(tmp_path, sizes)
+    for name in ("preadv", "pwritev"):
+
+        def fail(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        with answering(monkeypatch, name, fail):
+            moving = move(slabs, batch, placed, write=name == "pwritev")
+        assert (len(moving.done()), moving.failed(), len(moving.left())) == (0, {0: code}, 0)
+
+
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EINVAL, errno.EOPNOTSUPP])
+def test_what_speaks_against_the_call_and_not_the_disk_is_left_to_the_other_way(tmp_path, monkeypatch, code):
+    slabs, batch, placed = one_page(tmp_path, [1000])
+    for name in ("preadv", "pwritev"):
+
+        def fail(*_: object) -> int:
+            raise OSError(code, os.strerror(code))
+
+        with answering(monkeypatch, name, fail):
+            moving = move(slabs, batch, placed, write=name == "pwritev")
+        assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_a_failed_call_that_gives_no_reason_is_never_done(tmp_path, monkeypatch, sizes):
+    from hicache_ext.storage.file.slab.foreign import PREADV2, PWRITEV2
+
+    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    slabs, batch, placed = one_page(tmp_path, sizes)
+    system_call = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_int64] * 5, use_errno=True)
+
+    @system_call
+    def fail(*_: int) -> int:
+        ctypes.set_errno(0)
+        return -1
+
+    code = compiled_code()
+    known = code.functions.copy()
+    code.functions[[PREADV2, PWRITEV2]] = ctypes.cast(fail, ctypes.c_void_p).value
+    try:
+        for write in (False, True):
+            moving = move(slabs, batch, placed, write=write)
+            assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
+    finally:
+        code.functions[:] = known
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_flags_of_the_page_cache_are_for_the_page_cache_alone(tmp_path, monkeypatch, write):
+    """A file system that does not know RWF_DONTCACHE would else say so for every page that moves with O_DIRECT."""
+    slabs, batch, placed = one_page(tmp_path, [8192])
+
+    def no_flags(real: Callable[..., int], fd: int, buffers: list[memoryview], offset: int, flags: int) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(fd, buffers, offset, flags)
+
+    with answering(monkeypatch, "pwritev" if write else "preadv", no_flags):
+        assert move(slabs, batch, placed, write=write, mode="direct").all_done
+
+
+@pytest.mark.parametrize("sizes", [[1000], [300, 2, 3794], [9000, 7384]])
+def test_a_disk_that_fails_and_stops_halfway_gives_no_wrong_page(tmp_path, monkeypatch, sizes):
+    monkeypatch.setattr(page_moves, "_AT_ONCE", 8192)
+    store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB)
+    keys = page_keys(120)
+    with DiskFaults(tmp_path, seed=3, rate=0.3, calls=("preadv", "pwritev")) as faults:
+        for first in range(0, 120, 12):
+            chosen = keys[first : first + 12]
+            written = store_pages(store, chosen, sizes)
+            results, payloads = read_pages(store, chosen, sizes)
+            for key, stored, result, payload in zip(chosen, written, results, payloads, strict=True):
+                assert result is not GetResult.CORRUPT
+                assert result is not GetResult.HIT or (stored.durable and payload == payload_of(key, sum(sizes)))
+    assert faults.injected["preadv:short"] and faults.injected["pwritev:EIO"]
+    for key, result, payload in zip(keys, *read_pages(store, keys, sizes), strict=True):
+        assert result is GetResult.MISS or (result is GetResult.HIT and payload == payload_of(key, sum(sizes)))
+    assert store._directory.index.check() == []
+    store.close()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_may_not_be_written_is_not_written(tmp_path):
+    slabs, batch, placed = one_page(tmp_path, [1000, 24])
+    constant = bytes(1024)
+    shielded = PageBatch(batch.keys, [[memoryview(constant)[:1000], memoryview(constant)[1000:]]])
+    moving = move(slabs, shielded, placed, write=False)
+    assert (moving.pieces, moving.left().positions.tolist()) == (0, [0])
+    assert constant == bytes(1024)
+    assert move(slabs, shielded, placed, write=True).all_done
+
+
+@pytest.mark.parametrize("claimed", [999, 1001, 8192, 0, 1 << 40])
+def test_a_batch_that_is_wrong_about_the_size_of_its_pages_is_left_to_the_other_way(tmp_path, claimed):
+    slabs, batch, placed = one_page(tmp_path, [1000])
+    wrong = PageBatch(batch.keys, batch.buffers, [claimed])
+    for write in (True, False):
+        moving = move(slabs, wrong, placed, write=write)
+        assert (moving.pieces, moving.left().positions.tolist()) == (0, [0])
+
+
+def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monkeypatch):
+    slabs, batch, placed = one_page(tmp_path, [1000, 40_000])
+    known = addresses_of(batch.buffers, writable=True)
+    (first, second), begin = known.segment_sizes.tolist(), known.pages[0]
+    for at_once in (8192, 512 << 10):
+        monkeypatch.setattr(page_moves, "_AT_ONCE", at_once)
+        sizes = np.array([0, first, 0, second, 0], np.int64)
+        pages = np.array([[begin[0], begin[0], 0, begin[1], begin[1]]], np.int64)
+        memory = PageMemory(Addresses(pages, sizes), lambda: list(batch.buffers))
+        for write in (False, True):
+            assert move(slabs, PageBatch(batch.keys, memory, [41_000]), placed, write=write).all_done
+    assert b"".join(batch.buffers[0]) == payload_of(batch.keys[0], 41_000)
+
+
+def test_a_forked_process_has_headers_of_its_own():
+    blocks = compiled_code().scratch.blocks
+    blocks[0] = 1
+    child = os.fork()
+    if not child:
+        blocks[0] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert blocks[0] == 1
+
+
+def test_threads_come_and_go_each_with_memory_of_its_own(tmp_path):
+    sizes = [3000, 2000, 120]
+    store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB, threads=1)
+    other = SlabStore("disk", tmp_path / "other", capacity=64 * MIB, threads=1)
+    problems: list[BaseException] = []
+
+    def use(number: int) -> None:
+        try:
+            keys = page_keys(6, f"thread-{number % 8}")
+            for one in (store, other):
+                assert all(result.durable for result in store_pages(one, keys, sizes))
+                assert_hits(one, keys, sizes)
+        except BaseException as error:  # noqa: BLE001 - reported by the test's own thread
+            problems.append(error)
+
+    for _ in range(6):
+        threads = [threading.Thread(target=use, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert problems == []
+    store.close()
+    other.close()
+
+
+def test_a_piece_that_raises_leaves_no_slot_taken_and_no_descriptor_in_use(tmp_path, monkeypatch):
+    store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB)
+    keys = page_keys(20)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled_code(), "write", fail)
+        with pytest.raises(MemoryError):
+            store_pages(store, keys)
+    assert store._directory.index.counts()["pending"] == 0
+    assert store_pages(store, keys) == [SetResult.STORED] * 20
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled_code(), "read", fail)
+        with pytest.raises(MemoryError):
+            read_pages(store, keys)
+    assert [descriptor.users for descriptor in store._directory._descriptors.values()] == [0]
+    assert_hits(store, keys)
+    assert store._directory.index.check() == []
+    store.close()
+
+
+def test_pages_in_any_order_are_those_of_their_positions(tmp_path):
+    store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB)
+    keys = page_keys(60)
+    store_pages(store, keys, cut(5000, 3))
+    chosen = random.Random(2).sample(keys + page_keys(5, "absent"), 50)
+    results, payloads = read_pages(store, [*chosen, *chosen[:7]], cut(5000, 3))
+    for key, result, payload in zip([*chosen, *chosen[:7]], results, payloads, strict=True):
+        assert result is (GetResult.HIT if key in keys else GetResult.MISS)
+        assert payload == (payload_of(key, 5000) if key in keys else b"\x77" * 5000)
+    store.close()
+
+
+# -- where it cannot be had --------------------------------------------------------------------------------------------
+
+_USE_TWO_STORES = """
+import logging, sys
+from pathlib import Path
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("hicache_ext").addHandler(handler)
+logging.getLogger("hicache_ext").setLevel(logging.INFO)
+{first}
+from hicache_ext.storage.file.slab.page_moves import compiled_code
+from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+
+for name in ("one", "other"):
+    store = SlabStore("disk", Path(sys.argv[1]) / name, capacity=64 << 20)
+    assert all(result.durable for result in store_pages(store, page_keys(30), [1000, 7192]))
+    assert_hits(store, page_keys(30), [1000, 7192])
+    store.close()
+print("compiled" if compiled_code() else "python", [line for line in said if "moves its pages in Python" in line])
+"""
+
+
+def use_two_stores(tmp_path: Path, first: str = "", package: Path = PACKAGE, **environment: str) -> str:
+    """What a process of its own says that uses two stores."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
+    done = subprocess.run(
+        [sys.executable, "-c", _USE_TWO_STORES.format(first=first), str(tmp_path)],
+        env={**known, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("first", "environment", "why"),
+    [
+        pytest.param("sys.modules['numba'] = None", {}, "numba", id="no numba"),
+        pytest.param("sys.modules['llvmlite'] = None", {}, "llvmlite", id="numba that does not work"),
+        pytest.param("", {"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT", id="a compiler that is switched off"),
+        pytest.param("import xxhash; xxhash._xxhash.__file__ = 'no.so'", {}, "no.so", id="an xxhash without code"),
+    ],
+)
+def test_a_store_without_compiled_code_works_and_says_once_why(tmp_path, first, environment, why):
+    way, said = use_two_stores(tmp_path, first, **environment).split(" ", 1)
+    assert way == "python"
+    assert said.count("moves its pages in Python") == 1
+    assert why in said
+
+
+@pytest.mark.slow
+def test_code_is_compiled_also_where_no_directory_for_its_cache_is_writable(tmp_path):
+    package = tmp_path / "copy" / "hicache_ext"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    # Nobody can make a directory in the place of a file, not even root.
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    (package / "storage/file/slab/__pycache__").touch()
+    environment = dict.fromkeys(("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME"), str(in_the_way / "cache"))
+    assert use_two_stores(tmp_path, package=package, **environment) == "compiled []"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["nbi", "nbc"])
+def test_code_is_compiled_also_where_its_cache_is_broken(tmp_path, broken):
+    cache = tmp_path / "cache"
+    assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"
+    files = list(cache.glob(f"**/*.{broken}"))
+    assert len(files) == 3
+    for file in files:
+        file.write_bytes(b"")
+    assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"
+
+
+def _says_done(*arguments: Any) -> None:
+    arguments[10][:] = 0
+
+
+@pytest.mark.parametrize("name", ["read_pages", "write_pages"])
+@pytest.mark.parametrize("wrong", [_says_done, lambda *_: None])
+def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used(monkeypatch, name, wrong):
+    from hicache_ext.storage.file.slab import compiled_runs
+
+    monkeypatch.setattr(compiled_runs, name, wrong)
+    with pytest.raises(ImportError, match="not those of this version"):
+        page_moves.CompiledCode()
+
+
+def test_threads_that_need_it_at_the_same_time_have_one_code():
+    page_moves._compiled_code.cache_clear()
+    try:
+        found: list[object] = []
+        threads = [threading.Thread(target=lambda: found.append(compiled_code())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(found)) == 1
+    finally:
+        page_moves._compiled_code.cache_clear()
