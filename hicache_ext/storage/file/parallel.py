@@ -41,8 +41,16 @@ class _Job:
     def finish(self) -> list[Any]:
         """Help, then wait: the results, in order, or what one of them raised, once every piece has ended."""
         self.help()
-        with self._ended:
-            pass
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with self._ended:
+                    break
+            except KeyboardInterrupt as error:
+                # Others still move what the caller would take back: memory, and descriptors.
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
         if self._error is not None:
             raise self._error
         return self._results

@@ -452,6 +452,8 @@ def test_pages_of_slabs_that_are_gone_are_left_and_the_others_are_moved(tmp_path
         moving = move(slabs, PageBatch(keys, memory.pages), placed, write=write)
         assert sorted(moving.done().positions.tolist()) == [0, 2, 3]
         assert moving.left().positions.tolist() == [1]
+        gone = move(slabs, PageBatch(keys, memory.pages), place([(7, n) for n in range(4)], shape), write=write)
+        assert (gone.pieces, gone.all_done, gone.left().positions.tolist()) == (0, False, [0, 1, 2, 3])
 
 
 # -- what the system calls answer --------------------------------------------------------------------------------------
