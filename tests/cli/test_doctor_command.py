@@ -51,11 +51,23 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
         "round trip": "ok",
         "latency": "ok",
         "bandwidth": "ok",
+        **({"pages": "ok"} if layout == "slab" else {}),
     }
     assert layout in found["tier disk"]["layout"]["seen"]
     assert not list(tmp_path.rglob("*.page"))
     assert found["installation"]["sglang"]["level"] == "ok"
     assert found["configuration"]["prefetch_threshold"]["level"] == "note"
+
+
+def test_slabs_without_compiled_code_are_a_warning_that_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache_ext.storage.file.diagnosis.why_not_compiled", lambda: "No module named 'numba'")
+    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
+    _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
+    assert found["tier disk"]["pages"]["level"] == "warning"
+    assert "numba" in found["tier disk"]["pages"]["seen"]
+    assert "pip install" in found["tier disk"]["pages"]["remedy"]
 
 
 def test_a_capacity_that_the_disk_has_not_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
