@@ -83,7 +83,9 @@ def work(place: str, seed: int, ready: Connection) -> None:
     payloads = {key: payload_of(key, sum(SIZES[key])) for key in KEYS}
     store = open_store(Path(place))
     ready.send("working")
-    for _ in range(1_000_000):
+    # Nobody is left behind where the campaign itself is killed.
+    campaign = multiprocessing.parent_process()
+    while campaign is None or campaign.is_alive():
         keys = some_keys(chance, 24)
         pages = HostPages([SIZES[key] for key in keys])
         for position, key in enumerate(keys):

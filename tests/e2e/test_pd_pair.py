@@ -158,7 +158,11 @@ def hits_from(pair: PdPair, tier: str) -> float:
 
 
 def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> Any:
-    """The first answer whose prompt comes from storage as far as expected: writing takes its moment."""
+    """The first answer whose prompt comes from storage as far as expected: writing takes its moment.
+
+    An attempt that came too early computed the rest of the prompt, which the next one may find, too: compare with
+    ``expected`` and ``whole_pages(prompt)``.
+    """
     deadline = time.monotonic() + 90
     while True:
         pair.prefill.flush_cache()
@@ -166,6 +170,11 @@ def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> Any
         if answer.cached.storage >= expected or time.monotonic() > deadline:
             return answer
         time.sleep(0.2)
+
+
+def whole_pages(prompt: list[int]) -> int:
+    """Tokens of a prompt that storage could have at most."""
+    return len(prompt) // 16 * 16
 
 
 def test_the_second_turn_restores_what_the_decode_node_wrote(running: RunningPair) -> None:
@@ -192,7 +201,7 @@ def test_the_second_turn_restores_what_the_decode_node_wrote(running: RunningPai
     salted = pair.generate(PROMPT, 80, cache_salt="tenant")
     assert salted.output_ids == first.output_ids
     in_namespace = restored(pair, next_turn, 704, cache_salt="tenant")
-    assert in_namespace.cached.storage == 704
+    assert in_namespace.cached.storage in (704, whole_pages(next_turn))
     assert in_namespace.output_ids == cold.output_ids
 
     private = {"custom_params": {"hicache_ext": {"store": False}}}
@@ -200,7 +209,7 @@ def test_the_second_turn_restores_what_the_decode_node_wrote(running: RunningPai
     assert secret.output_ids == first.output_ids
     pair.generate(PROMPT, 80, cache_salt="later")
     unstored = restored(pair, next_turn, 640, cache_salt="private")
-    assert unstored.cached.storage == 640
+    assert unstored.cached.storage in (640, whole_pages(next_turn))
     assert unstored.output_ids == cold.output_ids
 
 
@@ -218,7 +227,7 @@ def test_the_second_turn_is_restored_from_other_pools(running: RunningPair, pool
         cold = pair.generate(next_turn, 16, cache_salt="cold")
         assert cold.cached_tokens == 0
         warm = restored(pair, next_turn, 704)
-        assert warm.cached.storage == 704
+        assert warm.cached.storage in (704, whole_pages(next_turn))
         assert warm.output_ids == cold.output_ids
 
 
