@@ -53,6 +53,11 @@ class PageMemory(Sequence[Segments]):
         return self._views
 
 
+def address_of(segment: memoryview) -> int:
+    """Where a segment, which is not empty, begins."""
+    return np.frombuffer(segment, np.uint8).ctypes.data
+
+
 def addresses_of(buffers: Sequence[Segments], *, writable: bool) -> Addresses | None:
     """The addresses of these pages; None when their segments are not of the same sizes, or, where they are to be
     ``writable``, not all are: behind an address nobody would notice."""
@@ -66,5 +71,5 @@ def addresses_of(buffers: Sequence[Segments], *, writable: bool) -> Addresses | 
             return None
         if writable and any(segment.readonly for segment in segments):
             return None
-    found = [np.frombuffer(segment, np.uint8).ctypes.data for segments in buffers for segment in segments]
+    found = [address_of(segment) for segments in buffers for segment in segments]
     return Addresses(np.array(found, np.int64).reshape(len(buffers), len(sizes)), np.array(sizes, np.int64))

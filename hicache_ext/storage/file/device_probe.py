@@ -18,7 +18,6 @@ import itertools
 import json
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hicache_ext.storage.file import vectored
+from hicache_ext.storage.file.whole_file import write_whole
 
 Mode = Literal["buffered", "dontcache", "direct"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -251,9 +251,7 @@ def _kept(path: Path, facts: dict[str, Any]) -> Measured | None:
 
 
 def _keep(path: Path, document: dict[str, Any]) -> None:
-    temporary = path / f".{_PROBE_FILE}.{os.getpid()}.{threading.get_ident()}"
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    temporary.rename(path / _PROBE_FILE)
+    write_whole(path / _PROBE_FILE, json.dumps(document, indent=1) + "\n")
 
 
 def _rates(document: dict[str, dict[str, float]]) -> dict[Mode, dict[int, float]]:

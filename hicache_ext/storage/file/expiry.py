@@ -26,6 +26,8 @@ from pathlib import Path
 
 import lmdb
 
+from hicache_ext.storage.file.whole_file import write_whole
+
 logger = logging.getLogger(__name__)
 
 _SWEEPS_PER_TTL = 16
@@ -45,9 +47,7 @@ def record_ttl(tier: str, path: Path, ttl: float | None) -> None:
         if ttl is None:
             record.unlink(missing_ok=True)
         elif recorded_ttl(path) != ttl:
-            temporary = path / f".ttl.json.{os.getpid()}.{threading.get_ident()}"
-            temporary.write_text(json.dumps({"ttl": ttl}) + "\n")
-            temporary.rename(record)
+            write_whole(record, json.dumps({"ttl": ttl}) + "\n")
     except OSError as error:
         logger.warning("tier %s: ttl not recorded in %s: %s", tier, path, error)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import StoreError
+from hicache_ext.storage.file.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,7 @@ def add_pin(path: Path, name: str, hashes: Sequence[bytes], seconds: float | Non
     document = {"created": pin.created, "until": pin.until, "hashes": [page_hash.hex() for page_hash in pin.hashes]}
     directory = path / "pins"
     directory.mkdir(exist_ok=True)
-    temporary = directory / f".{name}.{os.getpid()}.{threading.get_ident()}"
-    temporary.write_text(json.dumps(document) + "\n")
-    temporary.rename(directory / f"{name}.json")
+    write_whole(directory / f"{name}.json", json.dumps(document) + "\n")
     return pin
 
 

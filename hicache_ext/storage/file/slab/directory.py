@@ -36,6 +36,7 @@ from hicache_ext.errors import FormatError, StoreSetupError
 from hicache_ext.storage.file.directory import DIRECTORY_FORMAT, check_manifest
 from hicache_ext.storage.file.slab.index import SlabIndex
 from hicache_ext.storage.file.slab.records import INDEX_VERSION, Place, Slab
+from hicache_ext.storage.file.whole_file import write_whole
 
 _SLAB_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.slab")
 _IN_ORDER = f"closed in order, index {INDEX_VERSION}"
@@ -174,11 +175,11 @@ class SlabDirectory:
     def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         path = self.identities / f"{digest.hex()}.json"
         if not path.exists():
-            _write_whole(path, json.dumps(document, indent=1, sort_keys=True))
+            write_whole(path, json.dumps(document, indent=1, sort_keys=True))
 
     def note_cleared(self, digest: bytes) -> None:
         """So that a rebuild does not bring cleared pages back."""
-        _write_whole(self.identities / f"{digest.hex()}.cleared", str(int(time.time() * 1000)))
+        write_whole(self.identities / f"{digest.hex()}.cleared", str(int(time.time() * 1000)))
 
     def _cleared_at(self, digest: bytes) -> int:
         try:
@@ -208,7 +209,7 @@ class SlabDirectory:
                 with suppress(OSError):
                     self._trust.unlink(missing_ok=True)
             elif alone:
-                _write_whole(self._trust, _IN_ORDER)
+                write_whole(self._trust, _IN_ORDER)
         except BaseException:
             _doubted_paths.add(self.path)
             raise
@@ -231,7 +232,7 @@ class SlabDirectory:
         with index.changing() as change:
             change.release_dead_writers()
         self._delete_unknown_files(index)
-        _write_whole(self._trust, _written_by_this_boot())
+        write_whole(self._trust, _written_by_this_boot())
         _doubted_paths.discard(self.path)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         return index
@@ -288,7 +289,7 @@ class SlabDirectory:
     def _adopt(self, tier: str) -> None:
         manifest = self.path / "hicache_ext.json"
         if not manifest.exists():
-            _write_whole(manifest, json.dumps({"format": DIRECTORY_FORMAT, "layout": "slab"}) + "\n")
+            write_whole(manifest, json.dumps({"format": DIRECTORY_FORMAT, "layout": "slab"}) + "\n")
         check_manifest(self.path, "slab", tier)
 
 
@@ -298,9 +299,3 @@ def _written_by_this_boot() -> str:
     except OSError:
         boot = "unknown"
     return f"boot {boot}, index {INDEX_VERSION}"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_text(text)
-    temporary.rename(path)

@@ -7,6 +7,7 @@ calls of the C library, and XXH3 of the ``xxhash`` package's own extension modul
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import os
 import platform
@@ -47,7 +48,7 @@ def find_functions() -> npt.NDArray[np.int64]:
     if numba.config.DISABLE_JIT:
         raise ImportError("NUMBA_DISABLE_JIT is set")
     try:
-        library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+        library = _xxhash_library()
         system = ctypes.CDLL(None)
         found = [
             _address(system, "preadv2"),
@@ -69,9 +70,7 @@ class HashState:
     """Memory for a checksum over several pieces, of one thread."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
-        self._library.XXH3_createState.restype = ctypes.c_void_p
-        self._library.XXH3_freeState.argtypes = [ctypes.c_void_p]
+        self._library = _xxhash_library()
         self.address = int(self._library.XXH3_createState() or 0)
         if not self.address:
             raise MemoryError
@@ -79,6 +78,15 @@ class HashState:
     def __del__(self) -> None:
         if getattr(self, "address", 0):
             self._library.XXH3_freeState(self.address)
+
+
+@functools.cache
+def _xxhash_library() -> ctypes.CDLL:
+    """Raises ImportError, OSError or AttributeError."""
+    library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+    library.XXH3_createState.restype = ctypes.c_void_p
+    library.XXH3_freeState.argtypes = [ctypes.c_void_p]
+    return library
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:

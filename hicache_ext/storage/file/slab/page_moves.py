@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-import mmap
 import os
 import threading
 import time
@@ -29,8 +28,8 @@ from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.slab.directory import SlabDirectory
 from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.file.slab.records import Slab
-from hicache_ext.storage.file.slab.shapes import Shape, shape_of
-from hicache_ext.storage.file.slab.slot_io import ALIGNMENT, SlotIo
+from hicache_ext.storage.file.slab.shapes import Shape, are_of_one_size, shape_of
+from hicache_ext.storage.file.slab.slot_io import ALIGNMENT, SlotIo, blocks_of_memory
 from hicache_ext.storage.file.vectored import IOV_MAX
 from hicache_ext.storage.page_memory import Addresses, addresses_of
 from hicache_ext.storage.store import PageBatch, PageKeys
@@ -145,7 +144,7 @@ class PageMoves:
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
-        if not len(pages) or batch.sizes.count(batch.sizes[0]) != len(batch):
+        if not len(pages) or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)
         payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=of_call.into_memory)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.segment_sizes.sum() != payload:
@@ -301,8 +300,7 @@ class _Scratch(threading.local):
 
     @functools.cached_property
     def blocks(self) -> npt.NDArray[np.uint64]:
-        # Mapped memory begins at a page border. Private: a forked process has headers of its own.
-        return np.frombuffer(mmap.mmap(-1, _HEADERS * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint64)
+        return np.frombuffer(blocks_of_memory(_HEADERS), np.uint64)
 
 
 def compiled_code() -> CompiledCode | None:

@@ -33,8 +33,13 @@ def shape_of(payload: int) -> Shape:
     return Shape(header, length, -(-length // BLOCK) * BLOCK)
 
 
+def are_of_one_size(sizes: Sequence[int]) -> bool:
+    """Whether these pages, one at least, have the same payload."""
+    return sizes.count(sizes[0]) == len(sizes)
+
+
 def lengths_of(sizes: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The lengths of the objects of the pages at some positions, all pages having these payloads."""
-    if sizes and sizes.count(sizes[0]) == len(sizes):
+    if sizes and are_of_one_size(sizes):
         return np.full(len(positions), shape_of(sizes[0]).length)
     return np.array([shape_of(size).length for size in sizes], np.int64)[positions]

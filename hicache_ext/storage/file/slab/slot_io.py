@@ -13,8 +13,6 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from hicache_ext import envelope
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import vectored
@@ -23,6 +21,7 @@ from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.slab.directory import SlabDirectory
 from hicache_ext.storage.file.slab.records import Slab
+from hicache_ext.storage.page_memory import address_of
 
 _FIELDS = envelope.FIELDS_LENGTH
 _PADDING = memoryview(bytes(BLOCK - _FIELDS))
@@ -146,14 +145,9 @@ def _direct_headers(run: Sequence[Stored]) -> memoryview | None:
         if header_length != BLOCK:
             return None
         for segment in segments:
-            if segment.nbytes % ALIGNMENT or _address(segment) % ALIGNMENT:
+            if segment.nbytes % ALIGNMENT or (segment.nbytes and address_of(segment) % ALIGNMENT):
                 return None
     return _thread_blocks(len(run))
-
-
-def _address(segment: memoryview) -> int:
-    address: int = np.frombuffer(segment, dtype=np.uint8).__array_interface__["data"][0] if segment.nbytes else 0
-    return address
 
 
 def _with_headers(headers: memoryview, run: Sequence[Stored]) -> list[memoryview]:
@@ -181,8 +175,13 @@ def _thread_fields(pages: int) -> memoryview:
     return _scratch.fields
 
 
+def blocks_of_memory(count: int) -> mmap.mmap:
+    """Memory for so many aligned headers. Mapped memory begins at a page border, a bytearray anywhere. Private: a
+    forked process has headers of its own."""
+    return mmap.mmap(-1, count * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def _thread_blocks(pages: int) -> memoryview:
     if _scratch.blocks.nbytes < pages * BLOCK:
-        # Mapped memory begins at a page border; a bytearray anywhere. Private: a forked process has headers of its own.
-        _scratch.blocks = memoryview(mmap.mmap(-1, pages * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        _scratch.blocks = memoryview(blocks_of_memory(pages))
     return _scratch.blocks

@@ -39,7 +39,7 @@ from hicache_ext.storage.file.slab.placed import NONE_PLACED, Located, Placed
 from hicache_ext.storage.file.slab.quiet_index import QuietIndex
 from hicache_ext.storage.file.slab.records import CREATED
 from hicache_ext.storage.file.slab.room import Room
-from hicache_ext.storage.file.slab.shapes import lengths_of, shape_of
+from hicache_ext.storage.file.slab.shapes import are_of_one_size, lengths_of, shape_of
 from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
 from hicache_ext.storage.file.slab.touches import Touches
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
@@ -334,7 +334,7 @@ class SlabStore:
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
         sizes = batch.sizes
         wanted: dict[int, list[int]] = {}
-        if sizes.count(sizes[0]) == len(sizes):
+        if are_of_one_size(sizes):
             wanted[shape_of(sizes[0]).slot] = positions
         else:
             for position in positions:
@@ -356,7 +356,7 @@ class SlabStore:
                         moving.move(number - 1)
                     else:
                         self._room.evict_ahead(
-                            {slot_size: len(places.keys() & set(pages)) for slot_size, pages in wanted.items()}
+                            {slot_size: sum(page in places for page in pages) for slot_size, pages in wanted.items()}
                         )
 
                 self._workers.run(1 + moving.pieces, work, self._writers)
