@@ -143,13 +143,11 @@ def ours_in_the_index(requests: Requests, capacity: int) -> int:
 
 def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int]) -> None:
     with index.changing() as change:
-        places = change.take_free_slots(_SLOT_SIZE, len(positions))
-        if len(places) < len(positions):
-            change.evict(_SLOT_SIZE, len(positions) - len(places))
-            places += change.take_free_slots(_SLOT_SIZE, len(positions) - len(places))
-        token = change.pend(places)
-        located = [Located(slab, slot, 1, i) for i, (slab, slot) in zip(positions, places, strict=True)]
-        change.publish([token], keys, Placed.of(located))
+        portion = index.next_portion()
+        change.evict(_SLOT_SIZE, len(positions) - change.free_slots(_SLOT_SIZE, len(positions)))
+        places = change.take_free_slots(_SLOT_SIZE, len(positions), portion).T.tolist()
+        taken = Placed.of([Located(slab, slot, 1, i) for i, (slab, slot) in zip(positions, places, strict=True)])
+        change.publish(portion, keys, taken, taken)
 
 
 def ours_without_ghosts(requests: Requests, capacity: int) -> int:

@@ -22,7 +22,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
-from hicache_ext.envelope import PAGE_HASH_LENGTH
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH, PAGE_HASH_LENGTH
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.page_memory import PageMemory
 
@@ -61,13 +64,14 @@ class PageKeys(Sequence[bytes]):
     """The keys of pages of one identity: made when one is asked for, or all of them at once with what a store puts in
     front of its keys."""
 
-    __slots__ = ("_keys", "hashes", "identity")
+    __slots__ = ("_keys", "_words", "hashes", "identity")
 
     def __init__(self, identity: bytes, hashes: bytes) -> None:
         """``hashes``: the page hashes, one behind the other."""
         self.identity = identity
         self.hashes = hashes
         self._keys: list[bytes] | None = None
+        self._words: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.hashes) // PAGE_HASH_LENGTH
@@ -84,15 +88,31 @@ class PageKeys(Sequence[bytes]):
     def __getitem__(self, which: int | slice) -> bytes | list[bytes]:
         return self._all()[which]
 
+    @property
+    def words(self) -> npt.NDArray[np.int64]:
+        """``key_words``."""
+        if self._words is None:
+            words = np.empty((len(self), KEY_LENGTH // 8), np.int64)
+            words[:, : IDENTITY_LENGTH // 8] = np.frombuffer(self.identity, np.int64)
+            words[:, IDENTITY_LENGTH // 8 :] = np.frombuffer(self.hashes, np.int64).reshape(len(self), -1)
+            self._words = words
+        return self._words
+
     def _all(self) -> list[bytes]:
         if self._keys is None:
-            self._keys = self.behind(b"")
+            start, hashes = self.identity, self.hashes
+            self._keys = [
+                start + hashes[begin : begin + PAGE_HASH_LENGTH] for begin in range(0, len(hashes), PAGE_HASH_LENGTH)
+            ]
         return self._keys
 
-    def behind(self, prefix: bytes) -> list[bytes]:
-        """Every key with ``prefix`` in front of it."""
-        start, hashes = prefix + self.identity, self.hashes
-        return [start + hashes[begin : begin + PAGE_HASH_LENGTH] for begin in range(0, len(hashes), PAGE_HASH_LENGTH)]
+
+def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """The keys of pages as int64, shape (pages, 6): what compiled code takes."""
+    if isinstance(keys, PageKeys):
+        return keys.words
+    # Writable, which compiled code insists on.
+    return np.frombuffer(bytearray().join(keys), np.int64).reshape(len(keys), KEY_LENGTH // 8)
 
 
 _Result = TypeVar("_Result", GetResult, SetResult)

@@ -88,18 +88,15 @@ class RawSlots:
                 # No page was stored here yet.
                 self._directory.create_slab_file(change.add_slab(-(-len(stored) // 4096) * 4096, 16))
             slot_size = next(s.slot_size for s in change.slabs() if slab in (-1, s.number))
-            passed_over = []
-            while True:
-                (taken,) = change.take_free_slots(slot_size, 1)
-                if slab == -1 or taken == (slab, slot):
-                    break
-                passed_over.append(taken)
-            slab, slot = taken
-            for other in passed_over:
-                change.give_back(*other)
-            stored = stored[:slot_size]
-            token = change.pend([(slab, slot)])
-            assert change.publish([token], [key], Placed.of([Located(slab, slot, len(stored), 0)])) == [True]
+            stored, portion = stored[:slot_size], index.next_portion()
+            taken = []
+            while not taken or slab not in (-1, taken[-1].slab) or slot not in (-1, taken[-1].slot):
+                (found,) = change.take_free_slots(slot_size, 1, portion).T.tolist()
+                taken.append(Located(*found, len(stored), len(taken)))
+            slab, slot = taken[-1][:2]
+            written = Placed.of(taken[-1:])
+            keys = [bytes(48)] * (len(taken) - 1) + [key]
+            assert change.publish(portion, keys, Placed.of(taken), written) == [True]
         file, offset = self._file_and_offset(slab, slot)
         with file.open("r+b") as opened:
             opened.seek(offset)

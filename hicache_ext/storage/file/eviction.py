@@ -45,21 +45,21 @@ from typing import Final, NamedTuple
 
 _ORIGIN: Final = 1 << 40
 """Priority of the clock's start: leaves room below for depth."""
-_MAX_PRIORITY: Final = (1 << 64) - 1
-_MAX_HITS: Final = 7
+MAX_PRIORITY: Final = (1 << 63) - 1
+MAX_HITS: Final = 7
 """Uses that are told apart: log2(8) = 3 reuse distances is the longest protection. 15 served no more and aged slower, 3
 served 6 % less at 1,000 pages."""
-_MAX_DEPTH: Final = 64
+MAX_DEPTH: Final = 64
 """Depth beyond which pages are worth the same; the bound by the page before still orders them."""
-_DEPTH_WEIGHT: Final = 2 * _MAX_DEPTH
+_DEPTH_WEIGHT: Final = 2 * MAX_DEPTH
 """At 64 pages half of min(D, capacity) is taken off. All of it served 0.0016 more of the trace at 10,000 pages, but
 less than LRU at 50,000 of the reversed trace."""
-_LEARNING_SHIFT: Final = 11
+LEARNING_SHIFT: Final = 11
 """D is a mean over about the last 2**11 reuses. The pages of one request return together, so that a shorter memory
 follows single requests: 2**8 cost a prototype 3 to 7 % of its hits at 300 to 3,000 pages."""
 _MAX_DISTANCE_IN_CAPACITIES: Final = 64
 """Bounds D, so that what was hot is gone after 3 * 64 capacities at the latest, whatever was measured."""
-_RENEWAL_SHIFT: Final = 4
+RENEWAL_SHIFT: Final = 4
 """A use within 1/16 of min(D, capacity) after the last counted one changes nothing: hits in a row cost no writes.
 Rare uses, as in the conversation trace, are mostly further apart and do cost one."""
 _SMALLEST_GHOST_LIST: Final = 1 << 15
@@ -69,7 +69,29 @@ _LOG2: Final = (0, 256, 406, 512, 594, 662, 719, 768)
 
 _CLOCK = struct.Struct("<QQI")
 _RANK = struct.Struct("<QQB")
-_MAX_REUSES: Final = (1 << 32) - 1
+MAX_REUSES: Final = (1 << 32) - 1
+
+
+def reuse_distance(capacity: int, distance_sum: int, reuses: int) -> int:
+    """``EvictionPolicy.reuse_distance``. This and what follows are plain functions of numbers, because slot_code.py
+    compiles them."""
+    if reuses == 0:
+        return capacity
+    mean = distance_sum // min(reuses, 1 << LEARNING_SHIFT)
+    return min(mean, _MAX_DISTANCE_IN_CAPACITIES * capacity)
+
+
+def learned(distance_sum: int, reuses: int, distance: int) -> tuple[int, int]:
+    """The distances and reuses after one more: a plain mean first, then a moving one."""
+    forgotten = distance_sum >> LEARNING_SHIFT if reuses >= 1 << LEARNING_SHIFT else 0
+    return distance_sum - forgotten + distance, min(reuses + 1, MAX_REUSES)
+
+
+def priority_of(capacity: int, inserts: int, distance: int, hits: int, depth: int) -> int:
+    """The priority of a page used now, not bounded by the page before it; ``distance`` is D."""
+    protection = distance * _LOG2[hits] // _LOG2[1]
+    tail = min(distance, capacity) * min(depth, MAX_DEPTH) // _DEPTH_WEIGHT
+    return min(_ORIGIN + inserts + protection - tail, MAX_PRIORITY)
 
 
 class Clock(NamedTuple):
@@ -96,8 +118,7 @@ class Clock(NamedTuple):
 
     def after_reuse(self, distance: int) -> Clock:
         """A page was used again ``distance`` inserts after its last use: a plain mean first, then a moving one."""
-        forgotten = self.distance_sum >> _LEARNING_SHIFT if self.reuses >= 1 << _LEARNING_SHIFT else 0
-        return Clock(self.inserts, self.distance_sum - forgotten + distance, min(self.reuses + 1, _MAX_REUSES))
+        return Clock(self.inserts, *learned(self.distance_sum, self.reuses, distance))
 
 
 class Rank(NamedTuple):
@@ -150,10 +171,7 @@ class EvictionPolicy:
 
     def reuse_distance(self, clock: Clock) -> int:
         """D: the mean distance measured, one capacity before anything was, never more than 64 capacities."""
-        if not clock.reuses:
-            return self.capacity
-        mean = clock.distance_sum // min(clock.reuses, 1 << _LEARNING_SHIFT)
-        return min(mean, _MAX_DISTANCE_IN_CAPACITIES * self.capacity)
+        return reuse_distance(self.capacity, clock.distance_sum, clock.reuses)
 
     def inserted(
         self, clock: Clock, depth: int, before: Rank | None = None, ghost: Ghost | None = None
@@ -163,7 +181,7 @@ class EvictionPolicy:
         if ghost is None:
             return clock, Rank(_bounded(self._priority(clock, 0, depth), before), clock.inserts, 0)
         clock = clock.after_reuse(max(0, clock.inserts - ghost.used))
-        hits = min(ghost.hits + 1, _MAX_HITS)
+        hits = min(ghost.hits + 1, MAX_HITS)
         return clock, Rank(_bounded(self._priority(clock, hits, depth), before), clock.inserts, hits)
 
     def inserted_chain(
@@ -173,11 +191,11 @@ class EvictionPolicy:
         per page. Written out, because every page of every write passes here."""
         ranks: list[Rank] = []
         inserts, distance = clock.inserts, min(self.reuse_distance(clock), self.capacity)
-        highest = _MAX_PRIORITY if before is None else max(0, before.priority - 1)
+        highest = MAX_PRIORITY if before is None else max(0, before.priority - 1)
         for depth, ghost in enumerate(ghosts, first_depth):
             if ghost is None:
                 inserts += 1
-                priority = _ORIGIN + inserts - distance * (depth if depth < _MAX_DEPTH else _MAX_DEPTH) // _DEPTH_WEIGHT
+                priority = _ORIGIN + inserts - distance * (depth if depth < MAX_DEPTH else MAX_DEPTH) // _DEPTH_WEIGHT
                 if priority > highest:
                     priority = highest
                 before = _rank((priority, inserts, 0))
@@ -198,19 +216,16 @@ class EvictionPolicy:
             priority = _bounded(rank.priority, before)
             return None if priority == rank.priority else (clock, Rank(priority, rank.used, rank.hits))
         clock = clock.after_reuse(distance)
-        hits = min(rank.hits + 1, _MAX_HITS)
+        hits = min(rank.hits + 1, MAX_HITS)
         priority = _bounded(max(rank.priority, self._priority(clock, hits, depth)), before)
         return clock, Rank(priority, clock.inserts, hits)
 
     def oldest_fresh_use(self, clock: Clock) -> int:
         """A page whose last counted use (``Rank.used``) is not before this is not renewed by a use now."""
-        return clock.inserts - (min(self.capacity, self.reuse_distance(clock)) >> _RENEWAL_SHIFT)
+        return clock.inserts - (min(self.capacity, self.reuse_distance(clock)) >> RENEWAL_SHIFT)
 
     def _priority(self, clock: Clock, hits: int, depth: int) -> int:
-        distance = self.reuse_distance(clock)
-        protection = distance * _LOG2[hits] // _LOG2[1]
-        tail = min(distance, self.capacity) * min(depth, _MAX_DEPTH) // _DEPTH_WEIGHT
-        return min(_ORIGIN + clock.inserts + protection - tail, _MAX_PRIORITY)
+        return priority_of(self.capacity, clock.inserts, self.reuse_distance(clock), hits, depth)
 
 
 def _bounded(priority: int, before: Rank | None) -> int:

@@ -747,7 +747,7 @@ def test_code_is_compiled_also_where_its_cache_is_broken(tmp_path, broken):
     cache = tmp_path / "cache"
     assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"
     files = list(cache.glob(f"**/*.{broken}"))
-    assert len(files) == 3
+    assert len(files) > 3
     for file in files:
         file.write_bytes(b"")
     assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"

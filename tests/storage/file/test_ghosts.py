@@ -4,37 +4,40 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from hicache_ext.storage.file.eviction import Ghost, Rank
-from hicache_ext.storage.file.slab import ghosts
+from hicache_ext.storage.file.slab import slot_code
 from hicache_ext.storage.file.slab.ghosts import GhostTable
+from hicache_ext.storage.file.slab.slot_code import HITS_BITS, RECORD_WORDS
 
 SIZE = 2000
 
 
-def key(number: int) -> bytes:
-    return number.to_bytes(50, "big")
+def hash_of(number: int) -> int:
+    return number * 0x9E3779B97F4A7C15 & (1 << 62) - 1
 
 
 def remember(table: GhostTable, numbers: range) -> None:
     """Page ``n`` was last used at ``n`` and had ``n % 8`` hits."""
-    for first in range(numbers.start, numbers.stop, 100):
-        some = range(first, min(first + 100, numbers.stop))
-        table.remember([key(n) for n in some], b"".join(Rank(7, n, n % 8).pack() for n in some))
+    record = np.zeros((1, RECORD_WORDS), np.int64)
+    for number in numbers:
+        record[0, slot_code.HASH], record[0, slot_code.USED] = hash_of(number), number
+        record[0, slot_code.STATE] = slot_code.PAGE | number % 8 << 8
+        slot_code._remember(record, 0, table.places, table.remembered)
 
 
 def recall(table: GhostTable, numbers: range, limit: int = SIZE) -> list[int]:
     """The numbers of the pages whose ghosts are there, each of which must be the right one."""
-    found = table.recall([key(n) for n in numbers], limit)
-    for number, ghost in zip(numbers, found, strict=True):
-        assert ghost is None or ghost == Ghost(number, number % 8)
-    return [number for number, ghost in zip(numbers, found, strict=True) if ghost is not None]
+    oldest = max(0, int(table.remembered[0]) - limit)
+    found = [slot_code._recall(hash_of(n), 0, table.places, oldest) for n in numbers]
+    for number, uses in zip(numbers, found, strict=True):
+        assert uses in (-1, number << HITS_BITS | number % 8)
+    return [number for number, uses in zip(numbers, found, strict=True) if uses >= 0]
 
 
-@pytest.fixture(params=[True, False], ids=["shared file", "memory of the process"])
-def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GhostTable:
-    monkeypatch.setattr(ghosts, "overwrites_in_place", lambda _: request.param)
+@pytest.fixture
+def table(tmp_path: Path) -> GhostTable:
     return GhostTable(tmp_path, SIZE)
 
 
@@ -51,10 +54,17 @@ def test_a_lower_limit_forgets_more(table: GhostTable) -> None:
 
 
 def test_a_ghost_is_recalled_once_and_the_younger_of_two_counts(table: GhostTable) -> None:
-    table.remember([key(1)], Rank(0, 900, 0).pack())
+    remember(table, range(1, 2))
+    table.places[2][table.places[0] != 0] = 900 << HITS_BITS
     remember(table, range(1, 2))
     assert recall(table, range(1, 2)) == [1]
     assert recall(table, range(1, 2)) == []
+
+
+def test_the_ghost_of_another_generation_is_that_of_another_page(table: GhostTable) -> None:
+    remember(table, range(1, 2))
+    assert slot_code._recall(hash_of(1), 1, table.places, 0) == -1
+    assert recall(table, range(1, 2)) == [1]
 
 
 def test_a_larger_table_has_the_ghosts_of_the_smaller_one_whose_file_is_gone(table: GhostTable, tmp_path: Path) -> None:
@@ -84,9 +94,10 @@ def test_a_file_of_another_length_is_begun_anew(tmp_path: Path) -> None:
     assert recall(table, range(10)) == list(range(10))
 
 
-def test_garbage_in_the_file_is_ghosts_of_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("garbage", [b"\xa5", b"\xff", b"\x7f", b"\x01"])
+def test_garbage_in_the_file_is_ghosts_of_nobody(tmp_path: Path, garbage: bytes) -> None:
     table = GhostTable(tmp_path, SIZE)
-    table.path.write_bytes(b"\xa5" * table.bytes)
+    table.path.write_bytes(garbage * table.bytes)
     assert recall(GhostTable(tmp_path, SIZE), range(1000)) == []
     table = GhostTable.larger(tmp_path, 2 * SIZE, GhostTable(tmp_path, SIZE))
     remember(table, range(50))

@@ -25,10 +25,10 @@ from hicache_ext.storage.file.slab.foreign import (
     UPDATE,
     call,
     call_for_two,
-    compiled,
     int_at,
     swapped,
 )
+from hicache_ext.storage.file.slab.jit import compiled
 from hicache_ext.storage.file.vectored import IOV_MAX
 
 DONE, LOOK_AGAIN = 0, 1

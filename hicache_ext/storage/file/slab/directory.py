@@ -5,7 +5,7 @@
     PATH/hicache_ext.json                    what this directory is
     PATH/lock                                held shared by every process that uses the directory
     PATH/trust                               the boot that wrote the index, or that it was closed in order
-    PATH/index/                              LMDB (index.py), ghosts of evicted pages (ghosts.py)
+    PATH/index/                              LMDB and mapped files (index.py), ghosts of evicted pages (ghosts.py)
     PATH/slabs/<number>-<slot size>.slab     slots
     PATH/identities/<identity>.json          the facts behind an identity digest
     PATH/identities/<identity>.cleared       since when pages of an identity count again (milliseconds)
@@ -43,7 +43,7 @@ _IN_ORDER = f"closed in order, index {INDEX_VERSION}"
 _REBUILD_BATCH = 4096
 
 INDEX_BYTES_AT_LEAST = 1 << 20
-INDEX_BYTES_PER_SLOT = 1024
+INDEX_BYTES_PER_SLOT = 512
 """What the index takes per slot, generously: it counts towards the capacity."""
 
 _open_directories: dict[Path, SlabDirectory] = {}
@@ -240,7 +240,7 @@ class SlabDirectory:
     def _open_trusted_index(self) -> SlabIndex | None:
         try:
             return SlabIndex(self.path / "index")
-        except lmdb.Error:
+        except (OSError, lmdb.Error):
             return None
 
     def _rebuild(self) -> SlabIndex:
@@ -268,16 +268,18 @@ class SlabDirectory:
 
     def _adopt_pages_of(self, fd: int, index: SlabIndex, slab: Slab) -> None:
         for first in range(0, slab.slots, _REBUILD_BATCH):
+            pages: list[tuple[bytes, Place, int]] = []
+            for slot in range(first, min(first + _REBUILD_BATCH, slab.slots)):
+                header = os.pread(fd, envelope.FIELDS_LENGTH, slot * slab.slot_size)
+                try:
+                    found = envelope.decode_header(header)
+                except FormatError:
+                    continue
+                length = found.header_length + found.payload_length
+                if length <= slab.slot_size and found.created_ms > self._cleared_at(found.identity):
+                    pages.append((found.key, Place(slab.number, slot, length), found.created_ms))
             with index.changing() as change:
-                for slot in range(first, min(first + _REBUILD_BATCH, slab.slots)):
-                    header = os.pread(fd, envelope.FIELDS_LENGTH, slot * slab.slot_size)
-                    try:
-                        found = envelope.decode_header(header)
-                    except FormatError:
-                        continue
-                    length = found.header_length + found.payload_length
-                    if length <= slab.slot_size and found.created_ms > self._cleared_at(found.identity):
-                        self.rebuilt += change.adopt(found.key, Place(slab.number, slot, length), found.created_ms)
+                self.rebuilt += change.adopt(slab, pages)
 
     def _delete_unknown_files(self, index: SlabIndex) -> None:
         """Slab files that a process was killed over before, or after, the index knew them."""

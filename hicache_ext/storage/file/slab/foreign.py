@@ -12,7 +12,6 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -23,21 +22,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from hicache_ext.storage.file.slab.jit import compiled
+
 _WORD = ir.IntType(64)
 
 PREADV2, PWRITEV2, ERRNO, HASH, RESET, UPDATE, DIGEST = range(7)
 """Positions in the array of ``find_functions``."""
-
-
-def compiled(signature: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` compiled now, to run without the GIL; from the cache of an earlier process where there is one."""
-    options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-    try:
-        compiled_function: Callable[..., Any] = numba.njit(signature, cache=True, **options)(function)
-    except Exception:  # noqa: BLE001 - what the function itself is at fault for is raised once more
-        # No directory that a cache could be kept in, a full disk, files that a power loss has left of one.
-        compiled_function = numba.njit(signature, **options)(function)
-    return compiled_function
 
 
 def find_functions() -> npt.NDArray[np.int64]:

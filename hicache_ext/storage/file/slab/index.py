@@ -1,8 +1,8 @@
-"""Which page is in which slot: the LMDB index of one directory, shared by all processes on it.
+"""Which page is in which slot: the index of one directory, shared by all processes on it.
 
-LMDB gives what a cache index needs here: look-ups of about half a microsecond without a lock, one writer at a time
-across processes, and a killed process that leaves nothing half done (its transaction never happened, its lock is
-released). What is stored: records.py; what can be changed: change.py.
+What changes with every page is mapped by all processes (slot_table.py), so that looking up a page is neither a system
+call nor a lock. What changes rarely is in LMDB (records.py), which gives what is needed there: one writer at a time
+across processes, also where one is killed, and transactions. What can be changed: change.py.
 
 Clearing an identity raises its generation: its pages are out of reach at once, and are removed little by little.
 
@@ -18,62 +18,57 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
+import xxhash
 
-from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH
-from hicache_ext.storage.file.eviction import Rank
-from hicache_ext.storage.file.slab.chains import ChainLookups
+from hicache_ext.envelope import IDENTITY_LENGTH, PAGE_HASH_LENGTH
+from hicache_ext.storage.file.eviction import Clock, EvictionPolicy
+from hicache_ext.storage.file.slab import lookup, slot_code
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.ghosts import GhostTable
+from hicache_ext.storage.file.slab.mapped import Words
 from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
-from hicache_ext.storage.file.slab.ranking import Ranking
 from hicache_ext.storage.file.slab.records import (
-    CREATED,
-    FIRST_GENERATION,
-    FREE,
-    FREE_SLOTS,
     GENERATION,
-    HELD,
+    GENERATION_NAME,
     INDEX_VERSION,
     NUMBER,
-    ORDER,
-    PAGE,
-    PAGE_COLUMNS,
-    PLACE,
     SLAB,
     SLOT_SIZE,
     USES,
     USES_NAME,
     Place,
     Slab,
-    slots_of,
 )
+from hicache_ext.storage.file.slab.slot_table import SlotTable, View
 from hicache_ext.storage.file.slab.touches import Uses
-from hicache_ext.storage.file.usage import writer_name
-from hicache_ext.storage.store import PageKeys
+from hicache_ext.storage.file.usage import writer_alive, writer_name
+from hicache_ext.storage.store import PageKeys, key_words
 
 logger = logging.getLogger(__name__)
 
-_MAP_SIZE = 1 << 38
-"""Bytes of address space the index may grow to; the file itself stays as small as its content."""
+_MAP_SIZE = 1 << 32
+"""Bytes of address space LMDB may grow to; the file itself stays as small as its content."""
 _MAX_READERS = 1024
-_CHANGES_BETWEEN_READER_CHECKS = 8
-"""A process killed inside a read transaction pins what it was looking at, and the index grows with every change until
-that is noticed: 20 MB within seconds when this was 256."""
+_CHANGES_BETWEEN_READER_CHECKS = 64
+"""A process killed inside a read transaction pins what it was looking at, and LMDB grows with every change until that
+is noticed."""
 _FRESH_USES_KEPT = 0.05
 """Seconds in which other processes' writes do not make a use of a page worth noting that was not before."""
 _CLEAR_BATCH = 2048
-"""Pages of a cleared identity freed in one transaction: writers wait for no longer than that takes."""
+"""Pages of a cleared identity freed in one change: writers wait for no longer than that takes."""
+_FIRST_PORTION = 64
+_PORTION = 4096
+"""Keys of a chain looked up at once: a chain that ends early costs no more than that."""
+_AT_ONCE = 1 << 16
+"""Records copied at once for tools."""
 
 _VERSION = str(INDEX_VERSION).encode()
-_SLAB_CHANGES = b"slab changes"
 _GHOSTS = b"ghosts"
-_HIGHEST = (1 << 64) - 1
 
 
 class IndexedPage(NamedTuple):
@@ -97,49 +92,42 @@ class SlabIndex:
         self._environment = lmdb.open(
             str(path),
             map_size=_MAP_SIZE,
-            max_dbs=7,
+            max_dbs=2,
             max_readers=_MAX_READERS,
-            # No sync: a power loss is met by the rebuild. Not a writable map, though it would halve the cost of a
-            # write: a full disk would then be a SIGBUS, and a stray pointer of SGLang's many native libraries could
-            # change the index.
+            # No sync: a power loss is met by the rebuild.
             sync=False,
             metasync=False,
             max_spare_txns=16,
         )
-        with self._environment.begin(write=True) as transaction:
-            (
-                self.pages_db,
-                self.groups_db,
-                self.order_db,
-                self.free_db,
-                self.pending_db,
-                self.slabs_db,
-                self.state_db,
-            ) = (
-                self._environment.open_db(name, txn=transaction)
-                for name in (b"pages", b"groups", b"order", b"free", b"pending", b"slabs", b"state")
-            )
-            version = transaction.get(b"version", db=self.state_db)
-            if version is None and not transaction.stat(self.slabs_db)["entries"]:
-                version = _VERSION
-                transaction.put(b"version", version, db=self.state_db)
-            if version == _VERSION:
+        try:
+            with self._environment.begin(write=True) as transaction:
+                self.slabs_db, self.state_db = (
+                    self._environment.open_db(name, txn=transaction) for name in (b"slabs", b"state")
+                )
+                version = transaction.get(b"version", db=self.state_db)
+                new = version is None and not transaction.stat(self.slabs_db)["entries"]
+                if not new and version != _VERSION:
+                    raise lmdb.Error("the index was written by another version of hicache_ext")
+                self.table = SlotTable(path, new=new)
+                if new:
+                    transaction.put(b"version", _VERSION, db=self.state_db)
+                self._view = self._load(transaction)
                 self._open_ghosts(transaction)
-        if version != _VERSION:
+        except BaseException:
             self._environment.close()
-            raise lmdb.Error("the index was written by another version of hicache_ext")
-        self.writer = writer_name().encode()
+            raise
+        self._host, pid, start = writer_name().rsplit(":", 2)
+        host = xxhash.xxh3_64_intdigest(self._host.encode()) >> 1
+        self._writer = int(pid), int(start) if start.isdigit() else -1, host
         self._changes = itertools.count()
         self._portions = itertools.count()
-        self._chains = ChainLookups()
         self._fresh_uses: tuple[float, dict[int, int]] = (0.0, {})
-        # The slabs as of a number of changes: they are needed by every call and change once in many thousands.
-        self._slabs_seen: tuple[bytes | None, dict[int, Slab]] = (b"none seen", {})
 
     def close(self, *, sync: bool) -> None:
-        """Raises lmdb.Error when ``sync`` fails; it is closed all the same."""
+        """Raises lmdb.Error or OSError when ``sync`` fails; it is closed all the same."""
         try:
             if sync:
+                self.table.sync()
                 self._environment.sync(True)
         finally:
             self._environment.close()
@@ -147,141 +135,145 @@ class SlabIndex:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def locate(self, keys: Sequence[bytes], oldest: bytes = b"") -> tuple[Placed, bool]:
+    def locate(self, keys: Sequence[bytes], oldest: int = 0) -> tuple[Placed, bool]:
         """Those of these pages that are there, in their order, each with its position in ``keys``; and whether using
-        them now is worth a ``touch``. ``oldest`` as for ``contains``."""
-        with self._environment.begin(db=self.pages_db) as transaction:
-            values: list[Any] = list(map(transaction.get, self.full_keys(transaction, keys)))
-            positions = np.arange(len(values))
-            if oldest or None in values:
-                found = [n for n, value in enumerate(values) if value is not None and value >= oldest]
-                positions, values = positions[found], [values[n] for n in found]
-            if not values:
-                return NONE_PLACED, False
-            # Column by column, without a step of Python per page.
-            columns = np.frombuffer(b"".join(values), PAGE_COLUMNS)
-            slabs, slots, lengths = (columns[name].astype(np.int64) for name in ("slab", "slot", "length"))
-            fresh = self._oldest_fresh_uses(transaction, set(slabs.tolist()))
-            used = columns["used"]
-            stale = int(used.min()) < max(fresh.values()) and any(
-                int(used[slabs == slab].min()) < oldest_fresh for slab, oldest_fresh in fresh.items()
-            )
-        return Placed(slabs, slots, lengths, positions), stale
+        them now is worth a ``touch``. Those written before ``oldest`` (wall-clock seconds) are not."""
+        view = self._current()
+        found = lookup.locate(view.records, view.buckets, key_words(keys), self.generations(view, keys), oldest)
+        if not found.shape[1]:
+            return NONE_PLACED, False
+        slabs, slots, lengths, positions, used = found
+        return Placed(slabs, slots, lengths, positions), self._are_stale(view, slabs, used)
 
-    def _oldest_fresh_uses(self, transaction: Any, numbers: set[int]) -> dict[int, int]:
-        """``Ranking.oldest_fresh_use`` of these slabs, at most so old as not to matter."""
-        until, known = self._fresh_uses
-        if time.monotonic() >= until or not known.keys() >= numbers:
-            slabs = self._slabs_by_number(transaction)
-            ranking = Ranking(slabs, transaction, self.state_db)
-            known = {number: ranking.oldest_fresh_use(slabs[number].slot_size) for number in numbers}
-            self._fresh_uses = (time.monotonic() + _FRESH_USES_KEPT, known)
-        return {number: known[number] for number in numbers}
+    def _are_stale(self, view: View, slabs: Words, used: Words) -> bool:
+        until, fresh = self._fresh_uses
+        if time.monotonic() >= until:
+            fresh = {size: self._oldest_fresh_use(view, size) for size in {s.slot_size for s in view.slabs.values()}}
+            self._fresh_uses = (time.monotonic() + _FRESH_USES_KEPT, fresh)
+        if not fresh or int(used.min()) >= max(fresh.values()):
+            return False
+        sizes = {number: slab.slot_size for number, slab in view.slabs.items()}
+        return any(
+            int(used[slabs == number].min()) < fresh.get(sizes.get(number, 0), 0) for number in set(slabs.tolist())
+        )
+
+    def _oldest_fresh_use(self, view: View, slot_size: int) -> int:
+        _, *clock = self.table.clock(slot_size).tolist()
+        return EvictionPolicy(max(1, view.slots(slot_size))).oldest_fresh_use(Clock(*clock))
 
     def find(self, key: bytes) -> Place | None:
         """Where one page is."""
         placed, _ = self.locate([key])
         return Place(*placed.pages()[0][:3]) if placed else None
 
-    def contains(self, keys: Sequence[bytes], oldest: bytes = b"") -> list[bool]:
-        """Which pages are there. Those written before ``oldest`` (``CREATED``, packed) are not."""
-        with self._environment.begin(db=self.pages_db) as transaction:
-            values = map(transaction.get, self.full_keys(transaction, keys))
-            return [value is not None and value >= oldest for value in values]
+    def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
+        """Which pages are there; ``oldest`` as for ``locate``."""
+        view = self._current()
+        if not oldest:
+            found: list[bool] = (self.rows(view, keys) >= 0).tolist()
+            return found
+        placed, _ = self.locate(keys, oldest)
+        present = np.zeros(len(keys), bool)
+        present[placed.positions] = True
+        return present.tolist()
 
-    def count_leading(self, keys: Sequence[bytes], oldest: bytes = b"") -> int:
-        with self._environment.begin(db=self.pages_db) as transaction:
-            if isinstance(keys, PageKeys) and not oldest:
-                generation = self._generation(transaction, keys.identity)
-                slabs = self._slabs_by_number(transaction)
-                return self._chains.count_leading(transaction, self.pages_db, self.groups_db, slabs, generation, keys)
-            values = map(transaction.get, self.full_keys(transaction, keys))
-            return sum(1 for _ in takewhile(lambda value: value is not None and value >= oldest, values))
+    def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
+        done, portion = 0, _FIRST_PORTION
+        while done < len(keys):
+            some = _some_of(keys, done, done + portion)
+            if oldest:
+                placed, _ = self.locate(some, oldest)
+                gaps = np.flatnonzero(placed.positions != np.arange(len(placed)))
+                found = int(gaps[0]) if len(gaps) else len(placed)
+            else:
+                view = self._current()
+                found = lookup.count_leading(
+                    view.records, view.buckets, key_words(some), self.generations(view, keys, done, done + portion)
+                )
+            done += found
+            if found < len(some):
+                break
+            portion = _PORTION
+        return done
 
-    def expired(self, oldest: bytes, begin: bytes, limit: int) -> tuple[list[bytes], bytes | None]:
-        """Of up to ``limit`` entries of ``pages`` from ``begin`` on: the keys of those written before ``oldest``, and
-        where to go on, None at the end."""
-        found: list[bytes] = []
-        with self._environment.begin() as transaction, transaction.cursor(self.pages_db) as cursor:
-            if not cursor.set_range(begin):
-                return found, None
-            for number, (full_key, value) in enumerate(cursor):
-                if number == limit:
-                    return found, bytes(full_key)
-                if value < oldest:
-                    found.append(bytes(full_key))
-        return found, None
+    def rows(self, view: View, keys: Sequence[bytes]) -> Words:
+        """The row of each page, -1 where there is none."""
+        return lookup.find(view.records, view.buckets, key_words(keys), self.generations(view, keys))
+
+    def generations(self, view: View, keys: Sequence[bytes], begin: int = 0, end: int | None = None) -> Words:
+        """Those of ``keys``, or of some: one where all are of one identity."""
+        if isinstance(keys, PageKeys):
+            return np.array([self._generation(view, keys.identity)])
+        digests = [key[:IDENTITY_LENGTH] for key in keys[begin:end]]
+        known = {digest: self._generation(view, digest) for digest in set(digests)}
+        return np.array(list(known.values()) if len(known) <= 1 else [known[digest] for digest in digests], np.int64)
+
+    def _generation(self, view: View, digest: bytes) -> int:
+        known = view.generations.get(digest)
+        if known is None:
+            with self._environment.begin() as transaction:
+                known = view.generations[digest] = self.stored_generation(transaction, digest)
+        return known
+
+    def stored_generation(self, transaction: Any, digest: bytes) -> int:
+        stored = transaction.get(GENERATION_NAME + digest, db=self.state_db)
+        return 0 if stored is None else int(GENERATION.unpack(stored)[0])
+
+    def expired(self, oldest: int, begin: int, limit: int) -> tuple[Words, int | None]:
+        """Of up to ``limit`` slots from number ``begin`` on: the rows of pages written before ``oldest``, and where to
+        go on, None at the end."""
+        view = self._current()
+        records = view.records[begin : begin + limit]
+        old = (records[:, slot_code.STATE] & 0xFF == slot_code.PAGE) & (records[:, slot_code.OBJECT] >> 32 < oldest)
+        following = begin + limit
+        return np.flatnonzero(old) + begin, following if following < len(view.records) else None
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         """Bytes of slots that the pages under each of these hashes take, over all identities."""
-        taken = [0] * len(hashes)
-        with self._environment.begin(db=self.pages_db) as transaction:
-            slabs = self._slabs_by_number(transaction)
-            for identity in self.identities_in(transaction):
-                full_keys = self.full_keys(transaction, [identity + page_hash for page_hash in hashes])
-                for position, full_key in enumerate(full_keys):
-                    value = transaction.get(full_key)
-                    if value is not None:
-                        taken[position] += slabs[PAGE.unpack(value)[1]].slot_size
-        return taken
+        view = self._current()
+        taken = np.zeros(len(hashes), np.int64)
+        for identity in self.identities(view):
+            rows = self.rows(view, PageKeys(identity, b"".join(hashes)))
+            slabs = np.searchsorted(view.rows[:, slot_code.NUMBER], view.records[rows, slot_code.PLACE] >> 32)
+            sizes = np.append(view.rows[:, slot_code.SLOT_SIZE], 0)[slabs]
+            taken += np.where(rows >= 0, sizes, 0)
+        return taken.tolist()
 
-    def identities_in(self, transaction: Any) -> list[bytes]:
+    def identities(self, view: View) -> list[bytes]:
         """Digests that have pages, found or cleared."""
-        found: list[bytes] = []
-        with transaction.cursor(self.pages_db) as cursor:
-            more = cursor.first()
-            while more:
-                full_key = bytes(cursor.key())
-                digest = full_key[GENERATION.size : GENERATION.size + IDENTITY_LENGTH]
-                found.append(digest)
-                more = cursor.set_range(
-                    full_key[: GENERATION.size] + digest + b"\xff" * (KEY_LENGTH - IDENTITY_LENGTH + 1)
-                )
-        return list(dict.fromkeys(found))
-
-    def full_keys(self, transaction: Any, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys in ``pages``: with the generation of their identity in front."""
-        if isinstance(keys, PageKeys):
-            return keys.behind(self._generation(transaction, keys.identity))
-        generations = {
-            digest: self._generation(transaction, digest) for digest in {key[:IDENTITY_LENGTH] for key in keys}
+        digests = {
+            digest
+            for some in _in_portions(view.pages)
+            for digest in map(bytes, np.unique(view.records[some, : IDENTITY_LENGTH // 8], axis=0))
         }
-        if len(generations) == 1:
-            (generation,) = generations.values()
-            return [generation + key for key in keys]
-        return [generations[key[:IDENTITY_LENGTH]] + key for key in keys]
-
-    def _generation(self, transaction: Any, digest: bytes) -> bytes:
-        stored: bytes = transaction.get(b"generation" + digest, db=self.state_db) or FIRST_GENERATION
-        return stored
+        return sorted(digests)
 
     def size(self) -> int:
         """Bytes of the index's files."""
-        return self._data.stat().st_size + (self._ghosts.bytes if self._ghosts else 0)
+        return self._data.stat().st_size + self.table.size() + (self._ghosts.bytes if self._ghosts else 0)
 
     def slabs(self) -> list[Slab]:
-        with self._environment.begin() as transaction:
-            return list(self._slabs_by_number(transaction).values())
+        return list(self._current().slabs.values())
 
     def counts(self) -> dict[str, int]:
         """How many pages, free slots, pending slots and slabs there are, for tools and tests."""
-        with self._environment.begin() as transaction:
-            free, pending = transaction.cursor(self.free_db), transaction.cursor(self.pending_db)
-            return {
-                "pages": int(transaction.stat(self.pages_db)["entries"]),
-                "free": sum(FREE_SLOTS.unpack(bits)[0].bit_count() for _, bits in free),
-                "pending": sum(len(slots) // PLACE.size for _, slots in pending),
-                "slabs": int(transaction.stat(self.slabs_db)["entries"]),
-            }
+        view = self._current()
+        names = (("pages", slot_code.PAGE), ("free", slot_code.FREE), ("pending", slot_code.PENDING))
+        return {name: len(view.rows_in(state)) for name, state in names} | {"slabs": len(view.slabs)}
 
     def pages(self) -> Iterator[IndexedPage]:
-        """Every page that can be found, identity by identity, as of one moment."""
-        with self._environment.begin() as transaction, transaction.cursor(self.pages_db) as cursor:
-            for full_key, value in cursor:
-                key = bytes(full_key[GENERATION.size :])
-                if self.full_keys(transaction, [key]) == [full_key]:
-                    created, slab, slot, length, _ = PAGE.unpack(value)
-                    yield IndexedPage(key, Place(slab, slot, length), CREATED.unpack(created)[0])
+        """Every page that can be found, slab by slab."""
+        view = self._current()
+        for rows in _in_portions(view.pages):
+            # Nobody changes a record while it is copied.
+            with self._environment.begin(write=True):
+                records = view.records[rows]
+            records = records[records[:, slot_code.STATE] & 0xFF == slot_code.PAGE]
+            for record in records:
+                key = record[: slot_code.KEY_WORDS].tobytes()
+                stored, place = int(record[slot_code.OBJECT]), int(record[slot_code.PLACE])
+                if record[slot_code.STATE] >> 16 == self._generation(view, key[:IDENTITY_LENGTH]):
+                    yield IndexedPage(key, Place(place >> 32, place & 0xFFFFFFFF, stored & 0xFFFFFFFF), stored >> 32)
 
     def uses_of(self, digest: bytes) -> Uses | None:
         """What was read of an identity; None when nothing was."""
@@ -294,90 +286,100 @@ class SlabIndex:
 
     def check(self) -> list[str]:
         """Every way in which the index contradicts itself, one sentence each; empty when it is sound."""
-        faults: list[str] = []
-        with self._environment.begin() as transaction:
-            slabs = self._slabs_by_number(transaction)
-            states: dict[tuple[int, int], str] = {}
-
-            def claim(slab: int, slot: int, state: str) -> None:
-                if slab not in slabs or slot >= slabs[slab].slots:
-                    faults.append(f"{state} slot {slab}/{slot} is in no slab")
-                elif (slab, slot) in states:
-                    faults.append(f"slot {slab}/{slot} is both {states[slab, slot]} and {state}")
-                states[slab, slot] = state
-
-            def entries(database: Any) -> Any:
-                return transaction.cursor(database)
-
-            for where, bits in entries(self.free_db):
-                size, slab, first = FREE.unpack(where)
-                for offset in slots_of(bits):
-                    claim(slab, first + offset, "free")
-                if slab in slabs and slabs[slab].slot_size != size:
-                    faults.append(f"free slots {slab}/{first} have size {size}, their slab {slabs[slab].slot_size}")
-            for _, items in entries(self.pending_db):
-                for slab, slot in PLACE.iter_unpack(items):
-                    claim(slab, slot, "pending")
-            pages = 0
-            for place, value in entries(self.groups_db):
-                slab, first = PLACE.unpack(place)
-                lowest = _HIGHEST
-                for offset, priority, key in HELD.iter_unpack(value):
-                    pages += 1
-                    claim(slab, first + offset, "occupied")
-                    lowest = min(lowest, priority)
-                    page = transaction.get(key, db=self.pages_db)
-                    if page is None or PAGE.unpack(page)[1:3] != (slab, first + offset):
-                        faults.append(f"slot {slab}/{first + offset} names a page that is not there")
-                    elif Rank.unpack(PAGE.unpack(page)[4]).priority != priority:
-                        faults.append(f"slot {slab}/{first + offset} has another priority than its page")
-                    elif slab in slabs and PAGE.unpack(page)[3] > slabs[slab].slot_size:
-                        faults.append(f"the page in slot {slab}/{first + offset} is longer than it")
-                if slab in slabs:
-                    order = ORDER.pack(slabs[slab].slot_size, lowest, slab, first)
-                    if transaction.get(order, db=self.order_db) is None:
-                        faults.append(f"group {slab}/{first} is not where it belongs in the order of eviction")
-            groups, ordered, known = (
-                int(transaction.stat(db)["entries"]) for db in (self.groups_db, self.order_db, self.pages_db)
-            )
-            if groups != ordered:
-                faults.append(f"{groups} groups, {ordered} in the order of eviction")
-            if pages != known:
-                faults.append(f"{known} pages, {pages} in slots")
-            slots = sum(slab.slots for slab in slabs.values())
-            if len(states) != slots:
-                faults.append(f"{slots} slots, of which {len(states)} are accounted for")
+        with self._environment.begin(write=True):
+            view = self._current()
+            groups, buckets = view.groups.copy(), np.zeros_like(view.buckets)
+            records = view.records.copy()
+            dropped = slot_code.settle_all(records, groups, buckets, view.rows)
+            faults = [f"{dropped} slots whose record cannot be true"] if dropped else []
+            if self.table.was_left_changing:
+                faults.append("a change has not come to its end")
+            entries, pages = int(np.count_nonzero(view.buckets)), len(view.pages)
+            if entries != pages:
+                faults.append(f"{pages} pages, {entries} in the hash table")
+            for slab in view.slabs.values():
+                rows = view.rows_of(slab)
+                if (records[rows, slot_code.PLACE] != view.records[rows, slot_code.PLACE]).any():
+                    faults.append(f"a slot of slab {slab.number} is not where its record says")
+                of_slab = slice(slab.first_record, slab.first_record + slab.slots + 1)
+                if (groups[of_slab] != view.groups[of_slab]).any():
+                    faults.append(f"what is said of the groups of slab {slab.number} is not what is in their slots")
+                rows = rows[view.states(slab) == slot_code.PAGE]
+                keys, generations = view.records[rows, : slot_code.KEY_WORDS], view.records[rows, slot_code.STATE] >> 16
+                found = lookup.find(view.records, view.buckets, keys, generations)
+                faults += [
+                    f"the page in slot {slab.number}/{row - slab.first_record} cannot be found"
+                    for row in rows[found != rows].tolist()
+                ]
+            ordered = sorted(view.slabs.values(), key=lambda slab: slab.first_record)
+            for slab, following in itertools.pairwise(ordered):
+                if slab.first_record + slab.slots >= following.first_record:
+                    faults.append(f"slabs {slab.number} and {following.number} have records in common")
         return faults
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def changing(self) -> Iterator[IndexChange]:
-        """One write transaction: all of it or, when the body raises or the process dies, nothing."""
+        """One change at a time. When the body raises or the process dies, what is not yet whole in it never was."""
         if next(self._changes) % _CHANGES_BETWEEN_READER_CHECKS == 0:
             self._environment.reader_check()
+        table = self.table
         with self._environment.begin(write=True) as transaction:
-            change = IndexChange(self, transaction, self._slabs_by_number(transaction))
+            view = self._current(transaction)
+            repaired = table.was_left_changing
+            table.begin_change()
+            if repaired:
+                view = self._load(transaction)
+                dropped = slot_code.settle_all(*view.table)
+                logger.warning("index %s: a change was cut off; made anew, %d slots freed", self._path, dropped)
+            change = IndexChange(self, transaction, view)
             yield change
-            self._fresh_uses = (0.0, {})
-            if change.finish():
-                number = transaction.get(_SLAB_CHANGES, db=self.state_db)
-                following = int.from_bytes(number or b"", "big") + 1
-                transaction.put(_SLAB_CHANGES, following.to_bytes(8, "big"), db=self.state_db)
+            changed = repaired or change.slabs_or_generations_changed
+            epoch = table.begin_epoch() if changed else None
+            table.end_change()
+        if epoch is not None:
+            table.begin_epoch_in_order(epoch)
+
+    def _current(self, transaction: Any = None) -> View:
+        """The view of this epoch. Raises OSError, lmdb.Error."""
+        view = self._view
+        if view.epoch != self.table.epoch or not view.lasts:
+            if transaction is None:
+                with self._environment.begin() as reading:
+                    view = self._load(reading)
+            else:
+                view = self._load(transaction)
+            self._view = view
+        return view
+
+    def _load(self, transaction: Any) -> View:
+        # First the number, then what it counts: what changes in between is looked at once more.
+        epoch = self.table.epoch
+        with transaction.cursor(self.slabs_db) as cursor:
+            slabs = [Slab(SLOT_SIZE.unpack(number)[0], *SLAB.unpack(value)) for number, value in cursor]
+        self._fresh_uses = (0.0, {})
+        return self.table.view({slab.number: slab for slab in slabs}, epoch)
 
     def free_cleared(self, digest: bytes) -> int:
-        """Free the slots of all pages of older generations of an identity, in short transactions; their number."""
+        """Free the slots of all pages of older generations of an identity, in short changes; their number."""
+        view = self._current()
+        generation = self._generation(view, digest)
         freed = 0
-        while True:
+        for rows in _in_portions(self.of_identity(view, digest), _CLEAR_BATCH):
             with self.changing() as change:
-                removed = change.remove_cleared(digest, _CLEAR_BATCH)
-            freed += removed
-            if not removed:
-                return freed
+                freed += change.remove_cleared(rows, digest, generation)
+        return freed
+
+    def of_identity(self, view: View, digest: bytes) -> Words:
+        """The rows of all pages of an identity, found or cleared."""
+        first, second = np.frombuffer(digest, np.int64)
+        rows = view.pages
+        of_it: Words = rows[(view.records[rows, 0] == first) & (view.records[rows, 1] == second)]
+        return of_it
 
     def ghosts(self, transaction: Any, at_least: int = 0) -> GhostTable | None:
-        """The table of ghosts, for so many at least, in a write transaction; None when there is none, or no room for
-        one."""
+        """The table of ghosts, for so many at least, in a change; None when there is none, or no room for one."""
         stored = transaction.get(_GHOSTS, db=self.state_db)
         size = NUMBER.unpack(stored)[0] if stored else 0
         table = self._ghosts if self._ghosts is not None and self._ghosts.size == size else None
@@ -394,6 +396,15 @@ class SlabIndex:
         self._ghosts = table
         return table
 
+    def writer(self, portion: int) -> Words:
+        """What a slot says that this process is writing, for this portion (``next_portion``)."""
+        return np.array([*self._writer, portion, 0, 0], np.int64)
+
+    def is_alive(self, writer: Sequence[int]) -> bool:
+        """Whether the process with these words (``writer``) may still be running."""
+        pid, start, host = writer
+        return host == self._writer[2] and writer_alive(f"{self._host}:{pid}:{start}", 0.0)
+
     def next_portion(self) -> int:
         """Tells apart what this process is writing at the same time."""
         return next(self._portions)
@@ -405,15 +416,12 @@ class SlabIndex:
             if table is None or path != table.path:
                 path.unlink(missing_ok=True)
 
-    def _slabs_by_number(self, transaction: Any) -> dict[int, Slab]:
-        """The slabs as ``transaction``, in which none has been changed yet, sees them. Not to be modified."""
-        changes = transaction.get(_SLAB_CHANGES, db=self.state_db)
-        seen, slabs = self._slabs_seen
-        if seen != changes:
-            with transaction.cursor(self.slabs_db) as cursor:
-                slabs = {
-                    slab.number: slab
-                    for slab in (Slab(SLOT_SIZE.unpack(number)[0], *SLAB.unpack(value)) for number, value in cursor)
-                }
-            self._slabs_seen = (changes, slabs)
-        return slabs
+
+def _some_of(keys: Sequence[bytes], begin: int, end: int) -> Sequence[bytes]:
+    if isinstance(keys, PageKeys) and (begin or end < len(keys)):
+        return PageKeys(keys.identity, keys.hashes[begin * PAGE_HASH_LENGTH : end * PAGE_HASH_LENGTH])
+    return keys if begin == 0 and end >= len(keys) else keys[begin:end]
+
+
+def _in_portions(rows: Words, length: int = _AT_ONCE) -> list[Words]:
+    return [rows[begin : begin + length] for begin in range(0, len(rows), length)]

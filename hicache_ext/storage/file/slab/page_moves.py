@@ -13,14 +13,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.envelope import FIELDS_LENGTH, IDENTITY_LENGTH, KEY_LENGTH, encode_page, page_start
+from hicache_ext.envelope import FIELDS_LENGTH, KEY_LENGTH, encode_page, page_start
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_probe import Mode
 from hicache_ext.storage.file.directory import BLOCK
@@ -32,7 +32,7 @@ from hicache_ext.storage.file.slab.shapes import Shape, are_of_one_size, shape_o
 from hicache_ext.storage.file.slab.slot_io import ALIGNMENT, SlotIo, blocks_of_memory
 from hicache_ext.storage.file.vectored import IOV_MAX
 from hicache_ext.storage.page_memory import Addresses, addresses_of
-from hicache_ext.storage.store import PageBatch, PageKeys
+from hicache_ext.storage.store import PageBatch, key_words
 
 logger = logging.getLogger(__name__)
 
@@ -162,13 +162,14 @@ class PageMoves:
                 self._metrics.add("io", "unaligned", len(found))
             in_order = found.are_all(len(batch))
             positions = found.positions.tolist()
+            words = key_words(batch.keys).view(np.uint64)
             arrays = (
                 _facts(shape, payload, of_call, direct),
                 descriptors,
                 found.slots * shape.slot,
                 memory.pages if in_order else memory.pages[positions],
                 memory.segment_sizes,
-                _key_words(batch.keys, None if in_order else positions),
+                words if in_order else words[positions],
             )
         except BaseException:
             opened.close()
@@ -225,18 +226,6 @@ def _facts(shape: Shape, payload: int, of_call: _OfCall, direct: bool) -> npt.ND
     return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
 
 
-def _key_words(keys: Sequence[bytes], positions: list[int] | None) -> npt.NDArray[np.uint64]:
-    """The keys of a batch, or those at some positions, in words."""
-    if positions is None and isinstance(keys, PageKeys):
-        words = np.empty((len(keys), KEY_LENGTH // 8), np.uint64)
-        words[:, : IDENTITY_LENGTH // 8] = np.frombuffer(keys.identity, np.uint64)
-        words[:, IDENTITY_LENGTH // 8 :] = np.frombuffer(keys.hashes, np.uint64).reshape(len(keys), -1)
-        return words
-    chosen = keys if positions is None else [keys[position] for position in positions]
-    # Writable, which compiled code insists on.
-    return np.frombuffer(bytearray().join(chosen), np.uint64).reshape(len(chosen), KEY_LENGTH // 8)
-
-
 def _aligned(memory: Addresses) -> bool:
     return not ((memory.pages % ALIGNMENT).any() or (memory.segment_sizes % ALIGNMENT).any())
 
@@ -273,7 +262,7 @@ class CompiledCode:
 
         def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
             facts[self._at_once], results = at_once, np.full(1, _LEFT, np.int64)
-            arrays = *at, _key_words([of_key], None), scratch.fields, scratch.vectors
+            arrays = *at, key_words([of_key]).view(np.uint64), scratch.fields, scratch.vectors
             move(self.functions, facts, *arrays, scratch.state.address, results, 0, 1)
             return not results.any()
 

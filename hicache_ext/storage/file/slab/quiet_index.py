@@ -21,7 +21,7 @@ _Answer = TypeVar("_Answer")
 
 
 class QuietIndex:
-    """The index of one directory. Thread-safe; no call raises lmdb.Error."""
+    """The index of one directory. Thread-safe; no call raises lmdb.Error or OSError."""
 
     def __init__(self, tier: str, directory: SlabDirectory, metrics: TierMetrics, trouble: Trouble) -> None:
         self._tier = tier
@@ -30,24 +30,24 @@ class QuietIndex:
         self._metrics = metrics
         self._trouble = trouble
 
-    def locate(self, keys: Sequence[bytes], oldest: bytes) -> tuple[Placed, bool]:
+    def locate(self, keys: Sequence[bytes], oldest: int) -> tuple[Placed, bool]:
         try:
             return self._index.locate(keys, oldest)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             self._count_error(error)
             return NONE_PLACED, False
 
-    def contains(self, keys: Sequence[bytes], oldest: bytes) -> list[bool]:
+    def contains(self, keys: Sequence[bytes], oldest: int) -> list[bool]:
         try:
             return self._index.contains(keys, oldest)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             self._count_error(error)
             return [False] * len(keys)
 
-    def count_leading(self, keys: Sequence[bytes], oldest: bytes) -> int:
+    def count_leading(self, keys: Sequence[bytes], oldest: int) -> int:
         try:
             return self._index.count_leading(keys, oldest)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             self._count_error(error)
             return 0
 
@@ -55,7 +55,7 @@ class QuietIndex:
         """None when the index cannot be read."""
         try:
             return self._index.slabs()
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             self._count_error(error)
             return None
 
@@ -64,7 +64,7 @@ class QuietIndex:
         try:
             with self._index.changing() as change:
                 return action(change)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             self._count_error(error)
             return None
 
@@ -72,10 +72,10 @@ class QuietIndex:
         try:
             for digest in digests:
                 self._index.free_cleared(digest)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             self._count_error(error)
 
-    def _count_error(self, error: lmdb.Error) -> None:
+    def _count_error(self, error: lmdb.Error | OSError) -> None:
         self._metrics.add("error", type(error).__name__)
         logger.error("tier %s: index of %s: %s", self._tier, self._path, error)
         self._trouble(error)

@@ -9,10 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
+from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.directory import INDEX_BYTES_AT_LEAST, INDEX_BYTES_PER_SLOT, SlabDirectory
+from hicache_ext.storage.file.slab.mapped import Words
+from hicache_ext.storage.file.slab.placed import Numbers
 from hicache_ext.storage.file.slab.quiet_index import QuietIndex
 from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.touches import Touches
@@ -43,7 +48,7 @@ class Room:
         metrics: TierMetrics,
         failed: Callable[[OSError], None],
     ) -> None:
-        """Drops slabs beyond the capacity. Raises lmdb.Error.
+        """Drops slabs beyond the capacity. Raises lmdb.Error or OSError.
 
         ``touches`` are written before an eviction; ``failed`` hears of errors of the disk.
         """
@@ -58,6 +63,8 @@ class Room:
         # A slab of another slot size that holds colder pages than those evicted here.
         self._colder_slab: Slab | None = None
         self._evicted_since_reclaim = 0
+        self._spared_hashes: frozenset[bytes] = frozenset()
+        self._spared_words: Words = np.empty(0, np.int64)
         # Slot sizes for which pages had to be evicted.
         self._full: set[int] = set()
         self._looked_for_dead_writers = 0.0
@@ -91,49 +98,52 @@ class Room:
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
-    def take(self, wanted: Mapping[int, Sequence[int]]) -> tuple[dict[int, tuple[int, int]], list[bytes]]:
-        """Slots for as many pages as there is room for: (slab, slot) by page, and the tokens to publish them with.
+    def take(self, wanted: Mapping[int, Numbers], portion: int) -> dict[int, Words]:
+        """Slots for as many pages as there is room for: by slot size, those for the first ones, slabs and slots a row
+        each. ``portion`` is what they are published with.
 
-        ``wanted``: the numbers of the pages that need a slot of each size.
+        ``wanted``: the pages that need a slot of each size.
         """
-        # A look at the pins, where one is due, is not for inside a transaction that others wait for.
+        # A look at the pins, where one is due, is not for inside a change that others wait for.
         self._pins.spared()
-        taken: dict[int, tuple[int, int]] = {}
-        tokens: list[bytes] = []
+        taken: dict[int, Words] = {}
+        left = {slot_size: len(pages) for slot_size, pages in wanted.items()}
         for _ in range(_MOST_SLABS_RECLAIMED):
-            answer = self._index.change(lambda change: self._take(change, wanted))  # noqa: B023
-            if answer is not None and answer[0]:
-                taken |= answer[0]
-                tokens.append(answer[1])
-            wanted = {
-                slot_size: rest
-                for slot_size, pages in wanted.items()
-                if (rest := [page for page in pages if page not in taken])
+            places = self._index.change(lambda change: self._take(change, left, portion)) or {}  # noqa: B023
+            for slot_size, of_size in places.items():
+                taken[slot_size] = np.hstack([taken[slot_size], of_size]) if slot_size in taken else of_size
+            left = {
+                slot_size: missing
+                for slot_size, count in left.items()
+                if (missing := count - places[slot_size].shape[1] if slot_size in places else count)
             }
-            if not wanted or not self.reclaim_slab(needed=True):
+            if not left or not self.reclaim_slab(needed=True):
                 break
-        return taken, tokens
+        return taken
 
-    def _take(
-        self, change: IndexChange, wanted: Mapping[int, Sequence[int]]
-    ) -> tuple[dict[int, tuple[int, int]], bytes]:
-        taken: dict[int, tuple[int, int]] = {}
-        for slot_size, pages in wanted.items():
-            count = len(pages)
-            places = change.take_free_slots(slot_size, count)
-            while len(places) < count and self._add_slab(change, slot_size):
-                places += change.take_free_slots(slot_size, count - len(places))
-            if len(places) < count and self._time_to_look_for_dead_writers() and change.release_dead_writers():
-                places += change.take_free_slots(slot_size, count - len(places))
-            if len(places) < count:
+    def _take(self, change: IndexChange, wanted: Mapping[int, int], portion: int) -> dict[int, Words]:
+        taken: dict[int, Words] = {}
+        for slot_size, count in wanted.items():
+            places = change.take_free_slots(slot_size, count, portion)
+
+            def take_more() -> None:
+                nonlocal places
+                more = change.take_free_slots(slot_size, count - places.shape[1], portion)  # noqa: B023
+                places = np.hstack([places, more])
+
+            while places.shape[1] < count and self._add_slab(change, slot_size):
+                take_more()
+            if places.shape[1] < count and self._time_to_look_for_dead_writers() and change.release_dead_writers():
+                take_more()
+            if places.shape[1] < count:
                 self._full.add(slot_size)
-                self._evict(change, slot_size, count - len(places))
-                places += change.take_free_slots(slot_size, count - len(places))
-            taken.update(zip(pages, places, strict=False))
-            if len(places) < count:
+                self._evict(change, slot_size, count - places.shape[1])
+                take_more()
+            taken[slot_size] = places
+            if places.shape[1] < count:
                 self._colder_slab = change.colder_slab(slot_size)
         self._count_evicted(change)
-        return taken, change.pend(list(taken.values())) if taken else b""
+        return taken
 
     def evict_ahead(self, counts: Mapping[int, int]) -> None:
         """At full capacity, free as many slots as are being filled (``counts``, by slot size), for the next write.
@@ -156,7 +166,15 @@ class Room:
     def _evict(self, change: IndexChange, slot_size: int, count: int) -> None:
         for keys in self._touches.take():
             change.touch(keys)
-        change.evict(slot_size, count, self._pins.spared())
+        change.evict(slot_size, count, self._spared())
+
+    def _spared(self) -> Words:
+        """What ``IndexChange.evict`` takes for the pinned pages."""
+        hashes = self._pins.spared()
+        if hashes is not self._spared_hashes:
+            self._spared_hashes = hashes
+            self._spared_words = np.unique(np.frombuffer(b"".join(hashes), np.int64)[:: PAGE_HASH_LENGTH // 8])
+        return self._spared_words
 
     def _count_evicted(self, change: IndexChange) -> None:
         self._metrics.add("evicted", "capacity", change.evicted)
@@ -181,8 +199,8 @@ class Room:
         if slab is None or not (needed or self._evicted_since_reclaim >= slab.slots):
             return False
         self._evicted_since_reclaim = 0
-        spared = self._pins.spared()
-        if spared and not needed and self._index.change(lambda change: change.holds_any(slab, spared)):
+        spared = self._spared()
+        if len(spared) and not needed and self._index.change(lambda change: change.holds_any(slab, spared)):
             return False
         return self._drop_slab(slab)
 
@@ -196,12 +214,14 @@ class Room:
         if slots < wanted // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in change.slabs()):
             # What slabs of other sizes left over, again and again: slabs of one slot each would be had by the hundred.
             return False
-        slab = change.add_slab(slot_size, slots)
+        slab = None
         try:
+            slab = change.add_slab(slot_size, slots)
             self._directory.create_slab_file(slab)
         except OSError as error:
             self._failed(error)
-            change.drop_slab(slab)
+            if slab is not None:
+                change.drop_slab(slab)
             return False
         self._slabs[slab.number] = slab
         return True

@@ -35,9 +35,8 @@ from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.directory import slab_directory
 from hicache_ext.storage.file.slab.page_moves import Moving, PageMoves
-from hicache_ext.storage.file.slab.placed import NONE_PLACED, Located, Placed
+from hicache_ext.storage.file.slab.placed import NONE_PLACED, Located, Numbers, Placed
 from hicache_ext.storage.file.slab.quiet_index import QuietIndex
-from hicache_ext.storage.file.slab.records import CREATED
 from hicache_ext.storage.file.slab.room import Room
 from hicache_ext.storage.file.slab.shapes import are_of_one_size, lengths_of, shape_of
 from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
@@ -333,19 +332,27 @@ class SlabStore:
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
         sizes = batch.sizes
-        wanted: dict[int, list[int]] = {}
+        wanted: dict[int, Numbers] = {}
         if are_of_one_size(sizes):
-            wanted[shape_of(sizes[0]).slot] = positions
+            wanted[shape_of(sizes[0]).slot] = np.array(positions)
         else:
+            of_size: dict[int, list[int]] = {}
             for position in positions:
-                wanted.setdefault(shape_of(sizes[position]).slot, []).append(position)
-        places, tokens = self._room.take(wanted)
-        self._metrics.add("rejected", "capacity", len(positions) - len(places))
-        if not places:
+                of_size.setdefault(shape_of(sizes[position]).slot, []).append(position)
+            wanted = {slot_size: np.array(pages) for slot_size, pages in of_size.items()}
+        portion = self._directory.index.next_portion()
+        places = self._room.take(wanted, portion)
+        counts = {slot_size: of_size.shape[1] for slot_size, of_size in places.items()}
+        self._metrics.add("rejected", "capacity", len(positions) - sum(counts.values()))
+        if not any(counts.values()):
             return
-        slabs, slots = np.array(list(places.values()), np.int64).T
-        at = np.array(list(places), np.int64)
-        taken = Placed(slabs, slots, lengths_of(sizes, at), at).by_position()
+        taken = Placed.joined(
+            [
+                Placed(places[slot_size][0], places[slot_size][1], lengths_of(sizes, at), at)
+                for slot_size, count in counts.items()
+                for at in [wanted[slot_size][:count]]
+            ]
+        ).by_position()
         written = NONE_PLACED
         published: list[bool] | None = None
         try:
@@ -355,14 +362,14 @@ class SlabStore:
                     if number:
                         moving.move(number - 1)
                     else:
-                        self._room.evict_ahead(
-                            {slot_size: sum(page in places for page in pages) for slot_size, pages in wanted.items()}
-                        )
+                        self._room.evict_ahead(counts)
 
                 self._workers.run(1 + moving.pieces, work, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
         finally:
-            published = self._index.change(lambda change: change.publish(tokens, batch.keys, written, self._oldest()))
+            published = self._index.change(
+                lambda change: change.publish(portion, batch.keys, taken, written, self._oldest())
+            )
         if published is None:
             _fill(results, written.positions, SetResult.ERROR)
         elif all(published):
@@ -446,10 +453,10 @@ class SlabStore:
         """Free the slots of pages older than the ttl, until ``stop``; their number. Raises lmdb.Error."""
         removed = 0
         oldest = self._oldest()
-        begin: bytes | None = b"\0"
+        begin: int | None = 0
         while begin is not None and not stop.is_set():
             expired, begin = self._directory.index.expired(oldest, begin, _SWEEP_BATCH)
-            if expired:
+            if len(expired):
                 with self._directory.index.changing() as change:
                     removed += change.remove_expired(expired, oldest)
             # Others want the interpreter, too.
@@ -459,9 +466,9 @@ class SlabStore:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
-    def _oldest(self) -> bytes:
-        """Pages written before this are expired; nothing is without a ttl."""
-        return b"" if self._ttl is None else CREATED.pack(max(0, int(time.time() - self._ttl)))
+    def _oldest(self) -> int:
+        """Pages written before this (wall-clock seconds) are expired; 0 without a ttl."""
+        return 0 if self._ttl is None else max(0, int(time.time() - self._ttl))
 
     def _runs(self, batch: PageBatch, pages: list[Located], threads: int) -> list[list[Located]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
