@@ -442,12 +442,14 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         started = time.perf_counter()
         moved = move(batch)
         seconds = time.perf_counter() - started
-        samples.record(len(keys), sum([size for size, ok in zip(batch.sizes, moved, strict=True) if ok]), seconds)
+        samples.record(len(keys), batch.bytes_of(True, moved), seconds)
         return moved if owners is None else _per_page(len(keys), len(pool.digests), owners, moved)
 
     def _read(self, batch: PageBatch) -> list[bool]:
-        hit = GetResult.HIT
-        return [result is hit for result in self._store.get(batch)]
+        hit, results = GetResult.HIT, self._store.get(batch)
+        if results.count(hit) == len(results):
+            return [True] * len(results)
+        return [result is hit for result in results]
 
     def _write(self, batch: PageBatch) -> list[bool]:
         return [result.durable for result in self._store.set(batch)]

@@ -107,6 +107,11 @@ class PageKeys(Sequence[bytes]):
         return self._keys
 
 
+def identity_of(keys: Sequence[bytes]) -> bytes:
+    """That of the first page, of one at least: SGLang moves pages of one pool at a time."""
+    return keys.identity if isinstance(keys, PageKeys) else keys[0][:IDENTITY_LENGTH]
+
+
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
     """The keys of pages as int64, shape (pages, 6): what compiled code takes."""
     if isinstance(keys, PageKeys):
@@ -171,7 +176,7 @@ class PageBatch:
     def payload_bytes(self, position: int) -> int:
         return self.sizes[position]
 
-    def bytes_of(self, wanted: _Result, results: Sequence[_Result]) -> int:
+    def bytes_of(self, wanted: GetResult | SetResult | bool, results: Sequence[GetResult | SetResult | bool]) -> int:
         """Payload bytes of the pages that have the result ``wanted``."""
         if results.count(wanted) == len(results):
             return sum(self.sizes)

@@ -26,7 +26,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.demand import DemandGate
 from hicache_ext.storage.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
 from hicache_ext.storage.promotion import Promoter
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo, counted
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo, counted, identity_of
 from hicache_ext.storage.write_behind import AsyncStore, QueueSettings
 
 logger = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ class TieredStore:
         """
         self._check_open()
         promoter = self._promoter
-        size = self._page_bytes.get(keys[0][:IDENTITY_LENGTH], 0) if keys else 0
+        size = self._page_bytes.get(identity_of(keys), 0) if keys else 0
         if promoter is None or not size:
             return Counter(dropped=len(keys))
         promoter.wait_until_written(_PATIENCE)
@@ -424,7 +424,7 @@ class TieredStore:
     def _learn_page_bytes(self, batch: PageBatch) -> None:
         """For identities whose document does not tell (flat tensors), or was registered with the tiers alone."""
         if len(batch):
-            self._page_bytes.setdefault(batch.keys[0][:IDENTITY_LENGTH], batch.sizes[0])
+            self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
 
     def _check_open(self) -> None:
         if self._closed:

@@ -71,7 +71,7 @@ class IndexChange:
         is left. Neighbours of a victim whose turn would come soon go with it: single slots here and there would each
         need a system call of their own (1.6 pages a call in a full directory, where this gives more than five).
         """
-        slots = self._view.slots(slot_size)
+        slots = self._view.slots[slot_size]
         ghosts = self._index.ghosts(self._transaction, _ghost_limit(slots, slot_size)) if count > 0 else None
         arguments = (slot_size, count, slots >> _SOON_SHIFT, slots, spared, *_ghosts_of(ghosts))
         self.evicted += slot_code.evict_pages(*self._view.table, *arguments)
@@ -130,7 +130,7 @@ class IndexChange:
         linked: bool,
     ) -> None:
         view, index = self._view, self._index
-        slots = view.slots(slot_size)
+        slots = view.slots[slot_size]
         ghosts = _ghosts_of(index.ghosts(self._transaction))
         of_size = index.table.clock(slot_size), slots, *ghosts, _ghost_limit(slots, slot_size)
         positions, lengths = np.ascontiguousarray(pages.positions), np.ascontiguousarray(pages.lengths)
@@ -279,22 +279,21 @@ class IndexChange:
 
     def colder_slab(self, slot_size: int) -> Slab | None:
         """A slab of another slot size whose first victim would go before the first victim of this one."""
-        lowest: dict[int, tuple[int | None, Slab]] = {}
-        for slab in self.slabs():
-            of_slab = self._view.lowest(slab)
-            known = lowest.get(slab.slot_size)
-            if known is None or (of_slab is not None and (known[0] is None or of_slab < known[0])):
-                lowest[slab.slot_size] = of_slab, slab
-        own = lowest.pop(slot_size, (None, None))[0]
-        chosen: Slab | None = None
-        coldest = own
-        for of_size, slab in lowest.values():
-            if of_size is None:
+        view = self._view
+        if not view.slots.keys() - {slot_size}:
+            return None
+        lowest, sizes = view.lowest, view.rows[:, slot_code.SLOT_SIZE]
+        coldest, chosen = min(lowest[sizes == slot_size], default=slot_code.NO_PAGE), -1
+        for size in view.slots.keys() - {slot_size}:
+            of_size = np.flatnonzero(sizes == size)
+            first = of_size[lowest[of_size].argmin()]
+            if lowest[first] == slot_code.NO_PAGE:
                 # Nothing but free slots: nobody will miss it.
-                return slab
-            if coldest is None or of_size < coldest:
-                coldest, chosen = of_size, slab
-        return chosen
+                chosen = first
+                break
+            if lowest[first] < coldest:
+                coldest, chosen = lowest[first], first
+        return None if chosen < 0 else view.slabs[int(view.rows[chosen, slot_code.NUMBER])]
 
     def reserve_slab_numbers(self, below: int) -> None:
         """No new slab gets a number under ``below``: a reader may still have the file of an old one open."""

@@ -23,7 +23,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,17 +141,35 @@ class SlabDirectory:
     @contextmanager
     def opened(self, slab: Slab, *, direct: bool = False) -> Iterator[int]:
         """A descriptor of the slab's file, with O_DIRECT or without; valid inside, and kept open. Raises OSError."""
-        which = (slab.number, direct)
         with self._descriptors_lock:
-            descriptor = self._descriptors.get(which)
-            if descriptor is None:
-                flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-                descriptor = self._descriptors[which] = _Descriptor(os.open(self.slab_path(slab), flags))
-            descriptor.users += 1
+            descriptor = self._use(slab, direct)
         try:
             yield descriptor.fd
         finally:
-            with self._descriptors_lock:
+            self._release([descriptor])
+
+    def open_all(self, slabs: Iterable[Slab], *, direct: bool) -> tuple[dict[int, int], Callable[[], None]]:
+        """``opened`` for those of these slabs that can be opened, by number, until the answer's second part is
+        called."""
+        used: dict[int, _Descriptor] = {}
+        with self._descriptors_lock:
+            for slab in slabs:
+                with suppress(OSError):
+                    used[slab.number] = self._use(slab, direct)
+        return {number: one.fd for number, one in used.items()}, lambda: self._release(used.values())
+
+    def _use(self, slab: Slab, direct: bool) -> _Descriptor:
+        which = (slab.number, direct)
+        descriptor = self._descriptors.get(which)
+        if descriptor is None:
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+            descriptor = self._descriptors[which] = _Descriptor(os.open(self.slab_path(slab), flags))
+        descriptor.users += 1
+        return descriptor
+
+    def _release(self, descriptors: Iterable[_Descriptor]) -> None:
+        with self._descriptors_lock:
+            for descriptor in descriptors:
                 descriptor.users -= 1
                 if descriptor.dropped and descriptor.users == 0:
                     os.close(descriptor.fd)

@@ -121,7 +121,7 @@ class SlabIndex:
         self._writer = int(pid), int(start) if start.isdigit() else -1, host
         self._changes = itertools.count()
         self._portions = itertools.count()
-        self._fresh_uses: tuple[float, dict[int, int]] = (0.0, {})
+        self._known_fresh_uses: tuple[float, View | None, Words] = (0.0, None, np.empty(0, np.int64))
 
     def close(self, *, sync: bool) -> None:
         """Raises lmdb.Error or OSError when ``sync`` fails; it is closed all the same."""
@@ -139,27 +139,26 @@ class SlabIndex:
         """Those of these pages that are there, in their order, each with its position in ``keys``; and whether using
         them now is worth a ``touch``. Those written before ``oldest`` (wall-clock seconds) are not."""
         view = self._current()
-        found = lookup.locate(view.records, view.buckets, key_words(keys), self.generations(view, keys), oldest)
+        generations = self.generations(view, keys)
+        found = lookup.locate(
+            view.records, view.buckets, key_words(keys), generations, oldest, view.rows, self._fresh_uses(view)
+        )
         if not found.shape[1]:
             return NONE_PLACED, False
-        slabs, slots, lengths, positions, used = found
-        return Placed(slabs, slots, lengths, positions), self._are_stale(view, slabs, used)
+        slabs, slots, lengths, positions, after_fresh = found
+        return Placed(slabs, slots, lengths, positions), int(after_fresh.min()) < 0
 
-    def _are_stale(self, view: View, slabs: Words, used: Words) -> bool:
-        until, fresh = self._fresh_uses
-        if time.monotonic() >= until:
-            fresh = {size: self._oldest_fresh_use(view, size) for size in {s.slot_size for s in view.slabs.values()}}
-            self._fresh_uses = (time.monotonic() + _FRESH_USES_KEPT, fresh)
-        if not fresh or int(used.min()) >= max(fresh.values()):
-            return False
-        sizes = {number: slab.slot_size for number, slab in view.slabs.items()}
-        return any(
-            int(used[slabs == number].min()) < fresh.get(sizes.get(number, 0), 0) for number in set(slabs.tolist())
-        )
-
-    def _oldest_fresh_use(self, view: View, slot_size: int) -> int:
-        _, *clock = self.table.clock(slot_size).tolist()
-        return EvictionPolicy(max(1, view.slots(slot_size))).oldest_fresh_use(Clock(*clock))
+    def _fresh_uses(self, view: View) -> Words:
+        """For each slab: a page last used before that is worth a ``touch`` when it is used now."""
+        until, of_view, fresh = self._known_fresh_uses
+        if of_view is not view or time.monotonic() >= until:
+            by_size = {
+                size: EvictionPolicy(slots).oldest_fresh_use(Clock(*self.table.clock(size)[1:].tolist()))
+                for size, slots in view.slots.items()
+            }
+            fresh = np.array([by_size[slab.slot_size] for slab in view.slabs.values()], np.int64)
+            self._known_fresh_uses = (time.monotonic() + _FRESH_USES_KEPT, view, fresh)
+        return fresh
 
     def find(self, key: bytes) -> Place | None:
         """Where one page is."""
@@ -358,7 +357,6 @@ class SlabIndex:
         epoch = self.table.epoch
         with transaction.cursor(self.slabs_db) as cursor:
             slabs = [Slab(SLOT_SIZE.unpack(number)[0], *SLAB.unpack(value)) for number, value in cursor]
-        self._fresh_uses = (0.0, {})
         return self.table.view({slab.number: slab for slab in slabs}, epoch)
 
     def free_cleared(self, digest: bytes) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from hicache_ext.storage.file.slab import slot_code
 from hicache_ext.storage.file.slab.jit import is_compiled
 from hicache_ext.storage.file.slab.mapped import Words
-from hicache_ext.storage.file.slab.slot_code import KEY_WORDS, OBJECT, PAGE, PLACE, STATE, USED
+from hicache_ext.storage.file.slab.slot_code import KEY_WORDS, NUMBER, OBJECT, PAGE, PLACE, STATE, USED
 
 _LOW = (1 << 32) - 1
 _TAG = (1 << 31) - 1
@@ -33,12 +33,14 @@ def count_leading(records: Words, buckets: Words, keys: Words, generations: Word
     return int(missing[0]) if len(missing) else len(keys)
 
 
-def locate(records: Words, buckets: Words, keys: Words, generations: Words, oldest: int) -> Words:
+def locate(
+    records: Words, buckets: Words, keys: Words, generations: Words, oldest: int, slabs: Words, fresh: Words
+) -> Words:
     """The pages that are there and not written before ``oldest``: slabs, slots, object lengths, positions in ``keys``
-    and last uses, a row each."""
+    and how long after ``fresh[n]``, n the row in ``slabs`` of its slab, it was last used, a row each."""
     if is_compiled(slot_code.locate):
         placed = np.empty((5, len(keys)), np.int64)
-        count = slot_code.locate(records, buckets, keys, generations, oldest, placed)
+        count = slot_code.locate(records, buckets, keys, generations, oldest, slabs, fresh, placed)
         return placed if count == len(keys) else placed[:, :count]
     rows = _find(records, buckets, keys, generations)
     positions = np.flatnonzero(rows >= 0)
@@ -46,7 +48,9 @@ def locate(records: Words, buckets: Words, keys: Words, generations: Words, olde
     young = found[:, OBJECT] >> 32 >= oldest
     positions, found = positions[young], found[young]
     objects, places = found[:, OBJECT], found[:, PLACE]
-    return np.stack([places >> 32, places & _LOW, objects & _LOW, positions, found[:, USED]])
+    of_slab = np.searchsorted(slabs[:, NUMBER], places >> 32)
+    after = found[:, USED] - np.append(fresh, 0)[of_slab]
+    return np.stack([places >> 32, places & _LOW, objects & _LOW, positions, after])
 
 
 def _find(records: Words, buckets: Words, keys: Words, generations: Words) -> Words:

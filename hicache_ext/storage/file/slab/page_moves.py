@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,7 +61,7 @@ class Moving:
         results: npt.NDArray[np.int64],
         pages_per_piece: int,
         move_range: Callable[[int, int], None],
-        opened: ExitStack,
+        release: Callable[[], None],
     ) -> None:
         """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
         else 1; ``others`` cannot be moved here."""
@@ -72,13 +71,13 @@ class Moving:
         self._results = results
         self._per_piece = pages_per_piece
         self._move_range = move_range
-        self._opened = opened
+        self._release = release
 
     def __enter__(self) -> Moving:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._release()
 
     def move(self, piece: int) -> None:
         begin = piece * self._per_piece
@@ -151,13 +150,16 @@ class PageMoves:
             return _nothing_but(pages)
         shape = shape_of(payload)
         direct = of_call.mode == "direct" and shape.header == BLOCK and _aligned(memory)
-        opened, others = ExitStack(), NONE_PLACED
+        found, others = pages.by_place(), NONE_PLACED
+        numbers = set(found.slabs.tolist())
+        opened, release = self._directory.open_all(filter(None, map(slab_of, numbers)), direct=direct)
         try:
-            found = pages.by_place()
-            descriptors = self._open(found, slab_of, direct, opened)
-            if (descriptors < 0).any():
-                found, others = found.select(descriptors >= 0), found.select(descriptors < 0)
-                descriptors = descriptors[descriptors >= 0]
+            if len(opened) < len(numbers):
+                # A slab that cannot be opened is left to the other way.
+                can_be_read = np.isin(found.slabs, list(opened))
+                found, others = found.select(can_be_read), found.select(~can_be_read)
+            known = np.array(sorted(opened.items()), np.int64).reshape(-1, 2)
+            descriptors = known[np.searchsorted(known[:, 0], found.slabs), 1]
             if of_call.mode == "direct" and not direct:
                 self._metrics.add("io", "unaligned", len(found))
             in_order = found.are_all(len(batch))
@@ -172,7 +174,7 @@ class PageMoves:
                 words if in_order else words[positions],
             )
         except BaseException:
-            opened.close()
+            release()
             raise
         shares = threads * (_PIECES_PER_THREAD if threads > 1 else 1)
         per_piece = max(-(-len(found) // shares), min(len(found), _LEAST_PIECE // shape.slot), 1)
@@ -184,27 +186,11 @@ class PageMoves:
             headers, state = scratch.blocks if direct else scratch.fields, scratch.state
             move(code.functions, *arrays, headers, scratch.vectors, state.address, results, begin, end)
 
-        return Moving(found, others, results, per_piece, move_range, opened)
-
-    def _open(
-        self, pages: Placed, slab_of: Callable[[int], Slab | None], direct: bool, opened: ExitStack
-    ) -> npt.NDArray[np.int64]:
-        """The descriptor for each page; -1 where its slab cannot be opened, which is left to the other way."""
-        numbers = pages.slabs.tolist()
-        descriptors: dict[int, int] = {}
-        for number in set(numbers):
-            slab = slab_of(number)
-            descriptors[number] = -1
-            if slab is not None:
-                with suppress(OSError):
-                    descriptors[number] = opened.enter_context(self._directory.opened(slab, direct=direct))
-        if len(descriptors) == 1:
-            return np.full(len(numbers), descriptors[numbers[0]])
-        return np.array([descriptors[number] for number in numbers], np.int64)
+        return Moving(found, others, results, per_piece, move_range, release)
 
 
 def _nothing_but(others: Placed) -> Moving:
-    return Moving(NONE_PLACED, others, np.empty(0, np.int64), 1, lambda begin, end: None, ExitStack())
+    return Moving(NONE_PLACED, others, np.empty(0, np.int64), 1, lambda begin, end: None, lambda: None)
 
 
 class _OfCall(NamedTuple):

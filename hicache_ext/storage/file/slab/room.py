@@ -31,6 +31,8 @@ _MOST_SLABS_RECLAIMED = 64
 """Slabs of other slot sizes that one write may take away."""
 _MOST_EVICTED_AHEAD = 16
 """Of the slots of a full directory, one in so many at most is kept free for the next write."""
+_INDEX_LOOK_INTERVAL = 1.0
+"""Seconds between two looks at how large the index has become."""
 _DEAD_WRITERS_INTERVAL = 10.0
 """Seconds between two looks, at full capacity, for slots that killed processes were writing."""
 
@@ -69,6 +71,7 @@ class Room:
         self._full: set[int] = set()
         self._looked_for_dead_writers = 0.0
         self._index_size_seen = 0
+        self._look_at_index = 0.0
         self._shrink()
 
     @property
@@ -83,6 +86,9 @@ class Room:
 
     def make_up_for_index(self) -> None:
         """Drop slabs where the index has grown by more than was expected."""
+        if time.monotonic() < self._look_at_index:
+            return
+        self._look_at_index = time.monotonic() + _INDEX_LOOK_INTERVAL
         size = self._index_size()
         if size > self._index_size_seen:
             self._index_size_seen = size

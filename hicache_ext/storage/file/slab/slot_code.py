@@ -293,10 +293,12 @@ def find(records: Any, buckets: Any, keys: Any, generations: Any, rows: Any, lea
     return len(keys)
 
 
-@kernel("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[:, ::1])")
-def locate(records: Any, buckets: Any, keys: Any, generations: Any, oldest: Any, placed: Any) -> Any:
+@kernel("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[::1], int64[:, ::1])")
+def locate(
+    records: Any, buckets: Any, keys: Any, generations: Any, oldest: Any, slabs: Any, fresh: Any, placed: Any
+) -> Any:
     """The pages that are there and not written before ``oldest``: slab, slot, object length, position in ``keys`` and
-    last use, each a row of ``placed``; their number."""
+    how long after ``fresh[n]``, n the row of its slab, it was last used, each a row of ``placed``; their number."""
     count = 0
     for of in range(len(keys)):
         generation = generations[of if len(generations) > 1 else 0]
@@ -310,7 +312,8 @@ def locate(records: Any, buckets: Any, keys: Any, generations: Any, oldest: Any,
         placed[1, count] = place & _LOW
         placed[2, count] = stored & _LOW
         placed[3, count] = of
-        placed[4, count] = records[row, USED]
+        slab = _index_of_slab(slabs, place >> 32)
+        placed[4, count] = records[row, USED] - fresh[slab] if slab >= 0 else 0
         count += 1
     return count
 

@@ -17,6 +17,7 @@ What may be lost or wrong after a power loss is met by directory.py: then the in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class View:
     buckets: Words
     rows: Words
     """``slabs`` of slot_code.py."""
+    slots: Mapping[int, int]
+    """How many there are of each slot size."""
     capacities: Words
     """Slots, one at least, of the slot size of each clock."""
     generations: dict[bytes, int] = field(default_factory=dict)
@@ -83,14 +86,11 @@ class View:
         states: Words = self.records[slab.first_record : slab.first_record + slab.slots, slot_code.STATE] & 0xFF
         return states
 
-    def slots(self, slot_size: int) -> int:
-        """Slots of this size."""
-        return sum(slab.slots for slab in self.slabs.values() if slab.slot_size == slot_size)
-
-    def lowest(self, slab: Slab) -> int | None:
-        """The lowest priority of the slab's pages, None without pages."""
-        lowest = int(self.groups[slab.first_record, slot_code.LOWEST])
-        return None if lowest == slot_code.NO_PAGE else lowest
+    @property
+    def lowest(self) -> Words:
+        """The lowest priority of each slab's pages, NO_PAGE without pages."""
+        lowest: Words = self.groups[self.rows[:, slot_code.BASE], slot_code.LOWEST]
+        return lowest
 
 
 class SlotTable:
@@ -141,10 +141,10 @@ class SlotTable:
             (slab.number, slab.slot_size, slab.slots, slots_in_group(slab.slot_size), slab.first_record)
             for _, slab in sorted(slabs.items())
         ]
-        capacities = [
-            max(1, sum(slab.slots for slab in slabs.values() if slab.slot_size == size))
-            for size in self.clocks[:, CLOCK_SIZE].tolist()
-        ]
+        slots: Counter[int] = Counter()
+        for slab in slabs.values():
+            slots[slab.slot_size] += slab.slots
+        capacities = [max(1, slots[size]) for size in self.clocks[:, CLOCK_SIZE].tolist()]
         try:
             return View(
                 epoch,
@@ -153,6 +153,7 @@ class SlotTable:
                 map_words(self._groups, rows * GROUP_WORDS).reshape(-1, GROUP_WORDS),
                 self._map_buckets(),
                 np.array(numbers, np.int64).reshape(-1, slot_code.SLAB_WORDS),
+                slots,
                 np.array(capacities, np.int64),
             )
         except (FileNotFoundError, ValueError) as error:

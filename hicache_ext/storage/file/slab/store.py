@@ -41,7 +41,7 @@ from hicache_ext.storage.file.slab.room import Room
 from hicache_ext.storage.file.slab.shapes import are_of_one_size, lengths_of, shape_of
 from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
 from hicache_ext.storage.file.slab.touches import Touches
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted, identity_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,13 +176,13 @@ class SlabStore:
             placed, also_stale = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
             self._read(batch, replace(placed, positions=np.array(elsewhere)[placed.positions]), results)
             stale = stale or also_stale
+        hits: Sequence[bytes]
         if results.count(GetResult.HIT) == len(batch):
             hits = batch.keys
         else:
             hits = [key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT]
         if hits:
-            # SGLang reads pages of one pool at a time: what is true of the first is true of all.
-            self._touches.count(hits[0][: envelope.IDENTITY_LENGTH], len(hits))
+            self._touches.count(identity_of(hits), len(hits))
         if stale:
             self._touches.note(hits)
 
