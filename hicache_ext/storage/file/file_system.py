@@ -1,7 +1,9 @@
 """Which file system a directory is on, and the layout that suits it.
 
 The slab layout maps its index into memory and trusts locks between processes, which hold only on a file system that
-one machine has to itself. Whatever is not known to be that gets a file per page.
+one machine has to itself. And it changes what is mapped, which is safe only where a block that a file has is written
+where it is: elsewhere there may be no room for it on a full disk, and the kernel kills the process (SIGBUS). Whatever
+is not known to be both gets a file per page.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ Layout = Literal["pages", "slab"]
 _LOCAL = frozenset(
     ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"],
 )
+_WRITES_ELSEWHERE = frozenset(["bcachefs", "btrfs", "f2fs", "nilfs2", "zfs"])
 _FALLOCATE_PROBE = 1 << 20
 
 
@@ -33,6 +36,11 @@ class FileSystem:
     """Known to belong to this machine alone."""
     reason: str
     """Why it counts as local or not, for a log line."""
+    in_place: bool = True
+    """Not known to write changed blocks elsewhere."""
+
+
+WHY_IN_PLACE = "writes changed blocks elsewhere, and on a full disk the mapped index of slabs would end the server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,8 @@ def choose_layout(path: Path, capacity: int | None, mountinfo: Path = MOUNTINFO)
     file_system = file_system_of(path, mountinfo)
     if not file_system.local:
         return LayoutChoice("pages", file_system.reason)
+    if not file_system.in_place:
+        return LayoutChoice("pages", f"{file_system.reason}, but {WHY_IN_PLACE}")
     refusal = _cannot_allocate(path)
     if refusal is not None:
         return LayoutChoice("pages", f"{file_system.type} is local and cannot preallocate: {refusal}")
@@ -71,7 +81,7 @@ def _judge(path: Path, mounts: list[Mount], depth: int) -> FileSystem:
     if mount is None:
         return FileSystem("unknown", False, f"no mount of {str(path)!r} is known")
     if mount.type in _LOCAL:
-        return FileSystem(mount.type, True, f"{mount.type} is local")
+        return FileSystem(mount.type, True, f"{mount.type} is local", mount.type not in _WRITES_ELSEWHERE)
     if name := NETWORK_FILE_SYSTEMS.get(mount.type):
         return FileSystem(mount.type, False, f"{mount.type} ({name}) may be shared between machines")
     if mount.type == "overlay":
@@ -88,7 +98,7 @@ def _judge_overlay(mount: Mount, mounts: list[Mount], depth: int) -> FileSystem:
         return FileSystem("overlay", False, "overlay without an upper layer cannot be written")
     if depth == 0 and os.path.isdir(upper):
         below = _judge(Path(os.path.realpath(upper)), mounts, depth + 1)
-        return FileSystem("overlay", below.local, f"overlay over {below.reason}")
+        return FileSystem("overlay", below.local, f"overlay over {below.reason}", below.in_place)
     # The kernel takes no NFS, and what container runtimes put there is their host's own disk.
     return FileSystem("overlay", True, "overlay, whose upper layer is a disk of the host")
 

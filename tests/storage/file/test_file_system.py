@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.storage.file.file_system import choose_layout, file_system_of
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.file.file_system import FileSystem, choose_layout, file_system_of
+from hicache_ext.storage.file.slab.store import SlabStore
 
 CAPACITY = 64 << 20
 
@@ -29,11 +31,27 @@ def mounted(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "tmpfs"])
 def test_a_local_file_system_gets_slabs(tmp_path, mounted, kind):
     choice = choose_layout(tmp_path / "tier", CAPACITY, mounted(kind))
     assert choice.layout == "slab"
     assert kind in choice.reason
+
+
+@pytest.mark.parametrize("kind", ["btrfs", "zfs", "f2fs", "bcachefs"])
+def test_a_file_system_that_writes_elsewhere_gets_page_files_because_a_full_disk_would_kill(tmp_path, mounted, kind):
+    choice = choose_layout(tmp_path / "tier", CAPACITY, mounted(kind))
+    assert choice.layout == "pages"
+    assert f"{kind} is local, but writes changed blocks elsewhere" in choice.reason
+
+
+def test_slabs_are_refused_where_a_full_disk_would_kill(tmp_path, monkeypatch):
+    elsewhere = FileSystem("btrfs", True, "btrfs is local", in_place=False)
+    monkeypatch.setattr("hicache_ext.storage.file.slab.directory.file_system_of", lambda _: elsewhere)
+    with pytest.raises(
+        StoreSetupError, match=r"cannot hold slabs: btrfs writes changed blocks elsewhere.*layout: pages"
+    ):
+        SlabStore("disk", tmp_path, capacity=CAPACITY)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +82,13 @@ def test_an_overlay_is_what_its_upper_layer_is(tmp_path, mounted):
     hidden = file_system_of(tmp_path / "tier", table)
     assert hidden.local, "an upper layer out of sight is the host's disk"
     (tmp_path / "upper").mkdir()
+    assert hidden.in_place
     with table.open("a") as file:
         file.write(f"101 21 0:79 / {tmp_path}/upper rw - nfs4 server:/x rw\n")
     assert not file_system_of(tmp_path / "tier", table).local
+    with table.open("a") as file:
+        file.write(f"102 21 0:80 / {tmp_path}/upper rw - btrfs /dev/b rw\n")
+    assert not file_system_of(tmp_path / "tier", table).in_place
     assert not file_system_of(tmp_path / "tier", mounted("overlay", "ro,lowerdir=/l")).local
 
 
@@ -90,6 +112,6 @@ def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held
 
 def test_a_file_system_that_cannot_preallocate_gets_page_files(tmp_path, mounted, monkeypatch):
     monkeypatch.setattr("hicache_ext.storage.file.file_system._cannot_allocate", lambda _: "Operation not supported")
-    choice = choose_layout(tmp_path / "tier", CAPACITY, mounted("zfs"))
+    choice = choose_layout(tmp_path / "tier", CAPACITY, mounted("xfs"))
     assert choice.layout == "pages"
-    assert "zfs is local and cannot preallocate: Operation not supported" in choice.reason
+    assert "xfs is local and cannot preallocate: Operation not supported" in choice.reason

@@ -34,6 +34,7 @@ import lmdb
 from hicache_ext import envelope
 from hicache_ext.errors import FormatError, StoreSetupError
 from hicache_ext.storage.file.directory import DIRECTORY_FORMAT, check_manifest
+from hicache_ext.storage.file.file_system import WHY_IN_PLACE, file_system_of
 from hicache_ext.storage.file.slab.index import SlabIndex
 from hicache_ext.storage.file.slab.records import INDEX_VERSION, Place, Slab
 from hicache_ext.storage.file.whole_file import write_whole
@@ -96,6 +97,11 @@ class SlabDirectory:
         self._doubted = False
         self._descriptors_lock = threading.Lock()
         self.rebuilt = 0
+        file_system = file_system_of(path)
+        if not file_system.in_place:
+            raise StoreSetupError(
+                tier, f"directory {str(path)!r} cannot hold slabs: {file_system.type} {WHY_IN_PLACE}", ["layout: pages"]
+            )
         try:
             for directory in (path, self.slabs_path, self.identities):
                 directory.mkdir(parents=True, exist_ok=True)
