@@ -23,6 +23,14 @@ MISSING = "missing: "
 _missing: Counter[str] = Counter()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def code_is_compiled() -> None:
+    """So that no test begins in Python and ends in compiled code."""
+    from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
+
+    wait_for_compiled_code()
+
+
 @pytest.hookimpl
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):

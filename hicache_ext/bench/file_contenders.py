@@ -247,7 +247,9 @@ class OurContender:
 
     def __init__(self, place: Workplace, layout: str, io: str) -> None:
         from hicache_ext.storage.backend import HiCacheExtBackend
+        from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
 
+        wait_for_compiled_code()
         tier = _tier(place.directory, place.capacity, place.threads, layout, io)
         section = {"tiers": {"bench": tier}, "model": {"id": "bench", "fingerprint": "off"}}
         self._backend = HiCacheExtBackend(_storage_config(place.host.geometry, ExtraConfig.around(section)), {})

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
-from hicache_ext.storage.file.slab.page_moves import compiled_code
+from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
 
 
 class DiskFaults:
@@ -105,7 +105,7 @@ class DiskFaults:
 def compiled_code_through_python() -> Iterator[None]:
     """Inside, the file tier's compiled code reads and writes with ``os.preadv`` and ``os.pwritev``, whatever those are
     at that moment, instead of calling the C library."""
-    code = compiled_code()
+    code = wait_for_compiled_code()
     if code is None:
         yield
         return

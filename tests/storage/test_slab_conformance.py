@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from hicache_ext.envelope import IDENTITY_LENGTH
-from hicache_ext.storage.file.slab import page_moves
+from hicache_ext.storage.file.slab import page_moves, slot_code
+from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.page_memory import PageMemory, addresses_of
 from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, SetResult
@@ -38,7 +39,11 @@ class TestSlabStore(PageStoreTests):
 class TestSlabStoreWithoutCompiledCode(TestSlabStore):
     @pytest.fixture
     def store(self, tmp_path, monkeypatch):
+        code = wait_for_compiled_code()
+        assert code is not None
         monkeypatch.setattr(page_moves, "compiled_code", lambda: None)
+        for name, plain in code.plain_kernels.items():
+            monkeypatch.setattr(slot_code, name, plain)
         store = self.open(tmp_path)
         yield store
         store.close()

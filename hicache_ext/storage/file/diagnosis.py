@@ -11,7 +11,7 @@ from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.storage.diagnosis import Finding, Level
 from hicache_ext.storage.file.file_system import file_system_of
 from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.slab.page_moves import why_not_compiled
+from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code, why_not_compiled
 from hicache_ext.storage.store import PageStore
 from hicache_ext.storage.trial import try_store
 
@@ -51,6 +51,7 @@ def diagnose(store: PageStore, in_service: Sequence[tuple[Path, PageStore]]) -> 
 
 
 def _moves() -> Finding:
+    wait_for_compiled_code()
     missing = why_not_compiled()
     if missing is None:
         return Finding("pages", Level.OK, "move in compiled code")

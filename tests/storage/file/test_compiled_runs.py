@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,8 +28,9 @@ import hicache_ext
 from hicache_ext import envelope
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.io_plan import IoPlan
-from hicache_ext.storage.file.slab import page_moves
-from hicache_ext.storage.file.slab.page_moves import Moving, PageMoves, compiled_code
+from hicache_ext.storage.file.slab import compiled_code as compiled_code_module
+from hicache_ext.storage.file.slab.compiled_code import CompiledCode, compiled_code, wait_for_compiled_code
+from hicache_ext.storage.file.slab.page_moves import Moving, PageMoves
 from hicache_ext.storage.file.slab.placed import Located, Placed
 from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.shapes import Shape, shape_of
@@ -47,7 +48,7 @@ from hicache_ext.testing.conformance.pages import (
 )
 from hicache_ext.testing.disk_faults import DiskFaults, compiled_code_through_python
 
-pytestmark = pytest.mark.skipif(compiled_code() is None, reason="numba, or what it compiles for, is not there")
+pytestmark = pytest.mark.skipif(wait_for_compiled_code() is None, reason="numba, or what it compiles for, is not there")
 
 PACKAGE = Path(hicache_ext.__file__).parent
 MIB = 1 << 20
@@ -81,6 +82,13 @@ class Slabs:
             yield descriptor
         finally:
             os.close(descriptor)
+
+    def open_all(self, slabs: Iterable[Slab], *, direct: bool) -> tuple[dict[int, int], Callable[[], None]]:
+        opened, resources = {}, ExitStack()
+        for slab in slabs:
+            with suppress(OSError):
+                opened[slab.number] = resources.enter_context(self.opened(slab, direct=direct))
+        return opened, resources.close
 
     def slots(self) -> dict[tuple[int, int], bytes]:
         """What every slot of every slab holds."""
@@ -239,7 +247,10 @@ def assert_moved_alike(
     batch, placed = PageBatch(keys, source.pages), place(positions, shape)
     numbers, slots = {slab for slab, _ in positions}, 2 + max(slot for _, slot in positions)
     ours, others = (Slabs(directory / name, shape, numbers, slots) for name in ("ours", "others"))
-    with patch.object(page_moves, "_AT_ONCE", at_once), patch.object(page_moves, "_AT_ONCE_DIRECT", at_once):
+    with (
+        patch.object(compiled_code_module, "_AT_ONCE", at_once),
+        patch.object(compiled_code_module, "_AT_ONCE_DIRECT", at_once),
+    ):
         assert move(ours, batch, placed, write=True, mode=mode).all_done
         source.assert_guards_intact()
         assert [source.payload(page) for page in range(len(keys))] == payloads
@@ -335,8 +346,8 @@ SHAPES = [
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
-    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
-    monkeypatch.setattr(page_moves, "_AT_ONCE_DIRECT", 16384)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     header, _, slot = slabs.shape
     chance = random.Random(1)
@@ -351,7 +362,7 @@ def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
 
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_another_key_another_length_another_slot_and_a_cut_slab_are_never_done(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     (key,) = batch.keys
     for at in range(48):
@@ -400,8 +411,8 @@ def test_a_page_without_checksum_or_of_another_version_is_never_done(tmp_path):
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_header_of_anything_else_is_never_done_though_its_checksum_holds(tmp_path, monkeypatch, sizes, mode):
-    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
-    monkeypatch.setattr(page_moves, "_AT_ONCE_DIRECT", 16384)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     path, begin = slabs.path(slabs.slab(0)), 3 * slabs.shape.slot
     fields = path.read_bytes()[begin : begin + 112]
@@ -471,7 +482,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[..., 
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("less", [1, 127, 999])
 def test_a_transfer_that_is_cut_short_is_never_done(tmp_path, monkeypatch, sizes, less):
-    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     for name in ("preadv", "pwritev"):
         with answering(monkeypatch, name, lambda real, *arguments: real(*arguments) - less):
@@ -482,7 +493,7 @@ def test_a_transfer_that_is_cut_short_is_never_done(tmp_path, monkeypatch, sizes
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EFAULT, errno.EBADF])
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_an_error_of_the_disk_is_told_by_page(tmp_path, monkeypatch, code, sizes):
-    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     for name in ("preadv", "pwritev"):
 
@@ -511,7 +522,7 @@ def test_what_speaks_against_the_call_and_not_the_disk_is_left_to_the_other_way(
 def test_a_failed_call_that_gives_no_reason_is_never_done(tmp_path, monkeypatch, sizes):
     from hicache_ext.storage.file.slab.foreign import PREADV2, PWRITEV2
 
-    monkeypatch.setattr(page_moves, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     system_call = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_int64] * 5, use_errno=True)
 
@@ -547,7 +558,7 @@ def test_flags_of_the_page_cache_are_for_the_page_cache_alone(tmp_path, monkeypa
 
 @pytest.mark.parametrize("sizes", [[1000], [300, 2, 3794], [9000, 7384]])
 def test_a_disk_that_fails_and_stops_halfway_gives_no_wrong_page(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(page_moves, "_AT_ONCE", 8192)
+    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 8192)
     store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB)
     keys = page_keys(120)
     with DiskFaults(tmp_path, seed=3, rate=0.3, calls=("preadv", "pwritev")) as faults:
@@ -592,7 +603,7 @@ def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monke
     known = addresses_of(batch.buffers, writable=True)
     (first, second), begin = known.segment_sizes.tolist(), known.pages[0]
     for at_once in (8192, 512 << 10):
-        monkeypatch.setattr(page_moves, "_AT_ONCE", at_once)
+        monkeypatch.setattr(compiled_code_module, "_AT_ONCE", at_once)
         sizes = np.array([0, first, 0, second, 0], np.int64)
         pages = np.array([[begin[0], begin[0], 0, begin[1], begin[1]]], np.int64)
         memory = PageMemory(Addresses(pages, sizes), lambda: list(batch.buffers))
@@ -685,7 +696,7 @@ handler.emit = lambda record: said.append(record.getMessage())
 logging.getLogger("hicache_ext").addHandler(handler)
 logging.getLogger("hicache_ext").setLevel(logging.INFO)
 {first}
-from hicache_ext.storage.file.slab.page_moves import compiled_code
+from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 
@@ -694,7 +705,8 @@ for name in ("one", "other"):
     assert all(result.durable for result in store_pages(store, page_keys(30), [1000, 7192]))
     assert_hits(store, page_keys(30), [1000, 7192])
     store.close()
-print("compiled" if compiled_code() else "python", [line for line in said if "moves its pages in Python" in line])
+way = "compiled" if wait_for_compiled_code() else "python"
+print(way, [line for line in said if "moves its pages in Python" in line])
 """
 
 
@@ -764,18 +776,53 @@ def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used
 
     monkeypatch.setattr(compiled_runs, name, wrong)
     with pytest.raises(ImportError, match="not those of this version"):
-        page_moves.CompiledCode()
+        CompiledCode()
 
 
-def test_threads_that_need_it_at_the_same_time_have_one_code():
-    page_moves._compiled_code.cache_clear()
-    try:
-        found: list[object] = []
-        threads = [threading.Thread(target=lambda: found.append(compiled_code())) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(set(found)) == 1
-    finally:
-        page_moves._compiled_code.cache_clear()
+def test_threads_that_need_it_at_the_same_time_have_one_code(monkeypatch):
+    monkeypatch.setattr(compiled_code_module, "_loading", compiled_code_module._Loading())
+    monkeypatch.setattr(compiled_code_module, "use", lambda *_: {})
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(wait_for_compiled_code())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert None not in found
+    assert len(set(found)) == 1
+
+
+def test_kernels_that_do_something_else_than_the_plain_ones_are_not_used():
+    kernels = dict(compiled_code().kernels)
+    kernels["evict_pages"] = lambda *_: 0
+    with pytest.raises(ImportError, match="its index is not that of this version"):
+        compiled_code_module._check_kernels(kernels)
+
+
+@pytest.mark.slow
+def test_a_store_is_there_at_once_while_its_code_is_compiled_by_another_process(tmp_path):
+    """SGLang's scheduler opens tiers."""
+    before = "import time; begun = time.monotonic()"
+    after = """
+print(compiled_code() is None, why_not_compiled(), find_spec("numba") is not None)
+threads = [thread.name for thread in threading.enumerate()]
+print("hicache-compile" in threads, wait_for_compiled_code() is not None, why_not_compiled())
+"""
+    code = _USE_TWO_STORES.format(first=before).rsplit("way =", 1)[0] + "\n".join(
+        [
+            "import threading",
+            "from importlib.util import find_spec",
+            "from hicache_ext.storage.file.slab.compiled_code import compiled_code, why_not_compiled",
+            after,
+        ]
+    )
+    known = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
+    environment = {**known, "PYTHONPATH": str(PACKAGE.parent), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    for said in (
+        "True it is being compiled, once per version and machine True\nTrue True None",
+        "False None True\nFalse True None",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr

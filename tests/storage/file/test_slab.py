@@ -16,8 +16,8 @@ from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.file import open_file_tier
 from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.slab.compiled_code import compiled_code
 from hicache_ext.storage.file.slab.index import SlabIndex
-from hicache_ext.storage.file.slab.page_moves import compiled_code
 from hicache_ext.storage.file.slab.records import INDEX_VERSION, Slab
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.store import GetResult, SetResult

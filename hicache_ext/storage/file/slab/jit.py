@@ -1,26 +1,30 @@
-"""Functions compiled by numba where it is there (extra ``compiled``), and otherwise as they are."""
+"""Functions as they are, and the same functions compiled by numba (extra ``compiled``).
+
+A module whose functions are marked with ``helper`` and ``kernel`` is imported as it is. ``compiled_kernels`` executes
+it once more, compiling what is marked; ``use`` puts those kernels in the place of the others.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
-logger = logging.getLogger(__name__)
-
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+Function = Callable[..., Any]
 
-try:
-    import numba
-except Exception:  # noqa: BLE001 - numba raises many things where it does not get along with numpy
-    numba = None
+_compiling: dict[str, Function] | None = None
+"""The kernels of the module that is being compiled."""
 
 
-def compiled(signature: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(signature: str, function: Function) -> Function:
     """``function`` compiled now, to run without the GIL; from the cache of an earlier process where there is one.
 
     Raises whatever numba does."""
-    compiled_function: Callable[..., Any]
+    import numba
+
+    compiled_function: Function
     try:
         compiled_function = numba.njit(signature, cache=True, **_OPTIONS)(function)
     except Exception:  # noqa: BLE001 - what the function itself is at fault for is raised once more
@@ -29,25 +33,50 @@ def compiled(signature: str, function: Callable[..., Any]) -> Callable[..., Any]
     return compiled_function
 
 
-def helper(function: Callable[..., Any]) -> Callable[..., Any]:
+def helper(function: Function) -> Function:
     """For a function that kernels call."""
-    return function if numba is None else numba.njit(**_OPTIONS)(function)
+    if _compiling is None:
+        return function
+    import numba
+
+    made: Function = numba.njit(**_OPTIONS)(function)
+    return made
 
 
-def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a function that is called from Python; uncompiled where it cannot be compiled."""
+def kernel(signature: str) -> Callable[[Function], Function]:
+    """For a function that is called from Python."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if numba is None:
+    def decorate(function: Function) -> Function:
+        if _compiling is None:
             return function
-        try:
-            return compiled(signature, function)
-        except Exception as error:  # noqa: BLE001 - a compiler may fail in many ways
-            logger.warning("%s runs uncompiled: %s", function.__name__, error)
-            return function
+        _compiling[function.__name__] = compiled(signature, function)
+        return _compiling[function.__name__]
 
     return decorate
 
 
-def is_compiled(function: Callable[..., Any]) -> bool:
-    return numba is not None and hasattr(function, "py_func")
+def compiled_kernels(module: ModuleType) -> Mapping[str, Function]:
+    """The kernels of a module, by name. One thread at a time. Raises whatever numba does."""
+    global _compiling
+    assert module.__spec__ is not None
+    assert module.__spec__.loader is not None
+    copy = importlib.util.module_from_spec(module.__spec__)
+    kernels: dict[str, Function] = {}
+    _compiling = kernels
+    try:
+        module.__spec__.loader.exec_module(copy)
+    finally:
+        _compiling = None
+    return kernels
+
+
+def use(module: ModuleType, kernels: Mapping[str, Function]) -> Mapping[str, Function]:
+    """Put kernels into a module; those that were there."""
+    before = {name: getattr(module, name) for name in kernels}
+    for name, function in kernels.items():
+        setattr(module, name, function)
+    return before
+
+
+def is_compiled(function: Function) -> bool:
+    return hasattr(function, "py_func")

@@ -1,0 +1,296 @@
+"""The code of the slab layout that numba compiles: the moves of pages (compiled_runs.py) and the index (slot_code.py).
+
+Compiling takes 10 to 15 seconds, once per version and machine: the result is kept in numba's cache. The thread that
+opens a tier may be SGLang's scheduler, so it is done by a process of its own, and in Python everything works meanwhile.
+Where there is a result of this version, it is loaded at once, in half a second.
+
+Whatever is loaded is tried out and compared with what is done in Python: numba's cache does not notice every change.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.envelope import FIELDS_LENGTH, KEY_LENGTH, encode_page, page_start
+from hicache_ext.storage.file.device_probe import Mode
+from hicache_ext.storage.file.directory import BLOCK
+from hicache_ext.storage.file.slab import slot_code
+from hicache_ext.storage.file.slab.jit import Function, compiled_kernels, use
+from hicache_ext.storage.file.slab.shapes import Shape, shape_of
+from hicache_ext.storage.file.slab.slot_io import blocks_of_memory
+from hicache_ext.storage.file.vectored import IOV_MAX
+from hicache_ext.storage.page_memory import addresses_of
+from hicache_ext.storage.store import key_words
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 512 << 10
+"""Bytes moved by one system call through the page cache: still in the processor's cache when they are checked."""
+_AT_ONCE_DIRECT = 2 << 20
+_HEADERS = 128
+"""Headers that a thread has memory for: pages moved by one system call at most."""
+LEFT = 1
+"""The result of a page that is not moved."""
+_SOURCES = tuple(f"hicache_ext.storage.file.{name}" for name in ("eviction", "slab.jit", "slab.slot_code"))
+_LONGEST_COMPILATION = 600.0
+"""Seconds."""
+_BEING_COMPILED = "it is being compiled, once per version and machine"
+
+
+class OfCall(NamedTuple):
+    into_memory: bool
+    mode: Mode
+    flags: int
+    filler: int
+    created_ms: int
+
+
+def facts_of(shape: Shape, payload: int, of_call: OfCall, direct: bool) -> npt.NDArray[np.int64]:
+    """``facts`` of compiled_runs.py."""
+    start = np.frombuffer(page_start(shape.header), np.int64)
+    flags, filler, created_ms = of_call.flags, of_call.filler, of_call.created_ms
+    stride, at_once = FIELDS_LENGTH, _AT_ONCE
+    if direct:
+        # The flags are for the page cache.
+        stride, at_once, flags = BLOCK, _AT_ONCE_DIRECT, 0
+    return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
+
+
+class CompiledCode:
+    """compiled_runs.py and what it needs beside the pages, and the kernels of slot_code.py."""
+
+    def __init__(self) -> None:
+        """Raises ImportError with what is missing."""
+        from hicache_ext.storage.file.slab import compiled_runs, foreign
+
+        self.functions = foreign.find_functions()
+        self.read = compiled_runs.read_pages
+        self.write = compiled_runs.write_pages
+        self._at_once = compiled_runs.AT_ONCE
+        self.zeros = np.zeros(BLOCK, np.uint8)
+        self.nowhere = np.zeros(BLOCK, np.uint8)
+        self.scratch = _Scratch(foreign.HashState)
+        self._check()
+        self.plain_kernels: Mapping[str, Function] = {}
+        """Those that were used before, in Python."""
+        self.kernels = compiled_kernels(slot_code)
+        _check_kernels(self.kernels)
+
+    def _check(self) -> None:
+        """Raises ImportError when pages are not what envelope.py makes of them, or are taken for what they are not:
+        numba's cache does not notice every change, and a page is read by others."""
+        key, now = os.urandom(KEY_LENGTH), int(time.time() * 1000)
+        memory = bytearray(os.urandom(5000))
+        content, parts = bytes(memory), [memoryview(memory)[:2000], memoryview(memory)[2000:]]
+        located = addresses_of([parts], writable=True)
+        assert located is not None
+        shape, scratch = shape_of(len(content)), self.scratch
+        expected = encode_page(key, parts, len(content), shape.header, now) + content
+        facts = facts_of(shape, len(content), OfCall(False, "buffered", 0, self.zeros.ctypes.data, now), False)
+        file = os.memfd_create("hicache")
+        at = np.array([file], np.int64), np.zeros(1, np.int64), *located
+
+        def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
+            facts[self._at_once], results = at_once, np.full(1, LEFT, np.int64)
+            arrays = *at, key_words([of_key]).view(np.uint64), scratch.fields, scratch.vectors
+            move(self.functions, facts, *arrays, scratch.state.address, results, 0, 1)
+            return not results.any()
+
+        try:
+            sound = succeeds(self.write, key, _AT_ONCE) and os.pread(file, 2 * len(expected), 0) == expected
+            for at_once in (_AT_ONCE, len(content) // 2):
+                memory[:] = bytes(len(content))
+                sound = sound and succeeds(self.read, key, at_once) and memory == content
+                sound = sound and not succeeds(self.read, key[::-1], at_once)
+            os.pwrite(file, bytes([content[-1] ^ 1]), len(expected) - 1)
+            if not sound or succeeds(self.read, key, _AT_ONCE):
+                raise ImportError("its pages are not those of this version: remove the files of numba's cache")
+        finally:
+            os.close(file)
+
+
+class _Scratch(threading.local):
+    """Memory of one thread."""
+
+    def __init__(self, new_state: Callable[[], Any]) -> None:
+        self.state = new_state()
+        self.vectors = np.zeros(2 * IOV_MAX, np.int64)
+        self.fields = np.zeros(_HEADERS * FIELDS_LENGTH // 8, np.uint64)
+
+    @functools.cached_property
+    def blocks(self) -> npt.NDArray[np.uint64]:
+        return np.frombuffer(blocks_of_memory(_HEADERS), np.uint64)
+
+
+def _check_kernels(kernels: Mapping[str, Function]) -> None:
+    """Raises ImportError when these kernels do not do to a small index what slot_code.py says."""
+    plain = {name: getattr(slot_code, name) for name in kernels}
+    if _after_some_changes(kernels) != _after_some_changes(plain):
+        raise ImportError("its index is not that of this version: remove the files of numba's cache")
+
+
+def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
+    """Everything there is after pages were written, used, evicted, written again and removed."""
+    slots, size = 40, 1 << 20
+    records, groups = (np.zeros((slots + 1, width), np.int64) for width in (12, 3))
+    slabs = np.array([[3, size, slots, 16, 0]], np.int64)
+    table = (records, groups, np.zeros(128, np.int64), slabs)
+    clocks, ghosts, remembered = np.array([[size, 0, 0, 0]]), np.zeros((3, 8, 16), np.int64), np.zeros(1, np.int64)
+    keys = np.arange(6 * 60).reshape(60, 6) * 0x123456789ABCDE7
+    generation, writer, none = np.zeros(1, np.int64), np.arange(6), np.empty(0, np.int64)
+    fresh, placed, answers = np.full(1, 20), np.zeros((5, 60), np.int64), []
+    kernels["settle_all"](*table)
+    for first, count in ((0, 25), (20, 30), (5, 20)):
+        answers.append(kernels["evict_pages"](*table, size, count - 15, 2, slots, none, ghosts, remembered))
+        taken = np.zeros((2, count), np.int64)
+        done = kernels["take_free"](*table, size, writer, taken)
+        rows, published = np.zeros((2, done), np.int64)
+        answers.append(kernels["rows_pending"](records, slabs, writer, taken[:, :done].copy(), rows))
+        at, created = np.arange(first, first + done), np.full(1, 1000)
+        of_clock = clocks[0], slots, ghosts, remembered, 100
+        kernels["describe_pages"](records, table[2], keys, generation, at, rows, at + 4096, created, 1, *of_clock)
+        answers.append(kernels["publish_pages"](*table, rows, published))
+        answers.append(kernels["touch_chain"](*table, keys[first:].copy(), generation, clocks, np.full(1, slots)))
+        answers.append(kernels["locate"](records, table[2], keys, generation, 0, slabs, fresh, placed))
+        kernels["forget_pages"](*table, rows[::7].copy())
+    parts = [*table, clocks, ghosts, remembered, placed, np.array(answers, np.int64)]
+    return b"".join(part.tobytes() for part in parts)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def compiled_code() -> CompiledCode | None:
+    """None where it cannot be had, and while it is compiled for the first time."""
+    if not _loading.begun:
+        _loading.begin()
+    return _loading.code
+
+
+def wait_for_compiled_code() -> CompiledCode | None:
+    """None where it cannot be had."""
+    compiled_code()
+    _loading.ended.wait()
+    return _loading.code
+
+
+def why_not_compiled() -> str | None:
+    """Why pages move in Python; None where they do not."""
+    compiled_code()
+    return _loading.reason
+
+
+class _Loading:
+    """What has become of it in this process."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.code: CompiledCode | None = None
+        self.reason: str | None = _BEING_COMPILED
+        self.ended = threading.Event()
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        with self._lock:
+            if self.begun:
+                return
+            try:
+                stamp = _stamp()
+            except Exception:  # noqa: BLE001 - what is wrong is said when it is loaded
+                self._load(None)
+            else:
+                if stamp is not None and stamp.exists():
+                    self._load(stamp)
+                else:
+                    logger.info("the file tier compiles its code, once per version and machine; in Python until then")
+                    threading.Thread(target=self._compile, args=(stamp,), name="hicache-compile", daemon=True).start()
+            self.begun = True
+
+    def _compile(self, stamp: Path | None) -> None:
+        """In another process, which fills numba's cache, and then load; here where there is no cache."""
+        if stamp is None:
+            self._load(None)
+            return
+        command = [sys.executable, "-c", f"from {__name__} import compile_for_others; compile_for_others()"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_LONGEST_COMPILATION,
+                check=False,
+            )
+        if stamp.exists():
+            self._load(stamp)
+        else:
+            self._give_up("it could not be compiled; hicache-ext doctor tries again")
+
+    def _load(self, stamp: Path | None) -> None:
+        try:
+            code = CompiledCode()
+        except ImportError as error:
+            self._give_up(str(error))
+            return
+        except Exception as error:  # noqa: BLE001 - a compiler may fail in many ways, and pages move without it
+            self._give_up(f"{type(error).__name__}: {error}")
+            return
+        code.plain_kernels = use(slot_code, code.kernels)
+        if stamp is not None:
+            with suppress(OSError):
+                stamp.touch()
+        self.code, self.reason = code, None
+        self.ended.set()
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        self.ended.set()
+        logger.info(
+            "the file tier moves its pages in Python, which is slower and holds the GIL (%s): "
+            "pip install 'hicache-ext[compiled]'",
+            reason,
+        )
+
+
+_loading = _Loading()
+
+
+def compile_for_others() -> None:
+    """For a process that does nothing else."""
+    os.nice(10)
+    _loading.begun = True
+    _loading._load(_stamp())
+
+
+def _stamp() -> Path | None:
+    """A file in numba's cache that says that this version is compiled in there for this processor; None where it can
+    have no cache. Raises whatever numba does, ImportError where there is none."""
+    import numba
+    from llvmlite import binding
+
+    if numba.config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
+    try:
+        cache = Path(numba.njit(cache=True)(slot_code.settle_all).stats.cache_path)
+    except RuntimeError:
+        return None
+    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    sources = [Path(str(sys.modules[name].__file__)).read_bytes() for name in _SOURCES]
+    facts = [numba.__version__.encode(), sys.version.encode(), processor.encode(), *sources]
+    return cache / f"hicache-{hashlib.sha256(b'-'.join(facts)).hexdigest()[:16]}.compiled"
