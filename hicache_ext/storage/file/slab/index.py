@@ -111,7 +111,7 @@ class SlabIndex:
                 self.table = SlotTable(path, new=new)
                 if new:
                     transaction.put(b"version", _VERSION, db=self.state_db)
-                self._view = self._load(transaction)
+                self._view = self._load(transaction, self.table.epoch)
                 self._open_ghosts(transaction)
         except BaseException:
             self._environment.close()
@@ -330,7 +330,7 @@ class SlabIndex:
             repaired = table.was_left_changing
             table.begin_change()
             if repaired:
-                view = self._load(transaction)
+                view = self._load(transaction, table.epoch)
                 dropped = slot_code.settle_all(*view.table)
                 logger.warning("index %s: a change was cut off; made anew, %d slots freed", self._path, dropped)
             change = IndexChange(self, transaction, view)
@@ -344,18 +344,19 @@ class SlabIndex:
     def _current(self, transaction: Any = None) -> View:
         """The view of this epoch. Raises OSError, lmdb.Error."""
         view = self._view
-        if view.epoch != self.table.epoch or not view.lasts:
+        # First the number, then what it counts: what changes in between is looked at once more.
+        epoch = self.table.epoch
+        if view.epoch != epoch or not view.lasts:
             if transaction is None:
                 with self._environment.begin() as reading:
-                    view = self._load(reading)
+                    view = self._load(reading, epoch)
             else:
-                view = self._load(transaction)
+                view = self._load(transaction, epoch)
             self._view = view
         return view
 
-    def _load(self, transaction: Any) -> View:
-        # First the number, then what it counts: what changes in between is looked at once more.
-        epoch = self.table.epoch
+    def _load(self, transaction: Any, epoch: int) -> View:
+        """``epoch`` is from before the transaction began, or the transaction is a change."""
         with transaction.cursor(self.slabs_db) as cursor:
             slabs = [Slab(SLOT_SIZE.unpack(number)[0], *SLAB.unpack(value)) for number, value in cursor]
         self._fresh_uses = (0.0, {})

@@ -1,0 +1,148 @@
+"""The index of a slab directory: what it answers, what other processes see, and what a kill or a fault leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache_ext.storage.file.slab import slot_code, slot_table
+from hicache_ext.storage.file.slab.change import IndexChange
+from hicache_ext.storage.file.slab.index import SlabIndex
+from hicache_ext.storage.file.slab.placed import Located, Placed
+from hicache_ext.storage.file.slab.records import Slab
+from hicache_ext.storage.store import PageKeys
+
+A, B = bytes(range(16)), bytes(range(16, 32))
+SMALL, MIDDLE, LARGE = 4096, 1 << 20, 3 << 20
+"""Of 32, 2 and 1 slots in a group."""
+PATIENCE = 30
+
+
+def key_of(number: int, identity: bytes = A) -> bytes:
+    return identity + hashlib.sha256(b"%d" % number).digest()
+
+
+def keys_of(numbers: Sequence[int], identity: bytes = A) -> PageKeys:
+    return PageKeys(identity, b"".join(key_of(number)[16:] for number in numbers))
+
+
+def add_slab(index: SlabIndex, slot_size: int = SMALL, slots: int = 40) -> Slab:
+    with index.changing() as change:
+        return change.add_slab(slot_size, slots)
+
+
+def take(index: SlabIndex, slot_size: int, count: int) -> tuple[int, Placed]:
+    """The portion, and slots for the first pages of a batch."""
+    portion = index.next_portion()
+    with index.changing() as change:
+        slabs, slots = change.take_free_slots(slot_size, count, portion)
+    return portion, Placed.of([Located(*place, 1000, n) for n, place in enumerate(zip(slabs, slots, strict=True))])
+
+
+def store(index: SlabIndex, keys: Sequence[bytes], slot_size: int = SMALL) -> list[bool] | None:
+    portion, taken = take(index, slot_size, len(keys))
+    with index.changing() as change:
+        return change.publish(portion, keys, taken, taken)
+
+
+def remove(index: SlabIndex, key: bytes) -> bool:
+    with index.changing() as change:
+        return change.remove(key)
+
+
+def clear(index: SlabIndex, identity: bytes = A) -> bool:
+    with index.changing() as change:
+        return change.clear(identity)
+
+
+def drop(index: SlabIndex, slab: Slab) -> bool:
+    with index.changing() as change:
+        return change.drop_slab(slab)
+
+
+def present(index: SlabIndex, keys: Sequence[bytes]) -> list[int]:
+    placed, _ = index.locate(keys)
+    return placed.positions.tolist()
+
+
+def assert_sound(index: SlabIndex) -> None:
+    assert index.check() == []
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[SlabIndex]:
+    index = SlabIndex(tmp_path / "index")
+    yield index
+    index.close(sync=False)
+
+
+class Peer:
+    """Another process with the same index, forked before this one opens it."""
+
+    def __init__(self, path: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(path, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def do(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        """``action`` of the other process's index."""
+        self._connection.send((action, arguments))
+        assert self._connection.poll(PATIENCE)
+        return self._connection.recv()
+
+    def die(self, action: Callable[..., Any], *arguments: Any) -> None:
+        """``action`` ends the other process."""
+        self._connection.send((action, arguments))
+        self._process.join(PATIENCE)
+        assert self._process.exitcode is not None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(path: Path, connection: Any) -> None:
+    index = None
+    while True:
+        action, arguments = connection.recv()
+        index = index or SlabIndex(path)
+        connection.send(action(index, *arguments))
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    """To be asked for before ``index``: of LMDB only what is not open can be opened in a fork."""
+    peer = Peer(tmp_path / "index")
+    yield peer
+    peer.kill()
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def test_what_changes_while_the_slabs_are_being_read_is_seen_by_the_next_call(
+    index: SlabIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot of LMDB from before a change must not pass for the epoch that the change has begun."""
+    add_slab(index)
+    index._view = index.table.view({}, -1)
+    load, added = SlabIndex._load, []
+
+    def load_late(self: SlabIndex, *arguments: Any) -> Any:
+        if not added:
+            added.append(None)
+            added[0] = add_slab(index)
+        return load(self, *arguments)
+
+    monkeypatch.setattr(SlabIndex, "_load", load_late)
+    index.slabs()
+    assert added[0] in index.slabs()
