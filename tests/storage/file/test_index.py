@@ -146,3 +146,46 @@ def test_what_changes_while_the_slabs_are_being_read_is_seen_by_the_next_call(
     monkeypatch.setattr(SlabIndex, "_load", load_late)
     index.slabs()
     assert added[0] in index.slabs()
+
+
+def test_an_epoch_that_a_process_was_killed_over_is_ended_by_the_next_change(peer: Peer, index: SlabIndex) -> None:
+    """Otherwise all processes would read the slabs anew with every call, in a full directory for ever."""
+    peer.die(_add_slab_and_die, "begin_epoch_in_order")
+    assert [slab.number for slab in index.slabs()] == [0]
+    assert not index._current().lasts
+    store(index, [key_of(1)])
+    assert index._current().lasts
+    assert present(index, [key_of(1)]) == [0]
+    assert_sound(index)
+
+
+def test_slabs_that_lmdb_never_heard_of_leave_nothing_behind(index: SlabIndex) -> None:
+    """The change has ended, as far as the mapped words say, and is lost all the same when LMDB does not commit it."""
+    slab = add_slab(index, SMALL, 33)
+    store(index, keys_of(range(20)))
+    with pytest.raises(OSError, match="no commit"):
+        _replace_slab_without_commit(index, slab)
+    assert index.slabs() == [slab]
+    store(index, [key_of(50)])
+    assert present(index, [key_of(50)]) == [0]
+    assert_sound(index)
+
+
+def _add_slab_and_die(index: SlabIndex, before: str) -> None:
+    setattr(slot_table.SlotTable, before, lambda *_: os._exit(9))
+    add_slab(index)
+
+
+def _replace_slab_without_commit(index: SlabIndex, slab: Slab) -> None:
+    real = slot_table.SlotTable.end_change
+
+    def fail(table: slot_table.SlotTable) -> None:
+        real(table)
+        raise OSError("no commit")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_table.SlotTable, "end_change", fail)
+        with index.changing() as change:
+            assert change.drop_slab(slab)
+            change.add_slab(MIDDLE, 20)
+            change.take_free_slots(MIDDLE, 20, 0)

@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,7 @@ _AT_ONCE = 1 << 16
 
 _VERSION = str(INDEX_VERSION).encode()
 _GHOSTS = b"ghosts"
+_EPOCH = b"epoch"
 
 
 class IndexedPage(NamedTuple):
@@ -326,8 +327,8 @@ class SlabIndex:
             self._environment.reader_check()
         table = self.table
         with self._environment.begin(write=True) as transaction:
+            repaired = self._was_cut_off(transaction)
             view = self._current(transaction)
-            repaired = table.was_left_changing
             table.begin_change()
             if repaired:
                 view = self._load(transaction, table.epoch)
@@ -336,10 +337,28 @@ class SlabIndex:
             change = IndexChange(self, transaction, view)
             yield change
             changed = repaired or change.slabs_or_generations_changed
-            epoch = table.begin_epoch() if changed else None
+            if changed:
+                epoch = table.begin_epoch()
+                transaction.put(_EPOCH, NUMBER.pack(epoch), db=self.state_db)
             table.end_change()
-        if epoch is not None:
+        if changed:
+            # Where this fails, the next change does it.
+            with suppress(lmdb.Error), self._environment.begin(write=True):
+                table.begin_epoch_in_order(epoch)
+
+    def _was_cut_off(self, transaction: Any) -> bool:
+        """Whether the last change did not come to its end, or LMDB never had it. Of one that is all there, the epoch is
+        in order from now on."""
+        table, epoch = self.table, self.table.epoch
+        if table.was_left_changing:
+            return True
+        if epoch % 2 == 0:
+            return False
+        stored = transaction.get(_EPOCH, db=self.state_db)
+        committed = stored is not None and NUMBER.unpack(stored)[0] == epoch
+        if committed:
             table.begin_epoch_in_order(epoch)
+        return not committed
 
     def _current(self, transaction: Any = None) -> View:
         """The view of this epoch. Raises OSError, lmdb.Error."""

@@ -180,13 +180,13 @@ class SlotTable:
         self._header[_CHANGING] = 0
 
     def begin_epoch(self) -> int:
-        """Slabs or generations are about to change: until that is done, and where this process is killed over it, all
-        processes look at them each time. The number for ``begin_epoch_in_order``."""
+        """Slabs or generations are about to change: until that is done, where this process is killed over it by the
+        next change, all processes look at them each time. The number for ``begin_epoch_in_order``."""
         self._header[_EPOCH] += 1 if self.epoch % 2 == 0 else 2
         return self.epoch
 
     def begin_epoch_in_order(self, number: int) -> None:
-        """They have changed. Not under the lock: another change may have begun since."""
+        """They have changed. Under the lock once more: another change may have been there in between."""
         if self.epoch == number:
             self._header[_EPOCH] = number + 1
 
