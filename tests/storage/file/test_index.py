@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -189,3 +190,51 @@ def _replace_slab_without_commit(index: SlabIndex, slab: Slab) -> None:
             assert change.drop_slab(slab)
             change.add_slab(MIDDLE, 20)
             change.take_free_slots(MIDDLE, 20, 0)
+
+
+@pytest.mark.parametrize("free", ["remove_expired", "remove_cleared"])
+def test_pages_looked_up_in_a_slab_that_is_dropped_meanwhile_are_nobody_s(index: SlabIndex, free: str) -> None:
+    """Those whose records are no longer mapped must not raise: the threads that free pages would end with it."""
+    slabs = [add_slab(index, SMALL, 10), add_slab(index, MIDDLE, 10)]
+    store(index, keys_of(range(3)))
+    store(index, keys_of(range(10, 13)), MIDDLE)
+    clear(index)
+    rows = index.of_identity(index._current(), A)
+    assert drop(index, slabs[1])
+    with index.changing() as change:
+        assert (change.remove_expired(rows, 1 << 31) if free == "remove_expired" else change.remove_cleared(rows, A)) == 3
+    assert_sound(index)
+
+
+def test_what_is_written_after_a_clear_survives_the_freeing_of_an_earlier_one(
+    index: SlabIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_slab(index, SMALL, 2100)
+    chain = keys_of(range(2060))
+    store(index, chain)
+    clear(index)
+    real, written = IndexChange.remove_cleared, []
+
+    def remove_late(change: IndexChange, rows: Any, *arguments: Any) -> int:
+        freed = real(change, rows, *arguments)
+        written.append(freed)
+        return freed
+
+    monkeypatch.setattr(IndexChange, "remove_cleared", remove_late)
+    changing, changes = SlabIndex.changing, []
+
+    def clear_between(self: SlabIndex) -> Any:
+        changes.append(None)
+        if len(changes) == 2:
+            # All slots of the second portion get pages of a second clear's generation.
+            with changing(self) as change:
+                change.evict(SMALL, 2060)
+            store(self, [key_of(5000)])
+            clear(self)
+            store(self, keys_of(range(2060)))
+        return changing(self)
+
+    monkeypatch.setattr(SlabIndex, "changing", clear_between)
+    index.free_cleared(A)
+    assert len(written) == 2
+    assert index.count_leading(chain) == 2060

@@ -218,9 +218,11 @@ class IndexChange:
         self.slabs_or_generations_changed = True
         return True
 
-    def remove_cleared(self, rows: Words, digest: bytes, generation: int) -> int:
-        """Free those of these slots whose page is of this identity and of another generation; their number."""
+    def remove_cleared(self, rows: Words, digest: bytes) -> int:
+        """Free those of these slots whose page is of this identity and cleared; their number."""
+        rows = self._mapped(rows)
         records = self._view.records[rows]
+        generation = self._index.stored_generation(self._transaction, digest)
         first, second = np.frombuffer(digest, np.int64)
         chosen = (records[:, 0] == first) & (records[:, 1] == second) & (records[:, STATE] >> 16 != generation)
         return int(slot_code.forget_pages(*self._view.table, rows[chosen]))
@@ -231,7 +233,7 @@ class IndexChange:
 
     def remove_expired(self, rows: Words, oldest: int) -> int:
         """Remove those of these pages (a row may be -1) that are (still) older than ``oldest``; their number."""
-        old = rows[rows >= 0]
+        old = self._mapped(rows)
         old = old[self._view.records[old, OBJECT] >> 32 < oldest]
         return int(slot_code.forget_pages(*self._view.table, old))
 
@@ -303,6 +305,10 @@ class IndexChange:
             self._transaction.put(b"next slab", SLOT_SIZE.pack(below), db=self._index.state_db)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _mapped(self, rows: Words) -> Words:
+        """Those of rows looked up before this change that there are now: slabs may have gone."""
+        return rows[(rows >= 0) & (rows < len(self._view.records))]
 
     def _look_at(self, slabs: dict[int, Slab]) -> None:
         self._view = self._index.table.view(dict(sorted(slabs.items())), self._view.epoch)

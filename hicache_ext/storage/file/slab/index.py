@@ -383,12 +383,10 @@ class SlabIndex:
 
     def free_cleared(self, digest: bytes) -> int:
         """Free the slots of all pages of older generations of an identity, in short changes; their number."""
-        view = self._current()
-        generation = self._generation(view, digest)
         freed = 0
-        for rows in _in_portions(self.of_identity(view, digest), _CLEAR_BATCH):
+        for rows in _in_portions(self.of_identity(self._current(), digest), _CLEAR_BATCH):
             with self.changing() as change:
-                freed += change.remove_cleared(rows, digest, generation)
+                freed += change.remove_cleared(rows, digest)
         return freed
 
     def of_identity(self, view: View, digest: bytes) -> Words:
