@@ -238,3 +238,48 @@ def test_what_is_written_after_a_clear_survives_the_freeing_of_an_earlier_one(
     index.free_cleared(A)
     assert len(written) == 2
     assert index.count_leading(chain) == 2060
+
+
+def test_a_mapping_that_fails_is_a_change_that_never_was(index: SlabIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room takes an OSError of ``add_slab`` for "nothing has changed" and goes on with the same change."""
+    slab = add_slab(index)
+    store(index, keys_of(range(20)))
+
+    def fail(*_: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slot_table, "map_words", fail)
+        with pytest.raises(lmdb.Error):
+            add_slab(index, MIDDLE, 3000)
+    assert index.slabs() == [slab]
+    store(index, keys_of([50]))
+    assert index.count_leading(keys_of(range(20))) == 20
+    assert_sound(index)
+
+
+@pytest.mark.parametrize("words", [(40 + 41 + 1) * slot_code.RECORD_WORDS, (40 + 41 + 1) * slot_code.GROUP_WORDS, 1 << 14])
+def test_a_full_disk_is_no_slab_and_nothing_else(
+    index: SlabIndex, monkeypatch: pytest.MonkeyPatch, words: int
+) -> None:
+    """For each of the three files that a slab makes larger."""
+    slab = add_slab(index)
+    store(index, keys_of(range(20)))
+    refused = []
+    real = slot_table.extend
+
+    def fail(path: Path, wanted: int) -> None:
+        if wanted == words or (path.name.startswith("buckets") and words == 1 << 14):
+            refused.append(path)
+            raise OSError(28, "No space left on device")
+        real(path, wanted)
+
+    monkeypatch.setattr(slot_table, "extend", fail)
+    with index.changing() as change:
+        with pytest.raises(OSError, match="No space"):
+            change.add_slab(MIDDLE, 40 if words != 1 << 14 else 4000)
+        assert change.take_free_slots(SMALL, 3, 0).shape == (2, 3)
+    assert refused
+    assert index.slabs() == [slab]
+    assert index.count_leading(keys_of(range(20))) == 20
+    assert_sound(index)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import lmdb
 import numpy as np
 
 from hicache_ext.envelope import IDENTITY_LENGTH
@@ -244,7 +245,7 @@ class IndexChange:
 
     def add_slab(self, slot_size: int, slots: int, number: int | None = None) -> Slab:
         """A new slab, all slots free. Its file must be there before the change ends. Raises OSError, and nothing has
-        changed, where there is no room for its records."""
+        changed, where there is no room for its records; lmdb.Error where they cannot be mapped."""
         index, view = self._index, self._view
         first = index.table.allocate(slots, view.slabs)
         if number is None:
@@ -311,7 +312,11 @@ class IndexChange:
         return rows[(rows >= 0) & (rows < len(self._view.records))]
 
     def _look_at(self, slabs: dict[int, Slab]) -> None:
-        self._view = self._index.table.view(dict(sorted(slabs.items())), self._view.epoch)
+        try:
+            self._view = self._index.table.view(dict(sorted(slabs.items())), self._view.epoch)
+        except OSError as error:
+            # Too late for a change that goes on without it.
+            raise lmdb.Error(f"the records of the index: {error}") from error
         self.slabs_or_generations_changed = True
 
     def _next_slab_number(self) -> int:
