@@ -283,3 +283,25 @@ def test_a_full_disk_is_no_slab_and_nothing_else(
     assert index.slabs() == [slab]
     assert index.count_leading(keys_of(range(20))) == 20
     assert_sound(index)
+
+
+def test_the_size_is_known_while_the_hash_table_is_being_replaced(index: SlabIndex) -> None:
+    """Its file may be gone between a look at its name and one at its size."""
+    add_slab(index)
+    size = index.size()
+    for path in index._path.glob("buckets-*"):
+        path.unlink()
+    assert index.size() == size
+
+
+def test_a_hash_table_that_a_killed_process_replaced_is_deleted_by_the_next_to_open_it(tmp_path: Path) -> None:
+    index = SlabIndex(tmp_path / "index")
+    add_slab(index)
+    store(index, [key_of(1)])
+    index.close(sync=False)
+    left = tmp_path / "index" / "buckets-512"
+    left.write_bytes(bytes(4096))
+    index = SlabIndex(tmp_path / "index")
+    assert not left.exists()
+    assert present(index, [key_of(1)]) == [0]
+    index.close(sync=False)
