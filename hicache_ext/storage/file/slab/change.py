@@ -255,7 +255,11 @@ class IndexChange:
         self._transaction.put(SLOT_SIZE.pack(number), SLAB.pack(slot_size, slots, first), db=index.slabs_db)
         self._look_at({**view.slabs, number: slab})
         self._view.records[first : first + slots] = 0
-        slot_code.settle_all(*self._view.table)
+        if len(self._view.buckets) == len(view.buckets):
+            slot_code.settle_new(*self._view.table, number)
+        else:
+            # A new hash table has nothing in it yet.
+            slot_code.settle_all(*self._view.table)
         return slab
 
     def drop_slab(self, slab: Slab) -> bool:
@@ -282,22 +286,19 @@ class IndexChange:
 
     def colder_slab(self, slot_size: int) -> Slab | None:
         """A slab of another slot size whose first victim would go before the first victim of this one."""
-        lowest: dict[int, tuple[int | None, Slab]] = {}
-        for slab in self.slabs():
-            of_slab = self._view.lowest(slab)
-            known = lowest.get(slab.slot_size)
-            if known is None or (of_slab is not None and (known[0] is None or of_slab < known[0])):
-                lowest[slab.slot_size] = of_slab, slab
-        own = lowest.pop(slot_size, (None, None))[0]
-        chosen: Slab | None = None
-        coldest = own
-        for of_size, slab in lowest.values():
-            if of_size is None:
+        view = self._view
+        sizes, lowest = view.rows[:, slot_code.SLOT_SIZE], view.groups[view.rows[:, slot_code.BASE], slot_code.LOWEST]
+        coldest = int(lowest[sizes == slot_size].min(initial=slot_code.NO_PAGE))
+        chosen: int | None = None
+        for other in np.unique(sizes[sizes != slot_size]):
+            of_size = np.flatnonzero(sizes == other)
+            first = of_size[lowest[of_size].argmin()]
+            if lowest[first] == slot_code.NO_PAGE:
                 # Nothing but free slots: nobody will miss it.
-                return slab
-            if coldest is None or of_size < coldest:
-                coldest, chosen = of_size, slab
-        return chosen
+                return view.slabs[int(view.rows[first, slot_code.NUMBER])]
+            if lowest[first] < coldest:
+                coldest, chosen = int(lowest[first]), int(view.rows[first, slot_code.NUMBER])
+        return None if chosen is None else view.slabs[chosen]
 
     def reserve_slab_numbers(self, below: int) -> None:
         """No new slab gets a number under ``below``: a reader may still have the file of an old one open."""

@@ -238,6 +238,42 @@ _TABLE = "int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1]"
 """``records, groups, buckets, slabs``"""
 
 
+@helper
+def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any) -> Any:
+    """``settle_all`` of one slab, none of whose pages is in ``buckets``."""
+    base, slots = slabs[slab, BASE], slabs[slab, SLOTS]
+    dropped = 0
+    for slot in range(slots):
+        row = base + slot
+        records[row, PLACE] = slabs[slab, NUMBER] << 32 | slot
+        state = records[row, STATE] & 0xFF
+        if state == FREE:
+            records[row, STATE] = FREE
+            continue
+        true = records[row, HASH] == _hash_of(records, row)
+        records[row, PRIORITY] = max(0, min(records[row, PRIORITY], NO_PAGE - 1))
+        if state == PAGE:
+            length = records[row, OBJECT] & _LOW
+            generation = records[row, STATE] >> 16
+            true = true and 0 < length <= slabs[slab, SLOT_SIZE]
+            true = true and _row_of(records, buckets, records, row, generation) < 0
+        else:
+            true = true and state == PENDING and records[row, OBJECT] == BEING_WRITTEN
+        if not true:
+            records[row, STATE] = FREE
+            dropped += 1
+        elif state == PAGE:
+            _enter(buckets, records[row, HASH], row)
+    number = -(-slots // slabs[slab, TOGETHER])
+    for group in range(number + 1):
+        groups[base + group, LOWEST] = NO_PAGE
+        groups[base + group, FREE_SLOTS] = groups[base + group, PENDING_SLOTS] = 0
+    for group in range(number):
+        _settle_group(records, groups, slabs, slab, group)
+    _settle_lowest(groups, slabs, slab)
+    return dropped
+
+
 @kernel(f"int64({_TABLE})")
 def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
     """Make groups and buckets anew from the records. Slots whose record cannot be true are free; their number."""
@@ -245,37 +281,15 @@ def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
         buckets[at] = 0
     dropped = 0
     for slab in range(len(slabs)):
-        base, slots = slabs[slab, BASE], slabs[slab, SLOTS]
-        for slot in range(slots):
-            row = base + slot
-            records[row, PLACE] = slabs[slab, NUMBER] << 32 | slot
-            state = records[row, STATE] & 0xFF
-            if state == FREE:
-                records[row, STATE] = FREE
-                continue
-            true = records[row, HASH] == _hash_of(records, row)
-            records[row, PRIORITY] = max(0, min(records[row, PRIORITY], NO_PAGE - 1))
-            if state == PAGE:
-                length = records[row, OBJECT] & _LOW
-                generation = records[row, STATE] >> 16
-                true = true and 0 < length <= slabs[slab, SLOT_SIZE]
-                true = true and _row_of(records, buckets, records, row, generation) < 0
-            else:
-                true = true and state == PENDING and records[row, OBJECT] == BEING_WRITTEN
-            if not true:
-                records[row, STATE] = FREE
-                dropped += 1
-            elif state == PAGE:
-                _enter(buckets, records[row, HASH], row)
-        together = slabs[slab, TOGETHER]
-        number = -(-slots // together)
-        for group in range(number + 1):
-            groups[base + group, LOWEST] = NO_PAGE
-            groups[base + group, FREE_SLOTS] = groups[base + group, PENDING_SLOTS] = 0
-        for group in range(number):
-            _settle_group(records, groups, slabs, slab, group)
-        _settle_lowest(groups, slabs, slab)
+        dropped += _settle_slab(records, groups, buckets, slabs, slab)
     return dropped
+
+
+@kernel(f"int64({_TABLE}, int64)")
+def settle_new(records: Any, groups: Any, buckets: Any, slabs: Any, number: Any) -> Any:
+    """The same for one slab, whose slots are all free."""
+    slab = _index_of_slab(slabs, number)
+    return _settle_slab(records, groups, buckets, slabs, slab) if slab >= 0 else 0
 
 
 # -- looking up --------------------------------------------------------------------------------------------------------

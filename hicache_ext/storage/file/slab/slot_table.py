@@ -54,6 +54,8 @@ class View:
     """``slabs`` of slot_code.py."""
     capacities: Words
     """Slots, one at least, of the slot size of each clock."""
+    slots_of: Mapping[int, int]
+    """Slots of each size."""
     generations: dict[bytes, int] = field(default_factory=dict)
     """Of the identities that were asked for."""
 
@@ -85,12 +87,7 @@ class View:
 
     def slots(self, slot_size: int) -> int:
         """Slots of this size."""
-        return sum(slab.slots for slab in self.slabs.values() if slab.slot_size == slot_size)
-
-    def lowest(self, slab: Slab) -> int | None:
-        """The lowest priority of the slab's pages, None without pages."""
-        lowest = int(self.groups[slab.first_record, slot_code.LOWEST])
-        return None if lowest == slot_code.NO_PAGE else lowest
+        return self.slots_of.get(slot_size, 0)
 
 
 class SlotTable:
@@ -146,10 +143,10 @@ class SlotTable:
             (slab.number, slab.slot_size, slab.slots, slots_in_group(slab.slot_size), slab.first_record)
             for _, slab in sorted(slabs.items())
         ]
-        capacities = [
-            max(1, sum(slab.slots for slab in slabs.values() if slab.slot_size == size))
-            for size in self.clocks[:, CLOCK_SIZE].tolist()
-        ]
+        slots_of: dict[int, int] = {}
+        for slab in slabs.values():
+            slots_of[slab.slot_size] = slots_of.get(slab.slot_size, 0) + slab.slots
+        capacities = [max(1, slots_of.get(size, 0)) for size in self.clocks[:, CLOCK_SIZE].tolist()]
         try:
             return View(
                 epoch,
@@ -159,6 +156,7 @@ class SlotTable:
                 self._map_buckets(),
                 np.array(numbers, np.int64).reshape(-1, slot_code.SLAB_WORDS),
                 np.array(capacities, np.int64),
+                slots_of,
             )
         except (FileNotFoundError, ValueError) as error:
             raise lmdb.CorruptedError(f"the records of the index: {error}") from error
