@@ -64,7 +64,7 @@ def _find(records: Words, buckets: Words, keys: Words, generations: Words) -> Wo
         entries = buckets[hashes[left] + step & mask]
         left, entries = left[entries != 0], entries[entries != 0]
         candidates = (entries & _LOW) - 1
-        same = (entries >> 32 == hashes[left] & _TAG) & (candidates < len(records))
+        same = (entries >> 32 == hashes[left] & _TAG) & (candidates >= 0) & (candidates < len(records))
         asked, candidates = left[same], candidates[same]
         found = records[candidates]
         same_page = (found[:, :KEY_WORDS] == keys[asked]).all(axis=1)
