@@ -94,7 +94,9 @@ class PageKeys(Sequence[bytes]):
         if self._words is None:
             words = np.empty((len(self), KEY_LENGTH // 8), np.int64)
             words[:, : IDENTITY_LENGTH // 8] = np.frombuffer(self.identity, np.int64)
-            words[:, IDENTITY_LENGTH // 8 :] = np.frombuffer(self.hashes, np.int64).reshape(len(self), -1)
+            words[:, IDENTITY_LENGTH // 8 :] = np.frombuffer(self.hashes, np.int64).reshape(
+                len(self), PAGE_HASH_LENGTH // 8
+            )
             self._words = words
         return self._words
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import lmdb
 import numpy as np
 
 from hicache_ext.envelope import IDENTITY_LENGTH
@@ -218,9 +219,11 @@ class IndexChange:
         self.slabs_or_generations_changed = True
         return True
 
-    def remove_cleared(self, rows: Words, digest: bytes, generation: int) -> int:
-        """Free those of these slots whose page is of this identity and of another generation; their number."""
+    def remove_cleared(self, rows: Words, digest: bytes) -> int:
+        """Free those of these slots whose page is of this identity and cleared; their number."""
+        rows = self._mapped(rows)
         records = self._view.records[rows]
+        generation = self._index.stored_generation(self._transaction, digest)
         first, second = np.frombuffer(digest, np.int64)
         chosen = (records[:, 0] == first) & (records[:, 1] == second) & (records[:, STATE] >> 16 != generation)
         return int(slot_code.forget_pages(*self._view.table, rows[chosen]))
@@ -231,7 +234,7 @@ class IndexChange:
 
     def remove_expired(self, rows: Words, oldest: int) -> int:
         """Remove those of these pages (a row may be -1) that are (still) older than ``oldest``; their number."""
-        old = rows[rows >= 0]
+        old = self._mapped(rows)
         old = old[self._view.records[old, OBJECT] >> 32 < oldest]
         return int(slot_code.forget_pages(*self._view.table, old))
 
@@ -242,7 +245,7 @@ class IndexChange:
 
     def add_slab(self, slot_size: int, slots: int, number: int | None = None) -> Slab:
         """A new slab, all slots free. Its file must be there before the change ends. Raises OSError, and nothing has
-        changed, where there is no room for its records."""
+        changed, where there is no room for its records; lmdb.Error where they cannot be mapped."""
         index, view = self._index, self._view
         first = index.table.allocate(slots, view.slabs)
         if number is None:
@@ -252,7 +255,11 @@ class IndexChange:
         self._transaction.put(SLOT_SIZE.pack(number), SLAB.pack(slot_size, slots, first), db=index.slabs_db)
         self._look_at({**view.slabs, number: slab})
         self._view.records[first : first + slots] = 0
-        slot_code.settle_all(*self._view.table)
+        if len(self._view.buckets) == len(view.buckets):
+            slot_code.settle_new(*self._view.table, number)
+        else:
+            # A new hash table has nothing in it yet.
+            slot_code.settle_all(*self._view.table)
         return slab
 
     def drop_slab(self, slab: Slab) -> bool:
@@ -282,18 +289,18 @@ class IndexChange:
         view = self._view
         if not view.slots.keys() - {slot_size}:
             return None
-        lowest, sizes = view.lowest, view.rows[:, slot_code.SLOT_SIZE]
-        coldest, chosen = min(lowest[sizes == slot_size], default=slot_code.NO_PAGE), -1
-        for size in view.slots.keys() - {slot_size}:
-            of_size = np.flatnonzero(sizes == size)
+        sizes, lowest = view.rows[:, slot_code.SLOT_SIZE], view.lowest
+        coldest = int(lowest[sizes == slot_size].min(initial=slot_code.NO_PAGE))
+        chosen: int | None = None
+        for other in np.unique(sizes[sizes != slot_size]):
+            of_size = np.flatnonzero(sizes == other)
             first = of_size[lowest[of_size].argmin()]
             if lowest[first] == slot_code.NO_PAGE:
                 # Nothing but free slots: nobody will miss it.
-                chosen = first
-                break
+                return view.slabs[int(view.rows[first, slot_code.NUMBER])]
             if lowest[first] < coldest:
-                coldest, chosen = lowest[first], first
-        return None if chosen < 0 else view.slabs[int(view.rows[chosen, slot_code.NUMBER])]
+                coldest, chosen = int(lowest[first]), int(view.rows[first, slot_code.NUMBER])
+        return None if chosen is None else view.slabs[chosen]
 
     def reserve_slab_numbers(self, below: int) -> None:
         """No new slab gets a number under ``below``: a reader may still have the file of an old one open."""
@@ -303,8 +310,16 @@ class IndexChange:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
+    def _mapped(self, rows: Words) -> Words:
+        """Those of rows looked up before this change that there are now: slabs may have gone."""
+        return rows[(rows >= 0) & (rows < len(self._view.records))]
+
     def _look_at(self, slabs: dict[int, Slab]) -> None:
-        self._view = self._index.table.view(dict(sorted(slabs.items())), self._view.epoch)
+        try:
+            self._view = self._index.table.view(dict(sorted(slabs.items())), self._view.epoch)
+        except OSError as error:
+            # Too late for a change that goes on without it.
+            raise lmdb.Error(f"the records of the index: {error}") from error
         self.slabs_or_generations_changed = True
 
     def _next_slab_number(self) -> int:

@@ -23,7 +23,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +154,7 @@ class SlabDirectory:
         finally:
             self._release([descriptor])
 
-    def open_all(self, slabs: Iterable[Slab], *, direct: bool) -> tuple[dict[int, int], Callable[[], None]]:
+    def open_all(self, slabs: Sequence[Slab], *, direct: bool) -> tuple[dict[int, int], Callable[[], None]]:
         """``opened`` for those of these slabs that can be opened, by number, until the answer's second part is
         called."""
         used: dict[int, _Descriptor] = {}

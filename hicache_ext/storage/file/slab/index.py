@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,7 @@ _AT_ONCE = 1 << 16
 
 _VERSION = str(INDEX_VERSION).encode()
 _GHOSTS = b"ghosts"
+_EPOCH = b"epoch"
 
 
 class IndexedPage(NamedTuple):
@@ -111,7 +112,7 @@ class SlabIndex:
                 self.table = SlotTable(path, new=new)
                 if new:
                     transaction.put(b"version", _VERSION, db=self.state_db)
-                self._view = self._load(transaction)
+                self._view = self._load(transaction, self.table.epoch)
                 self._open_ghosts(transaction)
         except BaseException:
             self._environment.close()
@@ -325,48 +326,65 @@ class SlabIndex:
             self._environment.reader_check()
         table = self.table
         with self._environment.begin(write=True) as transaction:
+            repaired = self._was_cut_off(transaction)
             view = self._current(transaction)
-            repaired = table.was_left_changing
             table.begin_change()
             if repaired:
-                view = self._load(transaction)
+                view = self._load(transaction, table.epoch)
                 dropped = slot_code.settle_all(*view.table)
                 logger.warning("index %s: a change was cut off; made anew, %d slots freed", self._path, dropped)
             change = IndexChange(self, transaction, view)
             yield change
             changed = repaired or change.slabs_or_generations_changed
-            epoch = table.begin_epoch() if changed else None
+            if changed:
+                epoch = table.begin_epoch()
+                transaction.put(_EPOCH, NUMBER.pack(epoch), db=self.state_db)
             table.end_change()
-        if epoch is not None:
+        if changed:
+            # Where this fails, the next change does it.
+            with suppress(lmdb.Error), self._environment.begin(write=True):
+                table.begin_epoch_in_order(epoch)
+
+    def _was_cut_off(self, transaction: Any) -> bool:
+        """Whether the last change did not come to its end, or LMDB never had it. Of one that is all there, the epoch is
+        in order from now on."""
+        table, epoch = self.table, self.table.epoch
+        if table.was_left_changing:
+            return True
+        if epoch % 2 == 0:
+            return False
+        stored = transaction.get(_EPOCH, db=self.state_db)
+        committed = stored is not None and NUMBER.unpack(stored)[0] == epoch
+        if committed:
             table.begin_epoch_in_order(epoch)
+        return not committed
 
     def _current(self, transaction: Any = None) -> View:
         """The view of this epoch. Raises OSError, lmdb.Error."""
         view = self._view
-        if view.epoch != self.table.epoch or not view.lasts:
+        # First the number, then what it counts: what changes in between is looked at once more.
+        epoch = self.table.epoch
+        if view.epoch != epoch or not view.lasts:
             if transaction is None:
                 with self._environment.begin() as reading:
-                    view = self._load(reading)
+                    view = self._load(reading, epoch)
             else:
-                view = self._load(transaction)
+                view = self._load(transaction, epoch)
             self._view = view
         return view
 
-    def _load(self, transaction: Any) -> View:
-        # First the number, then what it counts: what changes in between is looked at once more.
-        epoch = self.table.epoch
+    def _load(self, transaction: Any, epoch: int) -> View:
+        """``epoch`` is from before the transaction began, or the transaction is a change."""
         with transaction.cursor(self.slabs_db) as cursor:
             slabs = [Slab(SLOT_SIZE.unpack(number)[0], *SLAB.unpack(value)) for number, value in cursor]
         return self.table.view({slab.number: slab for slab in slabs}, epoch)
 
     def free_cleared(self, digest: bytes) -> int:
         """Free the slots of all pages of older generations of an identity, in short changes; their number."""
-        view = self._current()
-        generation = self._generation(view, digest)
         freed = 0
-        for rows in _in_portions(self.of_identity(view, digest), _CLEAR_BATCH):
+        for rows in _in_portions(self.of_identity(self._current(), digest), _CLEAR_BATCH):
             with self.changing() as change:
-                freed += change.remove_cleared(rows, digest, generation)
+                freed += change.remove_cleared(rows, digest)
         return freed
 
     def of_identity(self, view: View, digest: bytes) -> Words:

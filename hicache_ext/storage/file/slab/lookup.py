@@ -49,7 +49,8 @@ def locate(
     positions, found = positions[young], found[young]
     objects, places = found[:, OBJECT], found[:, PLACE]
     of_slab = np.searchsorted(slabs[:, NUMBER], places >> 32)
-    after = found[:, USED] - np.append(fresh, 0)[of_slab]
+    known = np.append(slabs[:, NUMBER], -1)[of_slab] == places >> 32
+    after = np.where(known, found[:, USED] - np.append(fresh, 0)[of_slab], 0)
     return np.stack([places >> 32, places & _LOW, objects & _LOW, positions, after])
 
 
@@ -68,7 +69,7 @@ def _find(records: Words, buckets: Words, keys: Words, generations: Words) -> Wo
         entries = buckets[hashes[left] + step & mask]
         left, entries = left[entries != 0], entries[entries != 0]
         candidates = (entries & _LOW) - 1
-        same = (entries >> 32 == hashes[left] & _TAG) & (candidates < len(records))
+        same = (entries >> 32 == hashes[left] & _TAG) & (candidates >= 0) & (candidates < len(records))
         asked, candidates = left[same], candidates[same]
         found = records[candidates]
         same_page = (found[:, :KEY_WORDS] == keys[asked]).all(axis=1)

@@ -137,7 +137,8 @@ class PageMoves:
         direct = of_call.mode == "direct" and shape.header == BLOCK and _aligned(memory)
         found, others = pages.by_place(), NONE_PLACED
         numbers = set(found.slabs.tolist())
-        opened, release = self._directory.open_all(filter(None, map(slab_of, numbers)), direct=direct)
+        slabs = [slab for number in numbers if (slab := slab_of(number)) is not None]
+        opened, release = self._directory.open_all(slabs, direct=direct)
         try:
             if len(opened) < len(numbers):
                 # A slab that cannot be opened is left to the other way.

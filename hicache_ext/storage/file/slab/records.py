@@ -7,7 +7,7 @@ database  key                    value
 ========  =====================  ======================================================================================
 slabs     slab (big-endian)      slot size, number of slots, where its records begin
 state     name                   the next slab number, the generation and the uses of each identity, the size of the
-                                 table of ghosts (ghosts.py)
+                                 table of ghosts (ghosts.py), the last epoch begun (slot_table.py)
 ========  =====================  ======================================================================================
 
 A write transaction of LMDB is also the lock for all the rest, which every process maps (slot_table.py): a record per

@@ -214,7 +214,9 @@ def _settle_lowest(groups: Any, slabs: Any, slab: Any) -> None:
 
 @helper
 def _settle_rows(records: Any, groups: Any, slabs: Any, rows: Any) -> None:
-    """Bring the groups and slabs of these slots in line with them; of neighbours, once. A row may be -1."""
+    """Bring the groups and slabs of these slots in line with them; of neighbours, once. A row may be -1.
+
+    A row may also be in no slab, or its record lie about that: what it says is checked before it leads anywhere."""
     slab, group, number = -1, -1, -1
     for row in rows:
         if row < 0:
@@ -224,8 +226,8 @@ def _settle_rows(records: Any, groups: Any, slabs: Any, rows: Any) -> None:
             if slab >= 0:
                 _settle_lowest(groups, slabs, slab)
             slab, group = _index_of_slab(slabs, number), -1
-            if slab < 0:
-                continue
+        if slab < 0 or row < slabs[slab, BASE] or row >= slabs[slab, BASE] + slabs[slab, SLOTS]:
+            continue
         of_row = (row - slabs[slab, BASE]) // slabs[slab, TOGETHER]
         if of_row != group:
             group = of_row
@@ -238,6 +240,42 @@ _TABLE = "int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1]"
 """``records, groups, buckets, slabs``"""
 
 
+@helper
+def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any) -> Any:
+    """``settle_all`` of one slab, none of whose pages is in ``buckets``."""
+    base, slots = slabs[slab, BASE], slabs[slab, SLOTS]
+    dropped = 0
+    for slot in range(slots):
+        row = base + slot
+        records[row, PLACE] = slabs[slab, NUMBER] << 32 | slot
+        state = records[row, STATE] & 0xFF
+        if state == FREE:
+            records[row, STATE] = FREE
+            continue
+        true = records[row, HASH] == _hash_of(records, row)
+        records[row, PRIORITY] = max(0, min(records[row, PRIORITY], NO_PAGE - 1))
+        if state == PAGE:
+            length = records[row, OBJECT] & _LOW
+            generation = records[row, STATE] >> 16
+            true = true and records[row, OBJECT] >= 0 and 0 < length <= slabs[slab, SLOT_SIZE]
+            true = true and _row_of(records, buckets, records, row, generation) < 0
+        else:
+            true = true and state == PENDING and records[row, OBJECT] == BEING_WRITTEN
+        if not true:
+            records[row, STATE] = FREE
+            dropped += 1
+        elif state == PAGE:
+            _enter(buckets, records[row, HASH], row)
+    number = -(-slots // slabs[slab, TOGETHER])
+    for group in range(number + 1):
+        groups[base + group, LOWEST] = NO_PAGE
+        groups[base + group, FREE_SLOTS] = groups[base + group, PENDING_SLOTS] = 0
+    for group in range(number):
+        _settle_group(records, groups, slabs, slab, group)
+    _settle_lowest(groups, slabs, slab)
+    return dropped
+
+
 @kernel(f"int64({_TABLE})")
 def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
     """Make groups and buckets anew from the records. Slots whose record cannot be true are free; their number."""
@@ -245,37 +283,15 @@ def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
         buckets[at] = 0
     dropped = 0
     for slab in range(len(slabs)):
-        base, slots = slabs[slab, BASE], slabs[slab, SLOTS]
-        for slot in range(slots):
-            row = base + slot
-            records[row, PLACE] = slabs[slab, NUMBER] << 32 | slot
-            state = records[row, STATE] & 0xFF
-            if state == FREE:
-                records[row, STATE] = FREE
-                continue
-            true = records[row, HASH] == _hash_of(records, row)
-            records[row, PRIORITY] = max(0, min(records[row, PRIORITY], NO_PAGE - 1))
-            if state == PAGE:
-                length = records[row, OBJECT] & _LOW
-                generation = records[row, STATE] >> 16
-                true = true and 0 < length <= slabs[slab, SLOT_SIZE]
-                true = true and _row_of(records, buckets, records, row, generation) < 0
-            else:
-                true = true and state == PENDING and records[row, OBJECT] == BEING_WRITTEN
-            if not true:
-                records[row, STATE] = FREE
-                dropped += 1
-            elif state == PAGE:
-                _enter(buckets, records[row, HASH], row)
-        together = slabs[slab, TOGETHER]
-        number = -(-slots // together)
-        for group in range(number + 1):
-            groups[base + group, LOWEST] = NO_PAGE
-            groups[base + group, FREE_SLOTS] = groups[base + group, PENDING_SLOTS] = 0
-        for group in range(number):
-            _settle_group(records, groups, slabs, slab, group)
-        _settle_lowest(groups, slabs, slab)
+        dropped += _settle_slab(records, groups, buckets, slabs, slab)
     return dropped
+
+
+@kernel(f"int64({_TABLE}, int64)")
+def settle_new(records: Any, groups: Any, buckets: Any, slabs: Any, number: Any) -> Any:
+    """The same for one slab, whose slots are all free."""
+    slab = _index_of_slab(slabs, number)
+    return _settle_slab(records, groups, buckets, slabs, slab) if slab >= 0 else 0
 
 
 # -- looking up --------------------------------------------------------------------------------------------------------
@@ -382,8 +398,9 @@ def take_free(records: Any, groups: Any, buckets: Any, slabs: Any, slot_size: An
             if free == 0:
                 continue
             for offset in range(min(together, slabs[slab, SLOTS] - group * together)):
-                if free >> offset & 1 and done < count:
-                    row = base + group * together + offset
+                row = base + group * together + offset
+                # The record is asked, too: a page must not be lost to a bit that lies.
+                if free >> offset & 1 and done < count and records[row, STATE] & 0xFF == FREE:
                     records[row, OBJECT] = BEING_WRITTEN
                     for word in range(KEY_WORDS):
                         records[row, word] = writer[word]
@@ -406,6 +423,11 @@ def count_free(groups: Any, slabs: Any, slot_size: Any, at_most: Any) -> Any:
         if slabs[slab, SLOT_SIZE] == slot_size:
             count += groups[slabs[slab, BASE], FREE_SLOTS]
     return min(count, at_most)
+
+
+@helper
+def _raised(priority: Any, by: Any) -> Any:
+    return priority + by if priority < NO_PAGE - 1 - by else NO_PAGE - 1
 
 
 @helper
@@ -460,14 +482,14 @@ def evict_pages(
                 if victim < 0 and records[row, STATE] & 0xFF == PAGE and records[row, PRIORITY] == lowest:
                     victim = row
             if victim >= 0 and _spared(records, victim, spared):
-                records[victim, PRIORITY] = min(lowest + room, NO_PAGE - 1)
+                records[victim, PRIORITY] = _raised(lowest, room)
                 may_spare -= 1
                 _settle_group(records, groups, slabs, slab, group)
                 _settle_lowest(groups, slabs, slab)
                 continue
         before = gone
         for row in range(first, end):
-            if records[row, STATE] & 0xFF != PAGE or records[row, PRIORITY] > lowest + soon:
+            if records[row, STATE] & 0xFF != PAGE or records[row, PRIORITY] > _raised(lowest, soon):
                 continue
             if may_spare > 0 and _spared(records, row, spared):
                 continue

@@ -97,7 +97,7 @@ class SlotTable:
     """The mapped files in one directory. Threads: any; changes under the lock of the index."""
 
     def __init__(self, directory: Path, *, new: bool) -> None:
-        """Makes them if ``new``. Raises OSError, lmdb.Error when they are not what they must be."""
+        """Under the lock. Makes them if ``new``. Raises OSError, lmdb.Error when they are not what they must be."""
         self._directory = directory
         header = directory / "header"
         if new:
@@ -117,6 +117,9 @@ class SlotTable:
             self._header[_FORMAT] = _THIS_FORMAT
         if self._header[_FORMAT] != _THIS_FORMAT:
             raise lmdb.CorruptedError("the header of the index is not what it was")
+        # What a process was killed over when it replaced the hash table.
+        for path in set(directory.glob("buckets-*")) - {self._buckets}:
+            path.unlink(missing_ok=True)
         self.clocks: Words = self._header[_CLOCKS:].reshape(-1, CLOCK_WORDS)
 
     @property
@@ -125,7 +128,9 @@ class SlotTable:
 
     def size(self) -> int:
         """Bytes of disk."""
-        return sum(path.stat().st_size for path in self._paths())
+        others = (self._directory / "header", self._records, self._groups)
+        # The hash table has the size that its name says; another process may replace it at any time.
+        return sum(path.stat().st_size for path in others) + int(self._header[_BUCKETS]) * WORD
 
     def sync(self) -> None:
         """To the disk. Raises OSError."""
@@ -181,13 +186,13 @@ class SlotTable:
         self._header[_CHANGING] = 0
 
     def begin_epoch(self) -> int:
-        """Slabs or generations are about to change: until that is done, and where this process is killed over it, all
-        processes look at them each time. The number for ``begin_epoch_in_order``."""
+        """Slabs or generations are about to change: until that is done, where this process is killed over it by the
+        next change, all processes look at them each time. The number for ``begin_epoch_in_order``."""
         self._header[_EPOCH] += 1 if self.epoch % 2 == 0 else 2
         return self.epoch
 
     def begin_epoch_in_order(self, number: int) -> None:
-        """They have changed. Not under the lock: another change may have begun since."""
+        """They have changed. Under the lock once more: another change may have been there in between."""
         if self.epoch == number:
             self._header[_EPOCH] = number + 1
 
@@ -238,6 +243,9 @@ class SlotTable:
     def _groups(self) -> Path:
         return self._directory / "groups"
 
+    @property
+    def _buckets(self) -> Path:
+        return self._directory / f"buckets-{int(self._header[_BUCKETS])}"
+
     def _paths(self) -> list[Path]:
-        buckets = self._directory / f"buckets-{int(self._header[_BUCKETS])}"
-        return [self._directory / "header", self._records, self._groups, buckets]
+        return [self._directory / "header", self._records, self._groups, self._buckets]
