@@ -166,8 +166,8 @@ def move(slabs: Slabs, batch: PageBatch, placed: Placed, *, write: bool, mode: s
     plan, metrics = IoPlan(read=mode, write=mode), TierMetrics("disk")
     moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
     with (moves.to_write if write else moves.to_read)(batch, placed, slabs.slab, 2) as moving:
-        for piece in range(moving.pieces):
-            moving.move(piece)
+        for _ in range(moving.threads):
+            moving.move()
     return moving
 
 
@@ -248,7 +248,7 @@ def assert_moved_alike(
     numbers, slots = {slab for slab, _ in positions}, 2 + max(slot for _, slot in positions)
     ours, others = (Slabs(directory / name, shape, numbers, slots) for name in ("ours", "others"))
     with (
-        patch.object(compiled_code_module, "_AT_ONCE", at_once),
+        patch.object(compiled_code_module, "AT_ONCE", at_once),
         patch.object(compiled_code_module, "_AT_ONCE_DIRECT", at_once),
     ):
         assert move(ours, batch, placed, write=True, mode=mode).all_done
@@ -316,7 +316,7 @@ def test_pages_with_more_segments_are_left_to_the_other_way(tmp_path, count):
     slabs, placed, memory = Slabs(tmp_path / "slabs", shape), place([(0, 3)], shape), Memory(1, [16] * count)
     for write in (True, False):
         moving = move(slabs, PageBatch(page_keys(1), memory.pages), placed, write=write)
-        assert (moving.pieces, len(moving.done()), moving.left().positions.tolist()) == (0, 0, [0])
+        assert (moving.threads, len(moving.done()), moving.left().positions.tolist()) == (0, 0, [0])
 
 
 @pytest.mark.parametrize("sizes", [[100_000], [30_000, 1, 69_999], [4096] * 20])
@@ -346,7 +346,7 @@ SHAPES = [
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     monkeypatch.setattr(compiled_code_module, "_AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     header, _, slot = slabs.shape
@@ -362,7 +362,7 @@ def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
 
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_another_key_another_length_another_slot_and_a_cut_slab_are_never_done(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     (key,) = batch.keys
     for at in range(48):
@@ -411,7 +411,7 @@ def test_a_page_without_checksum_or_of_another_version_is_never_done(tmp_path):
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_header_of_anything_else_is_never_done_though_its_checksum_holds(tmp_path, monkeypatch, sizes, mode):
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     monkeypatch.setattr(compiled_code_module, "_AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     path, begin = slabs.path(slabs.slab(0)), 3 * slabs.shape.slot
@@ -451,7 +451,7 @@ def test_a_slab_that_is_dropped_between_opening_and_reading_gives_nothing(tmp_pa
     with moves.to_read(batch, placed, slabs.slab, 1) as moving:
         os.truncate(slabs.path(slabs.slab(0)), 0)
         slabs.path(slabs.slab(0)).unlink()
-        moving.move(0)
+        moving.move()
     assert moving.left().positions.tolist() == [0]
 
 
@@ -464,7 +464,7 @@ def test_pages_of_slabs_that_are_gone_are_left_and_the_others_are_moved(tmp_path
         assert sorted(moving.done().positions.tolist()) == [0, 2, 3]
         assert moving.left().positions.tolist() == [1]
         gone = move(slabs, PageBatch(keys, memory.pages), place([(7, n) for n in range(4)], shape), write=write)
-        assert (gone.pieces, gone.all_done, gone.left().positions.tolist()) == (0, False, [0, 1, 2, 3])
+        assert (gone.threads, gone.all_done, gone.left().positions.tolist()) == (0, False, [0, 1, 2, 3])
 
 
 # -- what the system calls answer --------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[..., 
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("less", [1, 127, 999])
 def test_a_transfer_that_is_cut_short_is_never_done(tmp_path, monkeypatch, sizes, less):
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     for name in ("preadv", "pwritev"):
         with answering(monkeypatch, name, lambda real, *arguments: real(*arguments) - less):
@@ -493,7 +493,7 @@ def test_a_transfer_that_is_cut_short_is_never_done(tmp_path, monkeypatch, sizes
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EFAULT, errno.EBADF])
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_an_error_of_the_disk_is_told_by_page(tmp_path, monkeypatch, code, sizes):
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     for name in ("preadv", "pwritev"):
 
@@ -522,7 +522,7 @@ def test_what_speaks_against_the_call_and_not_the_disk_is_left_to_the_other_way(
 def test_a_failed_call_that_gives_no_reason_is_never_done(tmp_path, monkeypatch, sizes):
     from hicache_ext.storage.file.slab.foreign import PREADV2, PWRITEV2
 
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 16384)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     system_call = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_int64] * 5, use_errno=True)
 
@@ -558,7 +558,7 @@ def test_flags_of_the_page_cache_are_for_the_page_cache_alone(tmp_path, monkeypa
 
 @pytest.mark.parametrize("sizes", [[1000], [300, 2, 3794], [9000, 7384]])
 def test_a_disk_that_fails_and_stops_halfway_gives_no_wrong_page(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE", 8192)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE", 8192)
     store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB)
     keys = page_keys(120)
     with DiskFaults(tmp_path, seed=3, rate=0.3, calls=("preadv", "pwritev")) as faults:
@@ -584,7 +584,7 @@ def test_memory_that_may_not_be_written_is_not_written(tmp_path):
     constant = bytes(1024)
     shielded = PageBatch(batch.keys, [[memoryview(constant)[:1000], memoryview(constant)[1000:]]])
     moving = move(slabs, shielded, placed, write=False)
-    assert (moving.pieces, moving.left().positions.tolist()) == (0, [0])
+    assert (moving.threads, moving.left().positions.tolist()) == (0, [0])
     assert constant == bytes(1024)
     assert move(slabs, shielded, placed, write=True).all_done
 
@@ -595,7 +595,7 @@ def test_a_batch_that_is_wrong_about_the_size_of_its_pages_is_left_to_the_other_
     wrong = PageBatch(batch.keys, batch.buffers, [claimed])
     for write in (True, False):
         moving = move(slabs, wrong, placed, write=write)
-        assert (moving.pieces, moving.left().positions.tolist()) == (0, [0])
+        assert (moving.threads, moving.left().positions.tolist()) == (0, [0])
 
 
 def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monkeypatch):
@@ -603,7 +603,7 @@ def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monke
     known = addresses_of(batch.buffers, writable=True)
     (first, second), begin = known.segment_sizes.tolist(), known.pages[0]
     for at_once in (8192, 512 << 10):
-        monkeypatch.setattr(compiled_code_module, "_AT_ONCE", at_once)
+        monkeypatch.setattr(compiled_code_module, "AT_ONCE", at_once)
         sizes = np.array([0, first, 0, second, 0], np.int64)
         pages = np.array([[begin[0], begin[0], 0, begin[1], begin[1]]], np.int64)
         memory = PageMemory(Addresses(pages, sizes), lambda: list(batch.buffers))

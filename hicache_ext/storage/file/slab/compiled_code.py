@@ -38,7 +38,7 @@ from hicache_ext.storage.store import key_words
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 512 << 10
+AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: still in the processor's cache when they are checked."""
 _AT_ONCE_DIRECT = 2 << 20
 _HEADERS = 128
@@ -59,15 +59,17 @@ class OfCall(NamedTuple):
     created_ms: int
 
 
-def facts_of(shape: Shape, payload: int, of_call: OfCall, direct: bool) -> npt.NDArray[np.int64]:
+def facts_of(shape: Shape, payload: int, of_call: OfCall, direct: bool, step: int) -> npt.NDArray[np.int64]:
     """``facts`` of compiled_runs.py."""
     start = np.frombuffer(page_start(shape.header), np.int64)
     flags, filler, created_ms = of_call.flags, of_call.filler, of_call.created_ms
-    stride, at_once = FIELDS_LENGTH, _AT_ONCE
+    stride, at_once = FIELDS_LENGTH, AT_ONCE
     if direct:
         # The flags are for the page cache.
         stride, at_once, flags = BLOCK, _AT_ONCE_DIRECT, 0
-    return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
+    return np.array(
+        [shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler, step], np.int64
+    )
 
 
 class CompiledCode:
@@ -100,24 +102,24 @@ class CompiledCode:
         assert located is not None
         shape, scratch = shape_of(len(content)), self.scratch
         expected = encode_page(key, parts, len(content), shape.header, now) + content
-        facts = facts_of(shape, len(content), OfCall(False, "buffered", 0, self.zeros.ctypes.data, now), False)
+        facts = facts_of(shape, len(content), OfCall(False, "buffered", 0, self.zeros.ctypes.data, now), False, 1)
         file = os.memfd_create("hicache")
         at = np.array([file], np.int64), np.zeros(1, np.int64), *located
 
         def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
             facts[self._at_once], results = at_once, np.full(1, LEFT, np.int64)
             arrays = *at, key_words([of_key]).view(np.uint64), scratch.fields, scratch.vectors
-            move(self.functions, facts, *arrays, scratch.state.address, results, 0, 1)
+            move(self.functions, facts, *arrays, scratch.state.address, results, np.zeros(1, np.int64))
             return not results.any()
 
         try:
-            sound = succeeds(self.write, key, _AT_ONCE) and os.pread(file, 2 * len(expected), 0) == expected
-            for at_once in (_AT_ONCE, len(content) // 2):
+            sound = succeeds(self.write, key, AT_ONCE) and os.pread(file, 2 * len(expected), 0) == expected
+            for at_once in (AT_ONCE, len(content) // 2):
                 memory[:] = bytes(len(content))
                 sound = sound and succeeds(self.read, key, at_once) and memory == content
                 sound = sound and not succeeds(self.read, key[::-1], at_once)
             os.pwrite(file, bytes([content[-1] ^ 1]), len(expected) - 1)
-            if not sound or succeeds(self.read, key, _AT_ONCE):
+            if not sound or succeeds(self.read, key, AT_ONCE):
                 raise ImportError("its pages are not those of this version: remove the files of numba's cache")
         finally:
             os.close(file)

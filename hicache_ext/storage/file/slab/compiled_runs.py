@@ -1,6 +1,6 @@
 """Pages moved between slots and host memory, header and checksum included, in compiled code without the GIL.
 
-One call moves a range of pages that are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once than
+Threads share the pages of a call, which are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once than
 stays in the processor's cache until it is checked, and a page is reported good only if every field of its header and
 both checksums are what they must be (``envelope.is_page``, in the same order of bytes). Whatever is not good is left to
 slot_io.py and envelope.py, which find out what it is.
@@ -25,6 +25,7 @@ from hicache_ext.storage.file.slab.foreign import (
     UPDATE,
     call,
     call_for_two,
+    fetch_add,
     int_at,
     swapped,
 )
@@ -39,10 +40,10 @@ _CHECKED_BYTES = 8 * _HEADER_CHECKSUM_WORD
 _LEAST_PORTION = 4096
 """Bytes of a large page read at once, at least: a block, which O_DIRECT takes."""
 
-HEADER, PAYLOAD, SLOT, START, SECOND, CREATED, FLAGS, STRIDE, AT_ONCE, FILLER = range(10)
+HEADER, PAYLOAD, SLOT, START, SECOND, CREATED, FLAGS, STRIDE, AT_ONCE, FILLER, STEP = range(11)
 """Positions in ``facts``, which are: bytes of a header, of a payload and of a slot; the first 16 bytes of each header;
 when written, in ms; flags of the system call; bytes from one header in ``headers`` to the next; bytes moved by one
-system call, unless a page has more; the address of a block that fills gaps."""
+system call, unless a page has more; the address of a block that fills gaps; pages that a thread takes at a time."""
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -202,10 +203,15 @@ def _read_pages(
     vectors: Any,
     state: Any,
     results: Any,
-    begin: Any,
-    end: Any,
+    taken: Any,
 ) -> None:
-    while begin < end:
+    end = begin = 0
+    while True:
+        if begin == end:
+            begin = fetch_add(taken.ctypes.data, facts[STEP])
+            end = min(begin + facts[STEP], len(results))
+        if begin >= len(results):
+            return
         behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)
         whole = behind - begin > 1 or facts[SLOT] <= facts[AT_ONCE]
         low, high = np.uint64(0), np.uint64(0)
@@ -252,10 +258,15 @@ def _write_pages(
     vectors: Any,
     state: Any,
     results: Any,
-    begin: Any,
-    end: Any,
+    taken: Any,
 ) -> None:
-    while begin < end:
+    end = begin = 0
+    while True:
+        if begin == end:
+            begin = fetch_add(taken.ctypes.data, facts[STEP])
+            end = min(begin + facts[STEP], len(results))
+        if begin >= len(results):
+            return
         behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)
         for page in range(begin, behind):
             at = (page - begin) * (facts[STRIDE] // 8)
@@ -272,13 +283,14 @@ def _write_pages(
 
 _SIGNATURE = (
     "void(int64[::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64[::1], uint64[:, ::1], uint64[::1], "
-    "int64[::1], int64, int64[::1], int64, int64)"
+    "int64[::1], int64, int64[::1], int64[::1])"
 )
 
 read_pages = compiled(_SIGNATURE, _read_pages)
-"""``(functions, facts, descriptors, offsets, addresses, segments, keys, headers, vectors, state, results, begin, end)``
+"""``(functions, facts, descriptors, offsets, addresses, segments, keys, headers, vectors, state, results, taken)``
 
-Read pages ``begin`` to ``end - 1``: page ``n`` is at byte ``offsets[n]`` of ``descriptors[n]``, goes to
+Read all pages, together with the other threads that do the same: each takes STEP of them at a time, and ``taken[0]`` says
+how many are taken. Page ``n`` is at byte ``offsets[n]`` of ``descriptors[n]``, goes to
 ``addresses[n]``, a segment each of ``segments`` bytes, and must have the key ``keys[n]``; ``results[n]`` says whether
 it was it. ``functions`` and ``state`` are those of foreign.py. The others are the caller's own: ``headers`` is memory
 for the headers of a run, ``vectors`` for its iovecs. Never raises."""

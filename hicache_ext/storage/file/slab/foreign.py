@@ -122,6 +122,16 @@ def int_at(_: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_add(_: Any, address: Any, amount: Any) -> Any:
+    """Add to the word at an address, which other threads do as well; what it was before."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], _WORD.as_pointer()), values[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def swapped(word: Any) -> Any:
     """The bytes of a word in the other order: the canonical form of a checksum is big-endian."""

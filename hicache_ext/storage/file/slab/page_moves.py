@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.io_plan import IoPlan
-from hicache_ext.storage.file.slab.compiled_code import LEFT, CompiledCode, OfCall, compiled_code, facts_of
+from hicache_ext.storage.file.slab.compiled_code import AT_ONCE, LEFT, CompiledCode, OfCall, compiled_code, facts_of
 from hicache_ext.storage.file.slab.directory import SlabDirectory
 from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.file.slab.records import Slab
@@ -37,26 +37,25 @@ _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
 
 
 class Moving:
-    """The pages of one call on their way, in ``pieces`` that any threads may move; a context that keeps their slots
-    open. What became of them is asked once all pieces are moved."""
+    """The pages of one call on their way, which ``threads`` of them at most may ``move``; a context that keeps their slots
+    open. What became of them is asked once all have returned."""
 
     def __init__(
         self,
         pages: Placed,
         others: Placed,
         results: npt.NDArray[np.int64],
-        pages_per_piece: int,
-        move_range: Callable[[int, int], None],
+        threads: int,
+        move_some: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
         """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
         else 1; ``others`` cannot be moved here."""
-        self.pieces = -(-len(pages) // pages_per_piece)
+        self.threads = threads
         self._pages = pages
         self._others = others
         self._results = results
-        self._per_piece = pages_per_piece
-        self._move_range = move_range
+        self._move_some = move_some
         self._release = release
 
     def __enter__(self) -> Moving:
@@ -65,9 +64,9 @@ class Moving:
     def __exit__(self, *_: object) -> None:
         self._release()
 
-    def move(self, piece: int) -> None:
-        begin = piece * self._per_piece
-        self._move_range(begin, min(begin + self._per_piece, len(self._pages)))
+    def move(self) -> None:
+        """Move pages until other threads have taken the rest."""
+        self._move_some()
 
     @property
     def all_done(self) -> bool:
@@ -151,8 +150,11 @@ class PageMoves:
             in_order = found.are_all(len(batch))
             positions = found.positions.tolist()
             words = key_words(batch.keys).view(np.uint64)
+            # Past the cache a thread waits for the disk: as many of them as there are, and large pieces.
+            shares = len(found) // (threads * _PIECES_PER_THREAD)
+            step = max(1, _LEAST_PIECE // shape.slot, shares) if direct else max(1, AT_ONCE // shape.slot)
             arrays = (
-                facts_of(shape, payload, of_call, direct),
+                facts_of(shape, payload, of_call, direct, step),
                 descriptors,
                 found.slots * shape.slot,
                 memory.pages if in_order else memory.pages[positions],
@@ -162,21 +164,19 @@ class PageMoves:
         except BaseException:
             release()
             raise
-        shares = threads * (_PIECES_PER_THREAD if threads > 1 else 1)
-        per_piece = max(-(-len(found) // shares), min(len(found), _LEAST_PIECE // shape.slot), 1)
-        results = np.full(len(found), LEFT, np.int64)
+        results, taken = np.full(len(found), LEFT, np.int64), np.zeros(1, np.int64)
 
-        def move_range(begin: int, end: int) -> None:
+        def move_some() -> None:
             # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
             scratch = code.scratch
             headers, state = scratch.blocks if direct else scratch.fields, scratch.state
-            move(code.functions, *arrays, headers, scratch.vectors, state.address, results, begin, end)
+            move(code.functions, *arrays, headers, scratch.vectors, state.address, results, taken)
 
-        return Moving(found, others, results, per_piece, move_range, release)
+        return Moving(found, others, results, min(threads, -(-len(found) // step)), move_some, release)
 
 
 def _nothing_but(others: Placed) -> Moving:
-    return Moving(NONE_PLACED, others, np.empty(0, np.int64), 1, lambda begin, end: None, lambda: None)
+    return Moving(NONE_PLACED, others, np.empty(0, np.int64), 0, lambda: None, lambda: None)
 
 
 def _aligned(memory: Addresses) -> bool:

@@ -196,7 +196,7 @@ class SlabStore:
             placed = placed.select(~wrong)
         readers = self._readers
         with self._moves.to_read(batch, placed, self._room.slab, readers) as moving:
-            self._workers.run(moving.pieces, moving.move, readers)
+            self._workers.run(moving.threads, lambda _: moving.move(), readers)
         if moving.all_done:
             _fill(results, placed.positions, GetResult.HIT)
         else:
@@ -360,11 +360,11 @@ class SlabStore:
 
                 def work(number: int) -> None:
                     if number:
-                        moving.move(number - 1)
+                        moving.move()
                     else:
                         self._room.evict_ahead(counts)
 
-                self._workers.run(1 + moving.pieces, work, self._writers)
+                self._workers.run(1 + moving.threads, work, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
         finally:
             published = self._index.change(
