@@ -1,8 +1,8 @@
 """Pages moved between slots and host memory, header and checksum included, in compiled code without the GIL.
 
-Threads share the pages of a call, which are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once than
-stays in the processor's cache until it is checked, and a page is reported good only if every field of its header and
-both checksums are what they must be (``envelope.is_page``, in the same order of bytes). Whatever is not good is left to
+Threads share the pages of a call, which are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once
+than stays in the processor's cache until it is checked, and a page is reported good only if every field of its header
+and both checksums are what they must be (``envelope.is_page``, in the same order of bytes). Whatever is not good is left to
 slot_io.py and envelope.py, which find out what it is.
 
 Importing this module imports numba and compiles, or takes from its cache, what is below: a second the first time.
@@ -289,9 +289,9 @@ _SIGNATURE = (
 read_pages = compiled(_SIGNATURE, _read_pages)
 """``(functions, facts, descriptors, offsets, addresses, segments, keys, headers, vectors, state, results, taken)``
 
-Read all pages, together with the other threads that do the same: each takes STEP of them at a time, and ``taken[0]`` says
-how many are taken. Page ``n`` is at byte ``offsets[n]`` of ``descriptors[n]``, goes to
-``addresses[n]``, a segment each of ``segments`` bytes, and must have the key ``keys[n]``; ``results[n]`` says whether
+Read all pages, together with the other threads that do the same: each takes STEP of them at a time, and ``taken[0]``
+says how many are taken. Page ``n`` is at byte ``offsets[n]`` of ``descriptors[n]``, goes to ``addresses[n]``, a segment
+each of ``segments`` bytes, and must have the key ``keys[n]``; ``results[n]`` says whether
 it was it. ``functions`` and ``state`` are those of foreign.py. The others are the caller's own: ``headers`` is memory
 for the headers of a run, ``vectors`` for its iovecs. Never raises."""
 
