@@ -2,8 +2,8 @@
 
 Threads share the pages of a call, which are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once
 than stays in the processor's cache until it is checked, and a page is reported good only if every field of its header
-and both checksums are what they must be (``envelope.is_page``, in the same order of bytes). Whatever is not good is left to
-slot_io.py and envelope.py, which find out what it is.
+and both checksums are what they must be (``envelope.is_page``, in the same order of bytes). Whatever is not good is
+left to slot_io.py and envelope.py, which find out what it is.
 
 Importing this module imports numba and compiles, or takes from its cache, what is below: a second the first time.
 """

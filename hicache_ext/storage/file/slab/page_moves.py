@@ -37,8 +37,8 @@ _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
 
 
 class Moving:
-    """The pages of one call on their way, which up to ``threads`` threads may ``move``; a context that keeps their slots
-    open. What became of them is asked once all have returned."""
+    """The pages of one call on their way, which up to ``threads`` threads may ``move``; a context that keeps their
+    slots open. What became of them is asked once all have returned."""
 
     def __init__(
         self,
