@@ -82,5 +82,7 @@ if [ "$purpose" = test ]; then
 else
   pip install -e '.[compiled]'
 fi
+say "compiling the code of the file tier"
+.venv/bin/python -c "from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code as wait; wait()"
 echo "$wanted" > "$stamp"
 say "done"

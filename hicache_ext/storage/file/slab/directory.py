@@ -44,7 +44,7 @@ _IN_ORDER = f"closed in order, index {INDEX_VERSION}"
 _REBUILD_BATCH = 4096
 
 INDEX_BYTES_AT_LEAST = 1 << 20
-INDEX_BYTES_PER_SLOT = 512
+INDEX_BYTES_PER_SLOT = 1024
 """What the index takes per slot, generously: it counts towards the capacity."""
 
 _open_directories: dict[Path, SlabDirectory] = {}
