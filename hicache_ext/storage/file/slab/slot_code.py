@@ -294,6 +294,16 @@ def settle_new(records: Any, groups: Any, buckets: Any, slabs: Any, number: Any)
     return _settle_slab(records, groups, buckets, slabs, slab) if slab >= 0 else 0
 
 
+@helper
+def _row_behind(records: Any, buckets: Any, words: Any, of: Any, generation: Any, before: Any) -> Any:
+    """``_row_of``; ``before`` is the row of the page before it, -1 without one. Pages written together are neighbours:
+    the next record is mostly that of the next page, and in the processor's cache, where the hash table is not."""
+    following = before + 1
+    if 0 < following < len(records) and _has_key(records, following, words, of, generation):
+        return following
+    return _row_of(records, buckets, words, of, generation)
+
+
 # -- looking up --------------------------------------------------------------------------------------------------------
 
 
@@ -301,10 +311,11 @@ def settle_new(records: Any, groups: Any, buckets: Any, slabs: Any, number: Any)
 def find(records: Any, buckets: Any, keys: Any, generations: Any, rows: Any, leading: Any) -> Any:
     """``rows[n]``: where the page ``keys[n]`` is, -1 for nowhere. One generation for all, or one each. With ``leading``
     up to the first page that is nowhere. The number of pages looked up and, but for the last one then, found."""
+    row = -1
     for of in range(len(keys)):
-        generation = generations[of if len(generations) > 1 else 0]
-        rows[of] = _row_of(records, buckets, keys, of, generation)
-        if leading != 0 and rows[of] < 0:
+        row = _row_behind(records, buckets, keys, of, generations[of if len(generations) > 1 else 0], row)
+        rows[of] = row
+        if leading != 0 and row < 0:
             return of
     return len(keys)
 
@@ -315,10 +326,9 @@ def locate(
 ) -> Any:
     """The pages that are there and not written before ``oldest``: slab, slot, object length, position in ``keys`` and
     how long after ``fresh[n]``, n the row of its slab, it was last used, each a row of ``placed``; their number."""
-    count = 0
+    count, row = 0, -1
     for of in range(len(keys)):
-        generation = generations[of if len(generations) > 1 else 0]
-        row = _row_of(records, buckets, keys, of, generation)
+        row = _row_behind(records, buckets, keys, of, generations[of if len(generations) > 1 else 0], row)
         if row < 0:
             continue
         stored, place = records[row, OBJECT], records[row, PLACE]
