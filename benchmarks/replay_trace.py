@@ -24,6 +24,7 @@ Policies:
 from __future__ import annotations
 
 import argparse
+import hashlib
 import heapq
 import json
 import random
@@ -36,8 +37,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hicache_ext.envelope import KEY_LENGTH
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
+from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
 from hicache_ext.storage.file.slab.index import SlabIndex
 from hicache_ext.storage.file.slab.placed import Located, Placed
 
@@ -119,12 +120,14 @@ def ours(requests: Requests, capacity: int) -> int:
 def ours_in_the_index(requests: Requests, capacity: int) -> int:
     """The same through the tier's index: slots, groups of neighbours, ghosts forgotten together; everything but I/O."""
     served = 0
+    wait_for_compiled_code()
     with tempfile.TemporaryDirectory() as directory:
         index = SlabIndex(Path(directory) / "index")
         with index.changing() as change:
             change.add_slab(_SLOT_SIZE, capacity)
         for request in requests:
-            keys = [_IDENTITY + block.to_bytes(KEY_LENGTH - len(_IDENTITY), "big", signed=True) for block in request]
+            # Evenly spread, as SGLang's page hashes are.
+            keys = [_IDENTITY + hashlib.sha256(str(block).encode()).digest() for block in request]
             placed, stale = index.locate(keys)
             present = set(placed.positions.tolist())
             served += leading_run(range(len(keys)), present)

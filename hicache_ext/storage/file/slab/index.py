@@ -67,6 +67,7 @@ _PORTION = 4096
 _AT_ONCE = 1 << 16
 """Records copied at once for tools."""
 
+_NO_FRESH_USES: tuple[float, View | None, Words] = (0.0, None, np.empty(0, np.int64))
 _VERSION = str(INDEX_VERSION).encode()
 _GHOSTS = b"ghosts"
 _EPOCH = b"epoch"
@@ -122,7 +123,7 @@ class SlabIndex:
         self._writer = int(pid), int(start) if start.isdigit() else -1, host
         self._changes = itertools.count()
         self._portions = itertools.count()
-        self._known_fresh_uses: tuple[float, View | None, Words] = (0.0, None, np.empty(0, np.int64))
+        self._known_fresh_uses = _NO_FRESH_USES
 
     def close(self, *, sync: bool) -> None:
         """Raises lmdb.Error or OSError when ``sync`` fails; it is closed all the same."""
@@ -335,6 +336,7 @@ class SlabIndex:
                 logger.warning("index %s: a change was cut off; made anew, %d slots freed", self._path, dropped)
             change = IndexChange(self, transaction, view)
             yield change
+            self._known_fresh_uses = _NO_FRESH_USES
             changed = repaired or change.slabs_or_generations_changed
             if changed:
                 epoch = table.begin_epoch()

@@ -99,6 +99,8 @@ class PageMoves:
         self._plan = plan
         self._metrics = metrics
         self._io = io
+        # Loaded, or begun to be compiled, when a tier opens and not by its first call.
+        compiled_code()
 
     def to_read(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
         """These pages of the batch, from their slots."""
