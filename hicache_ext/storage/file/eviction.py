@@ -49,12 +49,12 @@ MAX_PRIORITY: Final = (1 << 63) - 1
 MAX_HITS: Final = 7
 """Uses that are told apart: log2(8) = 3 reuse distances is the longest protection. 15 served no more and aged slower, 3
 served 6 % less at 1,000 pages."""
-MAX_DEPTH: Final = 64
+_MAX_DEPTH: Final = 64
 """Depth beyond which pages are worth the same; the bound by the page before still orders them."""
-_DEPTH_WEIGHT: Final = 2 * MAX_DEPTH
+_DEPTH_WEIGHT: Final = 2 * _MAX_DEPTH
 """At 64 pages half of min(D, capacity) is taken off. All of it served 0.0016 more of the trace at 10,000 pages, but
 less than LRU at 50,000 of the reversed trace."""
-LEARNING_SHIFT: Final = 11
+_LEARNING_SHIFT: Final = 11
 """D is a mean over about the last 2**11 reuses. The pages of one request return together, so that a shorter memory
 follows single requests: 2**8 cost a prototype 3 to 7 % of its hits at 300 to 3,000 pages."""
 _MAX_DISTANCE_IN_CAPACITIES: Final = 64
@@ -77,20 +77,20 @@ def reuse_distance(capacity: int, distance_sum: int, reuses: int) -> int:
     compiles them."""
     if reuses == 0:
         return capacity
-    mean = distance_sum // min(reuses, 1 << LEARNING_SHIFT)
+    mean = distance_sum // min(reuses, 1 << _LEARNING_SHIFT)
     return min(mean, _MAX_DISTANCE_IN_CAPACITIES * capacity)
 
 
 def learned(distance_sum: int, reuses: int, distance: int) -> tuple[int, int]:
     """The distances and reuses after one more: a plain mean first, then a moving one."""
-    forgotten = distance_sum >> LEARNING_SHIFT if reuses >= 1 << LEARNING_SHIFT else 0
+    forgotten = distance_sum >> _LEARNING_SHIFT if reuses >= 1 << _LEARNING_SHIFT else 0
     return distance_sum - forgotten + distance, min(reuses + 1, MAX_REUSES)
 
 
 def priority_of(capacity: int, inserts: int, distance: int, hits: int, depth: int) -> int:
     """The priority of a page used now, not bounded by the page before it; ``distance`` is D."""
     protection = distance * _LOG2[hits] // _LOG2[1]
-    tail = min(distance, capacity) * min(depth, MAX_DEPTH) // _DEPTH_WEIGHT
+    tail = min(distance, capacity) * min(depth, _MAX_DEPTH) // _DEPTH_WEIGHT
     return min(_ORIGIN + inserts + protection - tail, MAX_PRIORITY)
 
 
@@ -195,7 +195,7 @@ class EvictionPolicy:
         for depth, ghost in enumerate(ghosts, first_depth):
             if ghost is None:
                 inserts += 1
-                priority = _ORIGIN + inserts - distance * (depth if depth < MAX_DEPTH else MAX_DEPTH) // _DEPTH_WEIGHT
+                priority = _ORIGIN + inserts - distance * (depth if depth < _MAX_DEPTH else _MAX_DEPTH) // _DEPTH_WEIGHT
                 if priority > highest:
                     priority = highest
                 before = _rank((priority, inserts, 0))

@@ -316,7 +316,7 @@ class IndexChange:
 
     def _look_at(self, slabs: dict[int, Slab]) -> None:
         try:
-            self._view = self._index.table.view(dict(sorted(slabs.items())), self._view.epoch)
+            self._view = self._index.table.view(slabs, self._view.epoch)
         except OSError as error:
             # Too late for a change that goes on without it.
             raise lmdb.Error(f"the records of the index: {error}") from error

@@ -31,6 +31,7 @@ from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.slab import slot_code
 from hicache_ext.storage.file.slab.jit import Function, compiled_kernels, use
 from hicache_ext.storage.file.slab.shapes import Shape, shape_of
+from hicache_ext.storage.file.slab.slot_code import GROUP_WORDS, RECORD_WORDS, WAYS
 from hicache_ext.storage.file.slab.slot_io import blocks_of_memory
 from hicache_ext.storage.file.vectored import IOV_MAX
 from hicache_ext.storage.page_memory import addresses_of
@@ -45,7 +46,8 @@ _HEADERS = 128
 """Headers that a thread has memory for: pages moved by one system call at most."""
 LEFT = 1
 """The result of a page that is not moved."""
-_SOURCES = tuple(f"hicache_ext.storage.file.{name}" for name in ("eviction", "slab.jit", "slab.slot_code"))
+_SOURCES = ("../eviction.py", "../vectored.py", "jit.py", "slot_code.py", "compiled_runs.py", "foreign.py")
+"""Files that what is compiled depends on."""
 _LONGEST_COMPILATION = 600.0
 """Seconds."""
 _BEING_COMPILED = "it is being compiled, once per version and machine"
@@ -148,10 +150,10 @@ def _check_kernels(kernels: Mapping[str, Function]) -> None:
 def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     """Everything there is after pages were written, used, evicted, written again and removed."""
     slots, size = 40, 1 << 20
-    records, groups = (np.zeros((slots + 1, width), np.int64) for width in (12, 3))
+    records, groups = (np.zeros((slots + 1, width), np.int64) for width in (RECORD_WORDS, GROUP_WORDS))
     slabs = np.array([[3, size, slots, 16, 0]], np.int64)
     table = (records, groups, np.zeros(128, np.int64), slabs)
-    clocks, ghosts, remembered = np.array([[size, 0, 0, 0]]), np.zeros((3, 8, 16), np.int64), np.zeros(1, np.int64)
+    clocks, ghosts, remembered = np.array([[size, 0, 0, 0]]), np.zeros((3, 8, WAYS), np.int64), np.zeros(1, np.int64)
     keys = np.arange(6 * 60).reshape(60, 6) * 0x123456789ABCDE7
     generation, writer, none = np.zeros(1, np.int64), np.arange(6), np.empty(0, np.int64)
     fresh, placed, answers = np.full(1, 20), np.zeros((5, 60), np.int64), []
@@ -293,6 +295,6 @@ def _stamp() -> Path | None:
     except RuntimeError:
         return None
     processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
-    sources = [Path(str(sys.modules[name].__file__)).read_bytes() for name in _SOURCES]
+    sources = [(Path(__file__).parent / name).read_bytes() for name in _SOURCES]
     facts = [numba.__version__.encode(), sys.version.encode(), processor.encode(), *sources]
     return cache / f"hicache-{hashlib.sha256(b'-'.join(facts)).hexdigest()[:16]}.compiled"

@@ -191,6 +191,13 @@ def _fill_header(
     headers[at + _HEADER_CHECKSUM_WORD], headers[at + _HEADER_CHECKSUM_WORD + 1] = swapped(high), swapped(low)
 
 
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _taken(facts: Any, results: Any, taken: Any) -> Any:
+    """The pages that this thread moves next: the first one, and one behind the last."""
+    begin = fetch_add(taken.ctypes.data, facts[STEP])
+    return begin, min(begin + facts[STEP], len(results))
+
+
 def _read_pages(
     functions: Any,
     facts: Any,
@@ -208,8 +215,7 @@ def _read_pages(
     end = begin = 0
     while True:
         if begin == end:
-            begin = fetch_add(taken.ctypes.data, facts[STEP])
-            end = min(begin + facts[STEP], len(results))
+            begin, end = _taken(facts, results, taken)
         if begin >= len(results):
             return
         behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)
@@ -263,8 +269,7 @@ def _write_pages(
     end = begin = 0
     while True:
         if begin == end:
-            begin = fetch_add(taken.ctypes.data, facts[STEP])
-            end = min(begin + facts[STEP], len(results))
+            begin, end = _taken(facts, results, taken)
         if begin >= len(results):
             return
         behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)

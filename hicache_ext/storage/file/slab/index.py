@@ -274,7 +274,9 @@ class SlabIndex:
                 key = record[: slot_code.KEY_WORDS].tobytes()
                 stored, place = int(record[slot_code.OBJECT]), int(record[slot_code.PLACE])
                 if record[slot_code.STATE] >> 16 == self._generation(view, key[:IDENTITY_LENGTH]):
-                    yield IndexedPage(key, Place(place >> 32, place & 0xFFFFFFFF, stored & 0xFFFFFFFF), stored >> 32)
+                    yield IndexedPage(
+                        key, Place(place >> 32, place & slot_code.LOW, stored & slot_code.LOW), stored >> 32
+                    )
 
     def uses_of(self, digest: bytes) -> Uses | None:
         """What was read of an identity; None when nothing was."""
@@ -328,10 +330,9 @@ class SlabIndex:
         table = self.table
         with self._environment.begin(write=True) as transaction:
             repaired = self._was_cut_off(transaction)
-            view = self._current(transaction)
+            view = self._load(transaction, table.epoch) if repaired else self._current(transaction)
             table.begin_change()
             if repaired:
-                view = self._load(transaction, table.epoch)
                 dropped = slot_code.settle_all(*view.table)
                 logger.warning("index %s: a change was cut off; made anew, %d slots freed", self._path, dropped)
             change = IndexChange(self, transaction, view)

@@ -10,10 +10,7 @@ import numpy as np
 from hicache_ext.storage.file.slab import slot_code
 from hicache_ext.storage.file.slab.jit import is_compiled
 from hicache_ext.storage.file.slab.mapped import Words
-from hicache_ext.storage.file.slab.slot_code import KEY_WORDS, NUMBER, OBJECT, PAGE, PLACE, STATE, USED
-
-_LOW = (1 << 32) - 1
-_TAG = (1 << 31) - 1
+from hicache_ext.storage.file.slab.slot_code import KEY_WORDS, LOW, NUMBER, OBJECT, PAGE, PLACE, STATE, TAG, USED
 
 
 def find(records: Words, buckets: Words, keys: Words, generations: Words) -> Words:
@@ -51,7 +48,7 @@ def locate(
     of_slab = np.searchsorted(slabs[:, NUMBER], places >> 32)
     known = np.append(slabs[:, NUMBER], -1)[of_slab] == places >> 32
     after = np.where(known, found[:, USED] - np.append(fresh, 0)[of_slab], 0)
-    return np.stack([places >> 32, places & _LOW, objects & _LOW, positions, after])
+    return np.stack([places >> 32, places & LOW, objects & LOW, positions, after])
 
 
 def _find(records: Words, buckets: Words, keys: Words, generations: Words) -> Words:
@@ -68,8 +65,8 @@ def _find(records: Words, buckets: Words, keys: Words, generations: Words) -> Wo
             break
         entries = buckets[hashes[left] + step & mask]
         left, entries = left[entries != 0], entries[entries != 0]
-        candidates = (entries & _LOW) - 1
-        same = (entries >> 32 == hashes[left] & _TAG) & (candidates >= 0) & (candidates < len(records))
+        candidates = (entries & LOW) - 1
+        same = (entries >> 32 == hashes[left] & TAG) & (candidates >= 0) & (candidates < len(records))
         asked, candidates = left[same], candidates[same]
         found = records[candidates]
         same_page = (found[:, :KEY_WORDS] == keys[asked]).all(axis=1)

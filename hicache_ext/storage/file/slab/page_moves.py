@@ -150,7 +150,6 @@ class PageMoves:
             if of_call.mode == "direct" and not direct:
                 self._metrics.add("io", "unaligned", len(found))
             in_order = found.are_all(len(batch))
-            positions = found.positions.tolist()
             words = key_words(batch.keys).view(np.uint64)
             # Past the cache a thread waits for the disk: as many of them as there are, and large pieces.
             shares = len(found) // (threads * _PIECES_PER_THREAD)
@@ -159,9 +158,9 @@ class PageMoves:
                 facts_of(shape, payload, of_call, direct, step),
                 descriptors,
                 found.slots * shape.slot,
-                memory.pages if in_order else memory.pages[positions],
+                memory.pages if in_order else memory.pages[found.positions],
                 memory.segment_sizes,
-                words if in_order else words[positions],
+                words if in_order else words[found.positions],
             )
         except BaseException:
             release()

@@ -48,9 +48,11 @@ WAYS = 16
 """Places in a set of ghosts (ghosts.py)."""
 HITS_BITS = 3
 
-_LOW = (1 << 32) - 1
+LOW = (1 << 32) - 1
+"""The lower half of a word."""
 _POSITIVE = (1 << 63) - 1
-_TAG = (1 << 31) - 1
+TAG = (1 << 31) - 1
+"""What an entry of the hash table has of a hash."""
 
 _reuse_distance = helper(eviction.reuse_distance)
 _learned = helper(eviction.learned)
@@ -90,14 +92,14 @@ def _row_of(records: Any, buckets: Any, words: Any, of: Any, generation: Any) ->
     """The row of the page with this key; -1 when there is none."""
     mask = len(buckets) - 1
     wanted = _hash_of(words, of)
-    tag = wanted & _TAG
+    tag = wanted & TAG
     at = wanted & mask
     for _ in range(len(buckets)):
         entry = buckets[at]
         if entry == 0:
             return -1
         if entry >> 32 == tag:
-            row = (entry & _LOW) - 1
+            row = (entry & LOW) - 1
             if 0 <= row < len(records) and _has_key(records, row, words, of, generation):
                 return row
         at = (at + 1) & mask
@@ -110,7 +112,7 @@ def _enter(buckets: Any, wanted: Any, row: Any) -> None:
     at = wanted & mask
     for _ in range(len(buckets)):
         if buckets[at] == 0:
-            buckets[at] = (wanted & _TAG) << 32 | (row + 1)
+            buckets[at] = (wanted & TAG) << 32 | (row + 1)
             return
         at = (at + 1) & mask
 
@@ -123,7 +125,7 @@ def _leave(records: Any, buckets: Any, row: Any) -> None:
     for _ in range(len(buckets)):
         if buckets[at] == 0:
             return
-        if buckets[at] & _LOW == row + 1:
+        if buckets[at] & LOW == row + 1:
             hole = at
             break
         at = (at + 1) & mask
@@ -255,7 +257,7 @@ def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any)
         true = records[row, HASH] == _hash_of(records, row)
         records[row, PRIORITY] = max(0, min(records[row, PRIORITY], NO_PAGE - 1))
         if state == PAGE:
-            length = records[row, OBJECT] & _LOW
+            length = records[row, OBJECT] & LOW
             generation = records[row, STATE] >> 16
             true = true and records[row, OBJECT] >= 0 and 0 < length <= slabs[slab, SLOT_SIZE]
             true = true and _row_of(records, buckets, records, row, generation) < 0
@@ -335,8 +337,8 @@ def locate(
         if stored >> 32 < oldest:
             continue
         placed[0, count] = place >> 32
-        placed[1, count] = place & _LOW
-        placed[2, count] = stored & _LOW
+        placed[1, count] = place & LOW
+        placed[2, count] = stored & LOW
         placed[3, count] = of
         slab = _index_of_slab(slabs, place >> 32)
         placed[4, count] = records[row, USED] - fresh[slab] if slab >= 0 else 0
@@ -515,29 +517,30 @@ def evict_pages(
     return gone
 
 
-@kernel(f"int64({_TABLE}, int64[::1])")
-def forget_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
-    """Free the slots of these pages; their number. A row may be -1."""
-    gone = 0
-    for row in rows:
-        if row >= 0 and records[row, STATE] & 0xFF == PAGE:
-            _leave(records, buckets, row)
-            records[row, STATE] = FREE
-            gone += 1
-    _settle_rows(records, groups, slabs, rows)
-    return gone
-
-
-@kernel(f"int64({_TABLE}, int64[::1])")
-def give_back(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
-    """Free those of these slots that are pending; their number."""
+@helper
+def _free_slots(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, state: Any) -> Any:
+    """Free those of these slots that are in this state; their number. A row may be -1."""
     freed = 0
     for row in rows:
-        if row >= 0 and records[row, STATE] & 0xFF == PENDING:
+        if row >= 0 and records[row, STATE] & 0xFF == state:
+            if state == PAGE:
+                _leave(records, buckets, row)
             records[row, STATE] = FREE
             freed += 1
     _settle_rows(records, groups, slabs, rows)
     return freed
+
+
+@kernel(f"int64({_TABLE}, int64[::1])")
+def forget_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
+    """Free the slots of these pages; their number. A row may be -1."""
+    return _free_slots(records, groups, buckets, slabs, rows, PAGE)
+
+
+@kernel(f"int64({_TABLE}, int64[::1])")
+def give_back(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
+    """Free those of these slots that are pending; their number. A row may be -1."""
+    return _free_slots(records, groups, buckets, slabs, rows, PENDING)
 
 
 # -- writing pages -----------------------------------------------------------------------------------------------------

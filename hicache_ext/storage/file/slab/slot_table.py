@@ -141,10 +141,11 @@ class SlotTable:
 
     def view(self, slabs: Mapping[int, Slab], epoch: int) -> View:
         """What is mapped for these slabs. Raises OSError, lmdb.Error when it is not there."""
+        slabs = dict(sorted(slabs.items()))
         rows = max((slab.first_record + slab.slots + 1 for slab in slabs.values()), default=0)
         numbers = [
             (slab.number, slab.slot_size, slab.slots, slots_in_group(slab.slot_size), slab.first_record)
-            for _, slab in sorted(slabs.items())
+            for slab in slabs.values()
         ]
         slots: Counter[int] = Counter()
         for slab in slabs.values():
