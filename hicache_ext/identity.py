@@ -24,6 +24,8 @@ IDENTITY_SCHEMA = 1
 
 _DIGEST_DOMAIN = b"hicache_ext/identity\0"
 _TEXT_KEY_DOMAIN = b"hicache_ext/text-key\0"
+_DIGITS = 2 * PAGE_HASH_LENGTH
+"""Of a page hash, as SGLang writes it."""
 
 DIGEST_LENGTH = 16
 
@@ -123,8 +125,10 @@ def joined_page_hashes(keys: Sequence[str]) -> bytes:
         raw = bytes.fromhex(text)
     except ValueError:
         raw = b""
-    # Written out again: with capitals, or with blanks elsewhere than between keys of 64 digits, it is another text.
-    if len(raw) == PAGE_HASH_LENGTH * len(keys) and raw.hex(" ", PAGE_HASH_LENGTH) == text:
+    # Every blank is one that was put between two keys, and stands behind 64 digits; none of them is a capital.
+    are_hashes = len(text) == (_DIGITS + 1) * len(keys) - 1 and len(raw) == PAGE_HASH_LENGTH * len(keys)
+    are_hashes = are_hashes and text[_DIGITS :: _DIGITS + 1] == " " * (len(keys) - 1)
+    if are_hashes and not any(capital in text for capital in "ABCDEF"):
         return raw
     return b"".join([page_hash_bytes(key) for key in keys])
 

@@ -31,6 +31,20 @@ def code_is_compiled() -> None:
     wait_for_compiled_code()
 
 
+@pytest.fixture(params=["compiled", "plain"])
+def batch_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled functions of batch_code.py, and without."""
+    from hicache_ext.storage import batch_code
+    from hicache_ext.storage.file.slab.compiled_code import compiled_code
+
+    code = compiled_code()
+    if request.param == "plain":
+        for name in code.batch_kernels if code else ():
+            monkeypatch.setattr(batch_code, name, None)
+    elif code is None:
+        pytest.skip("missing: numba, or what it compiles for")
+
+
 @pytest.hookimpl
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):

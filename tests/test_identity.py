@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from hicache_ext.identity import (
     page_hash_bytes,
     page_hashes,
 )
+from hicache_ext.storage.store import PageKeys
 
 IDENTITY = PageIdentity(
     model=ModelIdentity("org/model", "main", "f00d", "0", "quantization=none"),
@@ -119,15 +121,34 @@ def test_any_other_text_is_hashed_in_a_domain_of_its_own(key):
     assert stored == hashlib.sha256(b"hicache_ext/text-key\0" + key.encode("utf-8", "surrogatepass")).digest()
 
 
-@pytest.mark.parametrize("odd", ["", "a", "A" * 64, "ab" * 31 + "a ", "ab" * 31, "é" * 64, "g" * 64])
-def test_keys_converted_together_are_those_converted_one_by_one(odd):
+@pytest.mark.parametrize(
+    "odd", ["", "a", "A" * 64, "ab" * 31 + "a ", "ab" * 31, "é" * 64, "g" * 64, "\0" * 64, "\ud800"]
+)
+def test_keys_converted_together_are_those_converted_one_by_one(batch_kernels, odd):
     hexes = [hashlib.sha256(bytes([number])).hexdigest() for number in range(5)]
     one, other = hexes[:2]
     # Nor must two keys of other lengths pass for two of 64 digits, or one with a blank in it.
-    odd_lengths = [[one[:-1], other + one[-1]], [f"{one} {other}"], [f"{one} {other}", ""], ["", f"{one} {other}"]]
+    odd_lengths = [
+        [one[:-1], other + one[-1]],
+        [one[:-2], other + one[-2:]],
+        [f"{one} {other}"],
+        [f"{one} {other}", ""],
+        ["", f"{one} {other}"],
+    ]
     for keys in ([], hexes, [*hexes, odd], [odd, odd], *odd_lengths):
         assert page_hashes(keys) == [page_hash_bytes(key) for key in keys]
         assert joined_page_hashes(keys) == b"".join(page_hash_bytes(key) for key in keys)
+        together = PageKeys.of_hashes(b"i" * 16, keys)
+        assert list(together) == [b"i" * 16 + page_hash_bytes(key) for key in keys]
+        assert (len(together), together.hashes) == (len(keys), joined_page_hashes(keys))
+        assert together.words.tobytes() == b"".join(together)
+
+
+def test_any_character_in_any_place_is_taken_for_what_it_is(batch_kernels):
+    hexes = [hashlib.sha256(bytes([number])).hexdigest() for number in range(3)]
+    for number, place in itertools.product(range(128), range(0, 64, 7)):
+        changed = [hexes[0], hexes[1][:place] + chr(number) + hexes[1][place + 1 :], hexes[2]]
+        assert list(PageKeys.of_hashes(b"i" * 16, changed)) == [b"i" * 16 + page_hash_bytes(key) for key in changed]
 
 
 def test_upper_case_hex_does_not_meet_its_lower_case_page():

@@ -254,7 +254,8 @@ class _Run:
         for round_number, name, counts in interleaved(list(able), self.settings.rounds, self.settings.warm_ups):
             if clock.run_over or (clock.over and round_number not in (1, shown, self.settings.warm_ups + 1)):
                 # One round that counts is worth more than a share that is kept to.
-                self._end_early(title, points, able, failed, max(0, shown - self.settings.warm_ups))
+                whole = shown - 1 if round_number == shown else shown
+                self._end_early(title, points, able, failed, max(0, whole - self.settings.warm_ups))
                 break
             if round_number != shown:
                 shown = round_number

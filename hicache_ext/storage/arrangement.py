@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hicache_ext.errors import StoreClosedError
@@ -80,6 +79,29 @@ class _Arrangement:
         self.store.close()
 
 
+class _Using:
+    """The arrangement in force, which stays open until the block ends."""
+
+    __slots__ = ("_arrangement", "_store")
+
+    def __init__(self, store: ExchangeableStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> Arranged:
+        while True:
+            self._arrangement = arrangement = self._store._arrangement
+            try:
+                arrangement.calls.__enter__()
+            except StoreClosedError:
+                if arrangement is self._store._arrangement:
+                    raise
+            else:
+                return arrangement.store
+
+    def __exit__(self, *_: object) -> None:
+        self._arrangement.calls.__exit__()
+
+
 class ExchangeableStore:
     """A PageStore over the arrangement that is current. Threads: any; ``exchange`` one at a time."""
 
@@ -94,21 +116,9 @@ class ExchangeableStore:
         """The arrangement in force; for a look, since it may be exchanged the next moment."""
         return self._arrangement.store
 
-    @contextmanager
-    def using(self) -> Iterator[Arranged]:
-        """The arrangement in force, which stays open until the block ends."""
-        while True:
-            arrangement = self._arrangement
-            try:
-                arrangement.calls.__enter__()
-                break
-            except StoreClosedError:
-                if arrangement is self._arrangement:
-                    raise
-        try:
-            yield arrangement.store
-        finally:
-            arrangement.calls.__exit__()
+    def using(self) -> _Using:
+        """The arrangement in force, in a context that keeps it open."""
+        return _Using(self)
 
     def stored(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys need not be written: every tier that writes go to has them."""

@@ -40,16 +40,13 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
 from hicache_ext.config.model import hints_over
-from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.identity import (
     ModelIdentity,
     PageIdentity,
     PoolIdentity,
     Shard,
-    joined_page_hashes,
     page_hash_bytes,
-    page_hashes,
 )
 from hicache_ext.kernels import sglang_hooks
 from hicache_ext.kernels.selection import kernel_metrics
@@ -81,6 +78,8 @@ _FIRST_LOOK_UP = 8
 _LOOK_UP_PORTION = 2048
 """Keys of a chain converted and looked up at once: each time costs some 50 us on the way to the tier. The first time
 only a few: most chains that end do so at once."""
+
+_UNHURRIED = nullcontext()
 
 _LIVE: weakref.WeakSet[HiCacheExtBackend] = weakref.WeakSet()
 
@@ -358,24 +357,27 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         # SGLang asks for a long chain 128 pages at a time: after a call that found all, the next goes on with it.
         done, portion = 0, _LOOK_UP_PORTION if self._found_all else _FIRST_LOOK_UP
         while done < len(keys):
-            hashes = joined_page_hashes(keys[done : done + portion])
-            leading = asked = len(hashes) // PAGE_HASH_LENGTH
-            for digest in pool.digests:
+            names = keys[done : done + portion]
+            asked = PageKeys.of_hashes(pool.digests[0], names)
+            leading = len(names)
+            for number, digest in enumerate(pool.digests):
+                if number:
+                    asked = asked.leading(leading).under(digest)
                 with self._patience():
-                    leading = self._store.count_leading(PageKeys(digest, hashes[: leading * PAGE_HASH_LENGTH]))
+                    leading = self._store.count_leading(asked)
             done += leading
-            if leading < asked:
+            if leading < len(names):
                 break
             portion = _LOOK_UP_PORTION
         self._found_all = done == len(keys)
         return done
 
     def _present(self, pool: _BoundPool, keys: Sequence[str]) -> list[bool]:
-        hashes = page_hashes(keys)
-        present = [True] * len(hashes)
+        of_first = PageKeys.of_hashes(pool.digests[0], keys)
+        present = [True] * len(keys)
         for digest in pool.digests:
             with self._patience():
-                known = self._store.contains([digest + page_hash for page_hash in hashes])
+                known = self._store.contains(of_first.under(digest))
             present = [a and b for a, b in zip(present, known, strict=True)]
         return present
 
@@ -469,14 +471,14 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             self._report_failure("host_indices", ValueError(f"{given} indices for {wanted}"))
             owners = np.flatnonzero(sound).tolist()
             numbers, keys = numbers[sound], [keys[page] for page in owners]
-        hashes = joined_page_hashes(keys)
+        of_first = PageKeys.of_hashes(pool.digests[0], keys)
         parts = len(pool.digests)
         buffers = [pages.memory_of(numbers, part) for part in range(parts)]
         if parts == 1:
             sizes = [pages.page_bytes] * len(keys)
-            return PageBatch(PageKeys(pool.digests[0], hashes), buffers[0], sizes), owners
+            return PageBatch(of_first, buffers[0], sizes), owners
         store_keys = [
-            key for page in zip(*[PageKeys(digest, hashes) for digest in pool.digests], strict=True) for key in page
+            key for page in zip(*[of_first.under(digest) for digest in pool.digests], strict=True) for key in page
         ]
         sizes = [pages.part_bytes(part) for part in range(parts)] * len(keys)
         # The parts of a page one after the other, as its keys.
@@ -493,8 +495,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         pool = self._pools.get(_KV)
         if self._unavailable or pool is None:
             return [False] * len(keys)
-        hashes = page_hashes(keys)
-        per_part = [self._store.stored([digest + page_hash for page_hash in hashes]) for digest in pool.digests]
+        of_first = PageKeys.of_hashes(pool.digests[0], keys)
+        per_part = [self._store.stored(of_first.under(digest)) for digest in pool.digests]
         return [all(known) for known in zip(*per_part, strict=True)]
 
     @_answering(lambda *_, **__: 0)
@@ -503,12 +505,9 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         pool = self._pools.get(_KV)
         if self._unavailable or pool is None:
             return 0
-        hashes = page_hashes(keys)
+        of_first = PageKeys.of_hashes(pool.digests[0], keys)
         return min(
-            (
-                self._store.count_leading_in_pool([digest + page_hash for page_hash in hashes])
-                for digest in pool.digests
-            ),
+            (self._store.count_leading_in_pool(of_first.under(digest)) for digest in pool.digests),
             default=0,
         )
 
@@ -757,7 +756,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
     def _patience(self) -> AbstractContextManager[None]:
         """Around a call of the store: on the scheduler's thread, guards answer it from what is known."""
-        return answering_at_once() if threading.get_ident() == self._scheduler else nullcontext()
+        return answering_at_once() if threading.get_ident() == self._scheduler else _UNHURRIED
 
     @property
     def _unavailable(self) -> bool:

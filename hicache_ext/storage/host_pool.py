@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ import torch
 
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.identity import PoolIdentity
+from hicache_ext.storage import batch_code
+from hicache_ext.storage.jit import is_compiled
 from hicache_ext.storage.page_memory import Addresses, PageMemory
 
 _GEOMETRY_ATTRIBUTES = (
@@ -57,6 +59,15 @@ class _Run:
     size: int
 
 
+class _Part(NamedTuple):
+    """The runs of one stored object of every page."""
+
+    addresses: npt.NDArray[np.int64]
+    strides: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    page_bytes: int
+
+
 class HostPages:
     """The memory of the pages of one host pool. Thread-safe; valid as long as the pool's buffers are.
 
@@ -81,9 +92,14 @@ class HostPages:
             for run in self._runs
         ]
         self._runs_per_part = len(self._runs) // parts
-        self._addresses, self._strides, self._sizes = (
-            np.array([getattr(run, of_run) for run in self._runs], np.int64) for of_run in ("address", "stride", "size")
+        self._parts = [self._part(begin) for begin in range(0, len(self._runs), self._runs_per_part)]
+
+    def _part(self, begin: int) -> _Part:
+        runs = self._runs[begin : begin + self._runs_per_part]
+        addresses, strides, sizes = (
+            np.array([getattr(run, name) for run in runs], np.int64) for name in ("address", "stride", "size")
         )
+        return _Part(addresses, strides, sizes, sum([run.size for run in runs]))
 
     @property
     def segment_sizes(self) -> tuple[int, ...]:
@@ -106,7 +122,11 @@ class HostPages:
             return np.zeros(pages, np.int64), np.zeros(pages, np.bool_)
         if host_indices.dtype is not torch.int64 or not host_indices.is_cpu:
             host_indices = host_indices.detach().cpu().to(torch.int64)
-        indices: npt.NDArray[np.int64] = host_indices.numpy().reshape(pages, self.page_size)
+        indices: npt.NDArray[np.int64] = np.ascontiguousarray(host_indices.numpy()).reshape(pages, self.page_size)
+        if is_compiled(batch_code.number_pages) and indices.flags.aligned:
+            numbers = np.empty(pages, np.int64)
+            if batch_code.number_pages(indices.reshape(-1), self.page_size, self._page_count, numbers) == pages:
+                return numbers, None
         numbers = indices[:, 0] // self.page_size
         aligned = indices == (numbers * self.page_size)[:, None] + self._tokens
         if not pages or (aligned.all() and numbers.min() >= 0 and numbers.max() < self._page_count):
@@ -119,10 +139,13 @@ class HostPages:
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers`` of each page, made when they are asked for."""
-        begin = part * self._runs_per_part
-        of_part = slice(begin, begin + self._runs_per_part)
-        pages = self._addresses[of_part] + page_numbers[:, None] * self._strides[of_part]
-        return PageMemory(Addresses(pages, self._sizes[of_part]), lambda: self.buffers_of(page_numbers.tolist(), part))
+        starts, strides, sizes, page_bytes = self._parts[part]
+        if is_compiled(batch_code.address_pages):
+            pages = np.empty((len(page_numbers), len(starts)), np.int64)
+            batch_code.address_pages(page_numbers, starts, strides, pages)
+        else:
+            pages = starts + page_numbers[:, None] * strides
+        return PageMemory(Addresses(pages, sizes, page_bytes), lambda: self.buffers_of(page_numbers.tolist(), part))
 
     def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
         """``buffers`` of each page, run by run: most of what a page costs in Python would be spent here otherwise."""
@@ -139,8 +162,7 @@ class HostPages:
 
     def part_bytes(self, part: int = 0) -> int:
         """Payload bytes of one stored object of a page."""
-        begin = part * self._runs_per_part
-        return sum([run.size for run in self._runs[begin : begin + self._runs_per_part]])
+        return self._parts[part].page_bytes
 
     def describe(self, logical_dtype: str) -> PoolIdentity:
         """The pool's half of the page identity."""

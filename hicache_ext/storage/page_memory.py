@@ -16,6 +16,8 @@ class Addresses(NamedTuple):
 
     pages: npt.NDArray[np.int64]
     segment_sizes: npt.NDArray[np.int64]
+    page_bytes: int
+    """Of all segments of a page."""
 
 
 class PageMemory(Sequence[Segments]):
@@ -44,7 +46,7 @@ class PageMemory(Sequence[Segments]):
 
     def select(self, positions: Iterable[int]) -> PageMemory:
         chosen = list(positions)
-        addresses = Addresses(self.addresses.pages[chosen], self.addresses.segment_sizes)
+        addresses = Addresses(self.addresses.pages[chosen], *self.addresses[1:])
         return PageMemory(addresses, lambda: [self[position] for position in chosen])
 
     def _all(self) -> list[Segments]:
@@ -72,4 +74,5 @@ def addresses_of(buffers: Sequence[Segments], *, writable: bool) -> Addresses | 
         if writable and any(segment.readonly for segment in segments):
             return None
     found = [address_of(segment) for segments in buffers for segment in segments]
-    return Addresses(np.array(found, np.int64).reshape(len(buffers), len(sizes)), np.array(sizes, np.int64))
+    pages = np.array(found, np.int64).reshape(len(buffers), len(sizes))
+    return Addresses(pages, np.array(sizes, np.int64), sum(sizes))

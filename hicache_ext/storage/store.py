@@ -18,6 +18,7 @@ The implementer guarantees:
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
@@ -26,7 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.envelope import IDENTITY_LENGTH, KEY_LENGTH, PAGE_HASH_LENGTH
+from hicache_ext.identity import joined_page_hashes
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage import batch_code
+from hicache_ext.storage.jit import is_compiled
 from hicache_ext.storage.page_memory import PageMemory
 
 
@@ -61,20 +65,33 @@ class SetResult(enum.Enum):
 
 
 class PageKeys(Sequence[bytes]):
-    """The keys of pages of one identity: made when one is asked for, or all of them at once with what a store puts in
-    front of its keys."""
+    """The keys of pages of one identity: made when one is asked for, or all of them at once."""
 
-    __slots__ = ("_keys", "_words", "hashes", "identity")
+    __slots__ = ("_hashes", "_keys", "_words", "identity")
 
-    def __init__(self, identity: bytes, hashes: bytes) -> None:
-        """``hashes``: the page hashes, one behind the other."""
+    def __init__(self, identity: bytes, hashes: bytes | None, words: npt.NDArray[np.int64] | None = None) -> None:
+        """``hashes``: the page hashes, one behind the other; or else ``words``, which are ``key_words``."""
         self.identity = identity
-        self.hashes = hashes
+        self._hashes = hashes
+        self._words = words
         self._keys: list[bytes] | None = None
-        self._words: npt.NDArray[np.int64] | None = None
+
+    @classmethod
+    def of_hashes(cls, identity: bytes, names: Sequence[str]) -> PageKeys:
+        """The keys under which SGLang's keys are stored (``page_hash_bytes``)."""
+        if is_compiled(batch_code.decode_hashes):
+            text = batch_code.SEPARATOR.join(names)
+            if text.isascii() and len(text) % 8 == 0:
+                words = np.empty((len(names), KEY_LENGTH // 8), np.int64)
+                # Writable, which compiled code insists on.
+                if batch_code.decode_hashes(
+                    np.frombuffer(bytearray(text, "ascii"), np.int64), _words_of(identity), words
+                ):
+                    return cls(identity, None, words)
+        return cls(identity, joined_page_hashes(names))
 
     def __len__(self) -> int:
-        return len(self.hashes) // PAGE_HASH_LENGTH
+        return len(self._words) if self._words is not None else len(self.hashes) // PAGE_HASH_LENGTH
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._all())
@@ -87,6 +104,26 @@ class PageKeys(Sequence[bytes]):
 
     def __getitem__(self, which: int | slice) -> bytes | list[bytes]:
         return self._all()[which]
+
+    def leading(self, count: int) -> PageKeys:
+        """The first so many."""
+        if count == len(self):
+            return self
+        if self._words is not None:
+            return PageKeys(self.identity, None, self._words[:count])
+        return PageKeys(self.identity, self.hashes[: count * PAGE_HASH_LENGTH])
+
+    def under(self, identity: bytes) -> PageKeys:
+        """Those of the same pages in another identity."""
+        return self if identity == self.identity else PageKeys(identity, self.hashes)
+
+    @property
+    def hashes(self) -> bytes:
+        """The page hashes, one behind the other."""
+        if self._hashes is None:
+            assert self._words is not None
+            self._hashes = self._words[:, IDENTITY_LENGTH // 8 :].tobytes()
+        return self._hashes
 
     @property
     def words(self) -> npt.NDArray[np.int64]:
@@ -109,6 +146,11 @@ class PageKeys(Sequence[bytes]):
         return self._keys
 
 
+@functools.lru_cache(maxsize=1024)
+def _words_of(identity: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(bytearray(identity), np.int64)
+
+
 def identity_of(keys: Sequence[bytes]) -> bytes:
     """That of the first page, of one at least: SGLang moves pages of one pool at a time."""
     return keys.identity if isinstance(keys, PageKeys) else keys[0][:IDENTITY_LENGTH]
@@ -127,13 +169,12 @@ _Result = TypeVar("_Result", GetResult, SetResult)
 
 def counted(results: Sequence[_Result]) -> dict[str, int]:
     """How often each result occurs, by its value: for the metrics of a call."""
-    left = len(results)
     counts: dict[str, int] = {}
-    # The first result is mostly that of all pages, and count() compares by identity first.
-    while left:
-        result = next(result for result in results if result.value not in counts)
-        counts[result.value] = results.count(result)
-        left -= counts[result.value]
+    while results:
+        first = results[0]
+        # Mostly that of all pages, and count() compares by identity first.
+        counts[first.value] = count = results.count(first)
+        results = [] if count == len(results) else [result for result in results if result is not first]
     return counts
 
 

@@ -71,6 +71,24 @@ def test_a_store_that_raises_is_a_miss_of_the_right_shape(
         backend._store = working
 
 
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 40, 128])
+def test_of_a_chain_of_any_length_the_pages_that_are_there_are_counted_once(
+    open_backend: Callable[..., Any], length: int
+) -> None:
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    chain = page_keys(128)
+    pages = 3
+    for begin in range(0, length, pages):
+        some = chain[begin : min(begin + pages, length)]
+        assert all(backend.batch_set_v1(some, indices(*range(len(some)))))
+    for _ in range(2):
+        # Once as the first question, once after one whose pages were all there.
+        assert backend.batch_exists(chain[:length]) == length
+    assert backend.batch_exists(chain) == length
+    assert backend.batch_exists(chain[:length]) == length
+    assert backend.batch_exists(chain[length:]) == 0
+
+
 @pytest.mark.parametrize(
     ("keys", "host_indices"),
     [

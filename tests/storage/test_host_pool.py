@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch", reason="missing: torch")
 
 from hicache_ext.storage.host_pool import HostPages  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("batch_kernels")
+
 PAGES = 8
 
 

@@ -30,6 +30,21 @@ def test_the_keys_of_a_chain_are_a_sequence_like_any_other() -> None:
         keys[4]
 
 
+def test_some_keys_and_those_of_another_identity_are_made_of_what_there_is() -> None:
+    hashes = [bytes([number]) * 32 for number in range(4)]
+    known = PageKeys(b"i" * 16, b"".join(hashes))
+    of_words = PageKeys(b"i" * 16, None, PageKeys(b"i" * 16, known.hashes).words)
+    for keys in (known, of_words):
+        assert keys.hashes == b"".join(hashes)
+        assert keys.leading(4) is keys
+        assert list(keys.leading(2)) == list(known)[:2]
+        assert keys.leading(2).words.tobytes() == b"".join(known[:2])
+        assert not keys.leading(0)
+        assert keys.under(b"i" * 16) is keys
+        assert list(keys.under(b"j" * 16)) == [b"j" * 16 + page_hash for page_hash in hashes]
+        assert list(keys.leading(3).under(b"j" * 16)) == [b"j" * 16 + page_hash for page_hash in hashes[:3]]
+
+
 @pytest.mark.parametrize("results", [[], [HIT], [HIT, HIT], [MISS, HIT, HIT], [HIT, ERROR, MISS, ERROR]])
 def test_results_are_counted_by_their_values(results: list[GetResult]) -> None:
     assert counted(results) == {result.value: results.count(result) for result in results}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -102,29 +103,30 @@ class CallGate:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # The bare lock: every call passes several gates, and a Condition's own is five times as dear.
-        self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)
-        self._under_way = 0
+        # One entry for each call under way. Every call passes several gates: to append and to pop is a step without a
+        # lock, which would be five times as dear.
+        self._under_way: deque[None] = deque()
+        self._left = threading.Condition()
         self._closed = False
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._closed:
-                raise StoreClosedError(self._name)
-            self._under_way += 1
+        self._under_way.append(None)
+        # Only now: shut() looks at the calls after it has closed the gate.
+        if self._closed:
+            self.__exit__()
+            raise StoreClosedError(self._name)
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._under_way -= 1
-            if self._closed:
+        self._under_way.pop()
+        if self._closed:
+            with self._left:
                 self._left.notify_all()
 
     def shut(self) -> bool:
         """Close the gate and wait until nobody is inside; False when it was closed already."""
-        with self._lock:
+        with self._left:
             if self._closed:
                 return False
             self._closed = True
-            self._left.wait_for(lambda: self._under_way == 0)
+            self._left.wait_for(lambda: not self._under_way)
             return True

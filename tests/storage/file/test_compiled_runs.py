@@ -249,7 +249,7 @@ def assert_moved_alike(
     ours, others = (Slabs(directory / name, shape, numbers, slots) for name in ("ours", "others"))
     with (
         patch.object(compiled_code_module, "AT_ONCE", at_once),
-        patch.object(compiled_code_module, "_AT_ONCE_DIRECT", at_once),
+        patch.object(compiled_code_module, "AT_ONCE_DIRECT", at_once),
     ):
         assert move(ours, batch, placed, write=True, mode=mode).all_done
         source.assert_guards_intact()
@@ -347,7 +347,7 @@ SHAPES = [
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
     monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE_DIRECT", 16384)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     header, _, slot = slabs.shape
     chance = random.Random(1)
@@ -412,7 +412,7 @@ def test_a_page_without_checksum_or_of_another_version_is_never_done(tmp_path):
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_header_of_anything_else_is_never_done_though_its_checksum_holds(tmp_path, monkeypatch, sizes, mode):
     monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
-    monkeypatch.setattr(compiled_code_module, "_AT_ONCE_DIRECT", 16384)
+    monkeypatch.setattr(compiled_code_module, "AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
     path, begin = slabs.path(slabs.slab(0)), 3 * slabs.shape.slot
     fields = path.read_bytes()[begin : begin + 112]
@@ -606,7 +606,7 @@ def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monke
         monkeypatch.setattr(compiled_code_module, "AT_ONCE", at_once)
         sizes = np.array([0, first, 0, second, 0], np.int64)
         pages = np.array([[begin[0], begin[0], 0, begin[1], begin[1]]], np.int64)
-        memory = PageMemory(Addresses(pages, sizes), lambda: list(batch.buffers))
+        memory = PageMemory(Addresses(pages, sizes, int(sizes.sum())), lambda: list(batch.buffers))
         for write in (False, True):
             assert move(slabs, PageBatch(batch.keys, memory, [41_000]), placed, write=write).all_done
     assert b"".join(batch.buffers[0]) == payload_of(batch.keys[0], 41_000)
@@ -748,7 +748,8 @@ def test_code_is_compiled_also_where_no_directory_for_its_cache_is_writable(tmp_
     # Nobody can make a directory in the place of a file, not even root.
     in_the_way = tmp_path / "file"
     in_the_way.touch()
-    (package / "storage/file/slab/__pycache__").touch()
+    for place in ("storage", "storage/file/slab"):
+        (package / place / "__pycache__").touch()
     environment = dict.fromkeys(("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME"), str(in_the_way / "cache"))
     assert use_two_stores(tmp_path, package=package, **environment) == "compiled []"
 
@@ -766,7 +767,12 @@ def test_code_is_compiled_also_where_its_cache_is_broken(tmp_path, broken):
 
 
 def _says_done(*arguments: Any) -> None:
-    arguments[10][:] = 0
+    results, taken = arguments[12:]
+    results[:], taken[1] = 0, len(results)
+
+
+def _counts_nothing(move: Callable[..., None]) -> Callable[..., None]:
+    return lambda *arguments: move(*arguments[:-1], np.zeros(2, np.int64))
 
 
 @pytest.mark.parametrize("name", ["read_pages", "write_pages"])
@@ -776,6 +782,15 @@ def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used
 
     monkeypatch.setattr(compiled_runs, name, wrong)
     with pytest.raises(ImportError, match="not those of this version"):
+        CompiledCode()
+
+
+@pytest.mark.parametrize("name", ["read_pages", "write_pages"])
+def test_code_that_does_not_say_how_many_pages_it_moved_is_not_used(monkeypatch, name):
+    from hicache_ext.storage.file.slab import compiled_runs
+
+    monkeypatch.setattr(compiled_runs, name, _counts_nothing(getattr(compiled_runs, name)))
+    with pytest.raises(ImportError, match="does not count its pages"):
         CompiledCode()
 
 
@@ -797,6 +812,16 @@ def test_kernels_that_do_something_else_than_the_plain_ones_are_not_used():
     kernels["evict_pages"] = lambda *_: 0
     with pytest.raises(ImportError, match="its index is not that of this version"):
         compiled_code_module._check_kernels(kernels)
+
+
+@pytest.mark.parametrize("name", ["decode_hashes", "number_pages", "address_pages"])
+@pytest.mark.parametrize("answer", [0, 1, 2])
+def test_kernels_that_make_other_keys_or_addresses_are_not_used(name, answer):
+    kernels = dict(compiled_code().batch_kernels)
+    compiled_code_module._check_batch_kernels(kernels)
+    kernels[name] = lambda *_: answer
+    with pytest.raises(ImportError, match="its keys are not those of this version"):
+        compiled_code_module._check_batch_kernels(kernels)
 
 
 @pytest.mark.slow

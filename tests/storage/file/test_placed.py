@@ -28,5 +28,3 @@ def test_pages_in_columns_are_the_same_pages(pages: list[Located], others: list[
     assert [page.position for page in placed.by_position().pages()] == sorted(page.position for page in pages)
     assert Placed.joined([placed, NONE_PLACED, Placed.of(others)]).pages() == pages + others
     assert placed.select(placed.slots > 3).pages() == [page for page in pages if page.slot > 3]
-    in_order = [page.position for page in pages] == list(range(len(pages)))
-    assert (placed.are_all(len(pages)), placed.are_all(len(pages) + 1)) == (in_order, False)

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hicache_ext.storage import jit
 from hicache_ext.storage.file import eviction
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
-from hicache_ext.storage.file.slab import jit, lookup, slot_code
+from hicache_ext.storage.file.slab import lookup, slot_code
 from hicache_ext.storage.file.slab.mapped import Words
 from hicache_ext.storage.file.slab.slot_code import (
     FREE,
@@ -156,13 +157,14 @@ def random_step(rng: random.Random) -> Step:
 
     def look(code: ModuleType, world: World) -> list[Any]:
         found, leading = np.zeros(len(keys), np.int64), np.full(len(keys), -1)
-        placed, fresh = np.zeros((5, len(keys)), np.int64), np.arange(len(SLABS)) * 20
+        placed, said = np.zeros((4, len(keys)), np.int64), np.zeros(4, np.int64)
+        fresh = np.arange(len(SLABS)) * 20
         return [
             code.find(world.records, world.buckets, keys, generations, found, 0),
             code.find(world.records, world.buckets, keys, generations, leading, 1),
-            code.locate(world.records, world.buckets, keys, generations, oldest, world.slabs, fresh, placed),
+            code.locate(world.records, world.buckets, keys, generations, oldest, world.slabs, fresh, placed, said),
             code.count_free(world.groups, world.slabs, slot_size, count),
-            *(found, leading, placed),
+            *(found, leading, placed, said),
         ]
 
     def settle(code: ModuleType, world: World) -> list[Any]:
@@ -229,7 +231,8 @@ def test_compiled_and_plain_code_agree_to_the_bit(garbage: bool) -> None:
         assert lookup.count_leading(*look_up) == plain_lookup.count_leading(*look_up)
         oldest = rng.choice([0, 50])
         look_up = *look_up, oldest, left.slabs, np.arange(len(SLABS)) * 20
-        assert np.array_equal(lookup.locate(*look_up), plain_lookup.locate(*look_up))
+        for one, other in zip(lookup.locate(*look_up), plain_lookup.locate(*look_up), strict=True):
+            assert np.array_equal(one, other)
     assert done == 250
     if not garbage:
         assert np.count_nonzero(left.records[:, STATE] & 0xFF == PAGE) > 20
@@ -297,7 +300,8 @@ def assert_settled(world: World) -> None:
     assert lookup.find(world.records, world.buckets, keys, generations).tolist() == pages.tolist()
     assert np.count_nonzero(world.buckets) == len(pages)
     fresh = np.zeros(len(SLABS), np.int64)
-    assert lookup.locate(world.records, world.buckets, keys, generations, 0, world.slabs, fresh).shape[1] == len(pages)
+    found, _ = lookup.locate(world.records, world.buckets, keys, generations, 0, world.slabs, fresh)
+    assert found.shape[1] == len(pages)
 
 
 def run_on_garbage(seed: int) -> None:

@@ -1,10 +1,11 @@
-"""The code of the slab layout that numba compiles: the moves of pages (compiled_runs.py) and the index (slot_code.py).
+"""The code of the slab layout that numba compiles: the moves of pages (compiled_runs.py), the index (slot_code.py), and
+what a batch costs before (batch_code.py).
 
 Compiling takes 10 to 15 seconds, once per version and machine: the result is kept in numba's cache. The thread that
 opens a tier may be SGLang's scheduler, so it is done by a process of its own, and in Python everything works meanwhile.
 Where there is a result of this version, it is loaded at once, in half a second.
 
-Whatever is loaded is tried out and compared with what is done in Python: numba's cache does not notice every change.
+Whatever is loaded is tried out and compared with what is done in Python.
 """
 
 from __future__ import annotations
@@ -25,15 +26,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.envelope import FIELDS_LENGTH, KEY_LENGTH, encode_page, page_start
+from hicache_ext.envelope import (
+    FIELDS_LENGTH,
+    IDENTITY_LENGTH,
+    KEY_LENGTH,
+    PAGE_HASH_LENGTH,
+    encode_page,
+    page_start,
+)
+from hicache_ext.storage import batch_code
 from hicache_ext.storage.file.device_probe import Mode
 from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.slab import slot_code
-from hicache_ext.storage.file.slab.jit import Function, compiled_kernels, use
 from hicache_ext.storage.file.slab.shapes import Shape, shape_of
 from hicache_ext.storage.file.slab.slot_code import GROUP_WORDS, RECORD_WORDS, WAYS
 from hicache_ext.storage.file.slab.slot_io import blocks_of_memory
 from hicache_ext.storage.file.vectored import IOV_MAX
+from hicache_ext.storage.jit import Function, compiled_kernels, sources_digest, use
 from hicache_ext.storage.page_memory import addresses_of
 from hicache_ext.storage.store import key_words
 
@@ -41,13 +50,12 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: still in the processor's cache when they are checked."""
-_AT_ONCE_DIRECT = 2 << 20
+AT_ONCE_DIRECT = 1 << 20
+"""The same past the page cache: large enough for the disk, which others' keep busy while these are checked."""
 _HEADERS = 128
 """Headers that a thread has memory for: pages moved by one system call at most."""
 LEFT = 1
 """The result of a page that is not moved."""
-_SOURCES = ("../eviction.py", "../vectored.py", "jit.py", "slot_code.py", "compiled_runs.py", "foreign.py")
-"""Files that what is compiled depends on."""
 _LONGEST_COMPILATION = 600.0
 """Seconds."""
 _BEING_COMPILED = "it is being compiled, once per version and machine"
@@ -58,24 +66,35 @@ class OfCall(NamedTuple):
     mode: Mode
     flags: int
     filler: int
-    created_ms: int
 
 
-def facts_of(shape: Shape, payload: int, of_call: OfCall, direct: bool, step: int) -> npt.NDArray[np.int64]:
-    """``facts`` of compiled_runs.py."""
+def bytes_at_once(*, direct: bool) -> int:
+    return AT_ONCE_DIRECT if direct else AT_ONCE
+
+
+def facts_of(shape: Shape, payload: int, of_call: OfCall, direct: bool) -> npt.NDArray[np.int64]:
+    """``facts`` of compiled_runs.py, for a call that begins now; not to be changed."""
+    at_once = bytes_at_once(direct=direct)
+    if of_call.into_memory:
+        return _facts_of_reading(shape, payload, of_call, direct, at_once, 0)
+    return _facts(shape, payload, of_call, direct, at_once, int(time.time() * 1000))
+
+
+def _facts(
+    shape: Shape, payload: int, of_call: OfCall, direct: bool, at_once: int, created_ms: int
+) -> npt.NDArray[np.int64]:
     start = np.frombuffer(page_start(shape.header), np.int64)
-    flags, filler, created_ms = of_call.flags, of_call.filler, of_call.created_ms
-    stride, at_once = FIELDS_LENGTH, AT_ONCE
-    if direct:
-        # The flags are for the page cache.
-        stride, at_once, flags = BLOCK, _AT_ONCE_DIRECT, 0
-    return np.array(
-        [shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler, step], np.int64
-    )
+    # The flags are for the page cache.
+    stride, flags = (BLOCK, 0) if direct else (FIELDS_LENGTH, of_call.flags)
+    filler = of_call.filler
+    return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
+
+
+_facts_of_reading = functools.lru_cache(maxsize=1024)(_facts)
 
 
 class CompiledCode:
-    """compiled_runs.py and what it needs beside the pages, and the kernels of slot_code.py."""
+    """compiled_runs.py and what it needs beside the pages, and the kernels of slot_code.py and batch_code.py."""
 
     def __init__(self) -> None:
         """Raises ImportError with what is missing."""
@@ -87,12 +106,15 @@ class CompiledCode:
         self._at_once = compiled_runs.AT_ONCE
         self.zeros = np.zeros(BLOCK, np.uint8)
         self.nowhere = np.zeros(BLOCK, np.uint8)
+        self.zeros_at, self.nowhere_at = self.zeros.ctypes.data, self.nowhere.ctypes.data
         self.scratch = _Scratch(foreign.HashState)
         self._check()
         self.plain_kernels: Mapping[str, Function] = {}
         """Those that were used before, in Python."""
         self.kernels = compiled_kernels(slot_code)
         _check_kernels(self.kernels)
+        self.batch_kernels = compiled_kernels(batch_code)
+        _check_batch_kernels(self.batch_kernels)
 
     def _check(self) -> None:
         """Raises ImportError when pages are not what envelope.py makes of them, or are taken for what they are not:
@@ -104,14 +126,17 @@ class CompiledCode:
         assert located is not None
         shape, scratch = shape_of(len(content)), self.scratch
         expected = encode_page(key, parts, len(content), shape.header, now) + content
-        facts = facts_of(shape, len(content), OfCall(False, "buffered", 0, self.zeros.ctypes.data, now), False, 1)
+        facts = _facts(shape, len(content), OfCall(False, "buffered", 0, self.zeros_at), False, AT_ONCE, now)
         file = os.memfd_create("hicache")
-        at = np.array([file], np.int64), np.zeros(1, np.int64), *located
+        zero = np.zeros(1, np.int64)
+        at = zero, zero, zero, np.array([[0, file]], np.int64), *located[:2]
 
         def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
-            facts[self._at_once], results = at_once, np.full(1, LEFT, np.int64)
+            facts[self._at_once], results, taken = at_once, np.full(1, LEFT, np.int64), np.zeros(2, np.int64)
             arrays = *at, key_words([of_key]).view(np.uint64), scratch.fields, scratch.vectors
-            move(self.functions, facts, *arrays, scratch.state.address, results, np.zeros(1, np.int64))
+            move(self.functions, facts, *arrays, scratch.state.address, results, taken)
+            if taken[1] != (results == 0).sum():
+                raise ImportError("it does not count its pages: remove the files of numba's cache")
             return not results.any()
 
         try:
@@ -147,6 +172,30 @@ def _check_kernels(kernels: Mapping[str, Function]) -> None:
         raise ImportError("its index is not that of this version: remove the files of numba's cache")
 
 
+def _check_batch_kernels(kernels: Mapping[str, Function]) -> None:
+    """Raises ImportError when these kernels do not do what batch_code.py says."""
+    hashes, identity = [os.urandom(PAGE_HASH_LENGTH), os.urandom(PAGE_HASH_LENGTH)], os.urandom(IDENTITY_LENGTH)
+    keys, numbers = np.zeros((2, KEY_LENGTH // 8), np.int64), np.zeros(2, np.int64)
+
+    def are_hashes(text: str) -> bool:
+        encoded, of_identity = (np.frombuffer(bytearray(some), np.int64) for some in (text.encode(), identity))
+        return bool(kernels["decode_hashes"](encoded, of_identity, keys))
+
+    text = batch_code.SEPARATOR.join([page_hash.hex() for page_hash in hashes])
+    sound = are_hashes(text) and keys.tobytes() == b"".join([identity + page_hash for page_hash in hashes])
+    sound = sound and not any(are_hashes(text[:at] + "G" + text[at + 1 :]) for at in range(len(text)))
+    indices = np.arange(64, 80)
+    sound = sound and kernels["number_pages"](indices, 8, 10, numbers) == 2 and numbers.tolist() == [8, 9]
+    kernels["address_pages"](numbers, np.array([100, 7]), np.array([10, 1]), addresses := np.zeros((2, 2), np.int64))
+    sound = sound and addresses.tolist() == [[180, 15], [190, 16]]
+    if (
+        not sound
+        or kernels["number_pages"](indices + 1, 8, 100, numbers)
+        or kernels["number_pages"](indices, 8, 8, numbers)
+    ):
+        raise ImportError("its keys are not those of this version: remove the files of numba's cache")
+
+
 def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     """Everything there is after pages were written, used, evicted, written again and removed."""
     slots, size = 40, 1 << 20
@@ -156,7 +205,7 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     clocks, ghosts, remembered = np.array([[size, 0, 0, 0]]), np.zeros((3, 8, WAYS), np.int64), np.zeros(1, np.int64)
     keys = np.arange(6 * 60).reshape(60, 6) * 0x123456789ABCDE7
     generation, writer, none = np.zeros(1, np.int64), np.arange(6), np.empty(0, np.int64)
-    fresh, placed, answers = np.full(1, 20), np.zeros((5, 60), np.int64), []
+    fresh, placed, found, answers = np.full(1, 20), np.zeros((4, 60), np.int64), np.zeros(4, np.int64), []
     kernels["settle_all"](*table)
     for first, count in ((0, 25), (20, 30), (5, 20)):
         answers.append(kernels["evict_pages"](*table, size, count - 15, 2, slots, none, ghosts, remembered))
@@ -169,9 +218,9 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
         kernels["describe_pages"](records, table[2], keys, generation, at, rows, at + 4096, created, 1, *of_clock)
         answers.append(kernels["publish_pages"](*table, rows, published))
         answers.append(kernels["touch_chain"](*table, keys[first:].copy(), generation, clocks, np.full(1, slots)))
-        answers.append(kernels["locate"](records, table[2], keys, generation, 0, slabs, fresh, placed))
+        answers.append(kernels["locate"](records, table[2], keys, generation, 0, slabs, fresh, placed, found))
         kernels["forget_pages"](*table, rows[::7].copy())
-    parts = [*table, clocks, ghosts, remembered, placed, np.array(answers, np.int64)]
+    parts = [*table, clocks, ghosts, remembered, placed, found, np.array(answers, np.int64)]
     return b"".join(part.tobytes() for part in parts)
 
 
@@ -256,6 +305,7 @@ class _Loading:
             self._give_up(f"{type(error).__name__}: {error}")
             return
         code.plain_kernels = use(slot_code, code.kernels)
+        use(batch_code, code.batch_kernels)
         if stamp is not None:
             with suppress(OSError):
                 stamp.touch()
@@ -295,6 +345,5 @@ def _stamp() -> Path | None:
     except RuntimeError:
         return None
     processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
-    sources = [(Path(__file__).parent / name).read_bytes() for name in _SOURCES]
-    facts = [numba.__version__.encode(), sys.version.encode(), processor.encode(), *sources]
-    return cache / f"hicache-{hashlib.sha256(b'-'.join(facts)).hexdigest()[:16]}.compiled"
+    facts = "-".join([numba.__version__, sys.version, processor, sources_digest()])
+    return cache / f"hicache-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.compiled"

@@ -29,8 +29,8 @@ from hicache_ext.storage.file.slab.foreign import (
     int_at,
     swapped,
 )
-from hicache_ext.storage.file.slab.jit import compiled
 from hicache_ext.storage.file.vectored import IOV_MAX
+from hicache_ext.storage.jit import compiled
 
 DONE, LOOK_AGAIN = 0, 1
 """Results of a page. A negative one is -errno."""
@@ -40,10 +40,10 @@ _CHECKED_BYTES = 8 * _HEADER_CHECKSUM_WORD
 _LEAST_PORTION = 4096
 """Bytes of a large page read at once, at least: a block, which O_DIRECT takes."""
 
-HEADER, PAYLOAD, SLOT, START, SECOND, CREATED, FLAGS, STRIDE, AT_ONCE, FILLER, STEP = range(11)
+HEADER, PAYLOAD, SLOT, START, SECOND, CREATED, FLAGS, STRIDE, AT_ONCE, FILLER = range(10)
 """Positions in ``facts``, which are: bytes of a header, of a payload and of a slot; the first 16 bytes of each header;
-when written, in ms; flags of the system call; bytes from one header in ``headers`` to the next; bytes moved by one
-system call, unless a page has more; the address of a block that fills gaps; pages that a thread takes at a time."""
+when written, in ms; flags of the system call; bytes from one header in ``headers`` to the next; bytes that a thread
+takes at a time and moves by one system call, unless a page has more; the address of a block that fills gaps."""
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -55,24 +55,35 @@ def _error(functions: Any) -> Any:
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _end_of_run(
-    facts: Any, descriptors: Any, offsets: Any, segments: Any, headers: Any, vectors: Any, begin: Any, end: Any
+    facts: Any, slabs: Any, slots: Any, segments: Any, headers: Any, vectors: Any, begin: Any, end: Any
 ) -> Any:
-    """One behind the last page that moves together with page ``begin``."""
-    most = min(max(1, facts[AT_ONCE] // facts[SLOT]), len(headers) * 8 // facts[STRIDE])
-    most = min(most, min(IOV_MAX, len(vectors) // 2) // (len(segments) + 3))
+    """One behind the last page, of those taken together (``_taken``), that moves together with page ``begin``."""
+    most = min(len(headers) * 8 // facts[STRIDE], min(IOV_MAX, len(vectors) // 2) // (len(segments) + 3))
     position = begin + 1
     while (
         position < end
         and position - begin < most
-        and descriptors[position] == descriptors[begin]
-        and offsets[position] == offsets[position - 1] + facts[SLOT]
+        and slabs[position] == slabs[begin]
+        and slots[position] == slots[position - 1] + 1
     ):
         position += 1
     return position
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _gather(facts: Any, addresses: Any, segments: Any, headers: Any, vectors: Any, begin: Any, end: Any) -> Any:
+def _descriptor_of(opened: Any, slab: Any) -> Any:
+    """-1 where there is none."""
+    found = -1
+    for one in range(len(opened)):
+        if opened[one, 0] == slab:
+            found = opened[one, 1]
+    return found
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather(
+    facts: Any, positions: Any, addresses: Any, segments: Any, headers: Any, vectors: Any, begin: Any, end: Any
+) -> Any:
     """Fill ``vectors`` with the memory of a run: their number, and how many bytes they are."""
     header, stride = facts[HEADER], facts[STRIDE]
     gap = facts[SLOT] - header - facts[PAYLOAD]
@@ -84,7 +95,7 @@ def _gather(facts: Any, addresses: Any, segments: Any, headers: Any, vectors: An
             vectors[2 * count], vectors[2 * count + 1] = facts[FILLER], header - stride
             count += 1
         for segment in range(len(segments)):
-            vectors[2 * count], vectors[2 * count + 1] = addresses[page, segment], segments[segment]
+            vectors[2 * count], vectors[2 * count + 1] = addresses[positions[page], segment], segments[segment]
             count += 1
         total += header + facts[PAYLOAD]
         if gap > 0 and page + 1 < end:
@@ -194,15 +205,18 @@ def _fill_header(
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _taken(facts: Any, results: Any, taken: Any) -> Any:
     """The pages that this thread moves next: the first one, and one behind the last."""
-    begin = fetch_add(taken.ctypes.data, facts[STEP])
-    return begin, min(begin + facts[STEP], len(results))
+    step = max(1, facts[AT_ONCE] // facts[SLOT])
+    begin = fetch_add(taken.ctypes.data, step)
+    return begin, min(begin + step, len(results))
 
 
 def _read_pages(
     functions: Any,
     facts: Any,
-    descriptors: Any,
-    offsets: Any,
+    slabs: Any,
+    slots: Any,
+    positions: Any,
+    opened: Any,
     addresses: Any,
     segments: Any,
     keys: Any,
@@ -212,51 +226,55 @@ def _read_pages(
     results: Any,
     taken: Any,
 ) -> None:
+    done = 0
     end = begin = 0
     while True:
         if begin == end:
             begin, end = _taken(facts, results, taken)
         if begin >= len(results):
-            return
-        behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)
+            break
+        behind = _end_of_run(facts, slabs, slots, segments, headers, vectors, begin, end)
+        descriptor, offset = _descriptor_of(opened, slabs[begin]), slots[begin] * facts[SLOT]
         whole = behind - begin > 1 or facts[SLOT] <= facts[AT_ONCE]
         low, high = np.uint64(0), np.uint64(0)
         if whole:
-            count, total = _gather(facts, addresses, segments, headers, vectors, begin, behind)
-            moved = call(
-                functions[PREADV2], descriptors[begin], vectors.ctypes.data, count, offsets[begin], facts[FLAGS]
-            )
+            count, total = _gather(facts, positions, addresses, segments, headers, vectors, begin, behind)
+            moved = call(functions[PREADV2], descriptor, vectors.ctypes.data, count, offset, facts[FLAGS])
         else:
             total = facts[HEADER] + facts[PAYLOAD]
             moved, low, high = _read_large_page(
                 functions,
                 state,
                 facts,
-                descriptors[begin],
-                offsets[begin],
+                descriptor,
+                offset,
                 addresses,
                 segments,
                 headers,
                 vectors,
-                begin,
+                positions[begin],
             )
         failed = _error(functions) if moved < 0 else LOOK_AGAIN
         for page in range(begin, behind):
             results[page] = failed
             if moved == total:
                 if whole:
-                    low, high = _checksum(functions, state, facts, addresses, segments, page)
+                    low, high = _checksum(functions, state, facts, addresses, segments, positions[page])
                 at = (page - begin) * (facts[STRIDE] // 8)
-                if _is_page(functions, facts, keys, headers, at, page, low, high):
+                if _is_page(functions, facts, keys, headers, at, positions[page], low, high):
                     results[page] = DONE
+                    done += 1
         begin = behind
+    fetch_add(taken.ctypes.data + 8, done)
 
 
 def _write_pages(
     functions: Any,
     facts: Any,
-    descriptors: Any,
-    offsets: Any,
+    slabs: Any,
+    slots: Any,
+    positions: Any,
+    opened: Any,
     addresses: Any,
     segments: Any,
     keys: Any,
@@ -266,37 +284,44 @@ def _write_pages(
     results: Any,
     taken: Any,
 ) -> None:
+    done = 0
     end = begin = 0
     while True:
         if begin == end:
             begin, end = _taken(facts, results, taken)
         if begin >= len(results):
-            return
-        behind = _end_of_run(facts, descriptors, offsets, segments, headers, vectors, begin, end)
+            break
+        behind = _end_of_run(facts, slabs, slots, segments, headers, vectors, begin, end)
+        descriptor, offset = _descriptor_of(opened, slabs[begin]), slots[begin] * facts[SLOT]
         for page in range(begin, behind):
             at = (page - begin) * (facts[STRIDE] // 8)
-            _fill_header(functions, state, facts, addresses, segments, keys, headers, at, page)
-        count, total = _gather(facts, addresses, segments, headers, vectors, begin, behind)
-        moved = call(functions[PWRITEV2], descriptors[begin], vectors.ctypes.data, count, offsets[begin], facts[FLAGS])
+            _fill_header(functions, state, facts, addresses, segments, keys, headers, at, positions[page])
+        count, total = _gather(facts, positions, addresses, segments, headers, vectors, begin, behind)
+        moved = call(functions[PWRITEV2], descriptor, vectors.ctypes.data, count, offset, facts[FLAGS])
         result = DONE if moved == total else LOOK_AGAIN
         if moved < 0:
             result = _error(functions)
         for page in range(begin, behind):
             results[page] = result
+        if result == DONE:
+            done += behind - begin
         begin = behind
+    fetch_add(taken.ctypes.data + 8, done)
 
 
 _SIGNATURE = (
-    "void(int64[::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64[::1], uint64[:, ::1], uint64[::1], "
-    "int64[::1], int64, int64[::1], int64[::1])"
+    "void(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64[:, ::1], int64[::1], "
+    "uint64[:, ::1], uint64[::1], int64[::1], int64, int64[::1], int64[::1])"
 )
 
 read_pages = compiled(_SIGNATURE, _read_pages)
-"""``(functions, facts, descriptors, offsets, addresses, segments, keys, headers, vectors, state, results, taken)``
+"""``(functions, facts, slabs, slots, positions, opened, addresses, segments, keys, headers, vectors, state, results,
+taken)``
 
-Read all pages, together with the other threads that do the same: each takes STEP of them at a time, and ``taken[0]``
-says how many are taken. Page ``n`` is at byte ``offsets[n]`` of ``descriptors[n]``, goes to ``addresses[n]``, a segment
-each of ``segments`` bytes, and must have the key ``keys[n]``; ``results[n]`` says whether
+Read all pages, together with the other threads that do the same: each takes some at a time; ``taken[0]`` says
+how many are taken and ``taken[1]``, once all threads have ended, how many are DONE. Page ``n`` is in slot ``slots[n]``
+of ``slabs[n]``, of which ``opened`` has the number and the descriptor; it goes to ``addresses[m]``, ``m`` being
+``positions[n]``, a segment each of ``segments`` bytes, and must have the key ``keys[m]``; ``results[n]`` says whether
 it was it. ``functions`` and ``state`` are those of foreign.py. The others are the caller's own: ``headers`` is memory
 for the headers of a run, ``vectors`` for its iovecs. Never raises."""
 

@@ -160,8 +160,10 @@ class SlabDirectory:
         used: dict[int, _Descriptor] = {}
         with self._descriptors_lock:
             for slab in slabs:
-                with suppress(OSError):
+                try:
                     used[slab.number] = self._use(slab, direct)
+                except OSError:
+                    continue
         return {number: one.fd for number, one in used.items()}, lambda: self._release(used.values())
 
     def _use(self, slab: Slab, direct: bool) -> _Descriptor:

@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hicache_ext.storage.file.slab.jit import compiled
+from hicache_ext.storage.jit import compiled
 
 _WORD = ir.IntType(64)
 

@@ -25,13 +25,13 @@ import lmdb
 import numpy as np
 import xxhash
 
-from hicache_ext.envelope import IDENTITY_LENGTH, PAGE_HASH_LENGTH
+from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.file.slab import lookup, slot_code
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.ghosts import GhostTable
 from hicache_ext.storage.file.slab.mapped import Words
-from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
+from hicache_ext.storage.file.slab.placed import NONE_PLACED, Known, Placed
 from hicache_ext.storage.file.slab.records import (
     GENERATION,
     GENERATION_NAME,
@@ -61,9 +61,6 @@ _FRESH_USES_KEPT = 0.05
 """Seconds in which other processes' writes do not make a use of a page worth noting that was not before."""
 _CLEAR_BATCH = 2048
 """Pages of a cleared identity freed in one change: writers wait for no longer than that takes."""
-_FIRST_PORTION = 64
-_PORTION = 4096
-"""Keys of a chain looked up at once: a chain that ends early costs no more than that."""
 _AT_ONCE = 1 << 16
 """Records copied at once for tools."""
 
@@ -142,13 +139,14 @@ class SlabIndex:
         them now is worth a ``touch``. Those written before ``oldest`` (wall-clock seconds) are not."""
         view = self._current()
         generations = self.generations(view, keys)
-        found = lookup.locate(
+        found, said = lookup.locate(
             view.records, view.buckets, key_words(keys), generations, oldest, view.rows, self._fresh_uses(view)
         )
         if not found.shape[1]:
             return NONE_PLACED, False
-        slabs, slots, lengths, positions, after_fresh = found
-        return Placed(slabs, slots, lengths, positions), int(after_fresh.min()) < 0
+        stale, in_order, length, slab = said.tolist()
+        slabs, slots, lengths, positions = found
+        return Placed(slabs, slots, lengths, positions, Known(bool(in_order), length, slab)), bool(stale)
 
     def _fresh_uses(self, view: View) -> Words:
         """For each slab: a page last used before that is worth a ``touch`` when it is used now."""
@@ -179,41 +177,35 @@ class SlabIndex:
         return present.tolist()
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
-        done, portion = 0, _FIRST_PORTION
-        while done < len(keys):
-            some = _some_of(keys, done, done + portion)
-            if oldest:
-                placed, _ = self.locate(some, oldest)
-                gaps = np.flatnonzero(placed.positions != np.arange(len(placed)))
-                found = int(gaps[0]) if len(gaps) else len(placed)
-            else:
-                view = self._current()
-                found = lookup.count_leading(
-                    view.records, view.buckets, key_words(some), self.generations(view, keys, done, done + portion)
-                )
-            done += found
-            if found < len(some):
-                break
-            portion = _PORTION
-        return done
+        view = self._current()
+        found = lookup.count_leading(view.records, view.buckets, key_words(keys), self.generations(view, keys))
+        if oldest and found:
+            some = keys.leading(found) if isinstance(keys, PageKeys) else keys[:found]
+            placed, _ = self.locate(some, oldest)
+            gaps = np.flatnonzero(placed.positions != np.arange(len(placed)))
+            return int(gaps[0]) if len(gaps) else len(placed)
+        return found
 
     def rows(self, view: View, keys: Sequence[bytes]) -> Words:
         """The row of each page, -1 where there is none."""
         return lookup.find(view.records, view.buckets, key_words(keys), self.generations(view, keys))
 
-    def generations(self, view: View, keys: Sequence[bytes], begin: int = 0, end: int | None = None) -> Words:
-        """Those of ``keys``, or of some: one where all are of one identity."""
+    def generations(self, view: View, keys: Sequence[bytes]) -> Words:
+        """Those of ``keys``: one where all are of one identity."""
         if isinstance(keys, PageKeys):
-            return np.array([self._generation(view, keys.identity)])
-        digests = [key[:IDENTITY_LENGTH] for key in keys[begin:end]]
+            return self._generation(view, keys.identity)
+        digests = [key[:IDENTITY_LENGTH] for key in keys]
         known = {digest: self._generation(view, digest) for digest in set(digests)}
-        return np.array(list(known.values()) if len(known) <= 1 else [known[digest] for digest in digests], np.int64)
+        if len(known) == 1:
+            return known[digests[0]]
+        return np.array([known[digest][0] for digest in digests], np.int64)
 
-    def _generation(self, view: View, digest: bytes) -> int:
+    def _generation(self, view: View, digest: bytes) -> Words:
+        """One word."""
         known = view.generations.get(digest)
         if known is None:
             with self._environment.begin() as transaction:
-                known = view.generations[digest] = self.stored_generation(transaction, digest)
+                known = view.generations[digest] = np.array([self.stored_generation(transaction, digest)])
         return known
 
     def stored_generation(self, transaction: Any, digest: bytes) -> int:
@@ -273,7 +265,7 @@ class SlabIndex:
             for record in records:
                 key = record[: slot_code.KEY_WORDS].tobytes()
                 stored, place = int(record[slot_code.OBJECT]), int(record[slot_code.PLACE])
-                if record[slot_code.STATE] >> 16 == self._generation(view, key[:IDENTITY_LENGTH]):
+                if record[slot_code.STATE] >> 16 == self._generation(view, key[:IDENTITY_LENGTH])[0]:
                     yield IndexedPage(
                         key, Place(place >> 32, place & slot_code.LOW, stored & slot_code.LOW), stored >> 32
                     )
@@ -434,12 +426,6 @@ class SlabIndex:
         for path in self._path.glob("ghosts-*"):
             if table is None or path != table.path:
                 path.unlink(missing_ok=True)
-
-
-def _some_of(keys: Sequence[bytes], begin: int, end: int) -> Sequence[bytes]:
-    if isinstance(keys, PageKeys) and (begin or end < len(keys)):
-        return PageKeys(keys.identity, keys.hashes[begin * PAGE_HASH_LENGTH : end * PAGE_HASH_LENGTH])
-    return keys if begin == 0 and end >= len(keys) else keys[begin:end]
 
 
 def _in_portions(rows: Words, length: int = _AT_ONCE) -> list[Words]:

@@ -8,9 +8,28 @@ from __future__ import annotations
 import numpy as np
 
 from hicache_ext.storage.file.slab import slot_code
-from hicache_ext.storage.file.slab.jit import is_compiled
 from hicache_ext.storage.file.slab.mapped import Words
-from hicache_ext.storage.file.slab.slot_code import KEY_WORDS, LOW, NUMBER, OBJECT, PAGE, PLACE, STATE, TAG, USED
+from hicache_ext.storage.file.slab.slot_code import (
+    IN_ORDER,
+    KEY_WORDS,
+    LENGTH,
+    LOW,
+    NUMBER,
+    OBJECT,
+    PAGE,
+    PLACE,
+    SEVERAL,
+    SLAB,
+    STALE,
+    STATE,
+    TAG,
+    USED,
+)
+from hicache_ext.storage.jit import is_compiled
+
+_FIRST_PORTION = 64
+_PORTION = 4096
+"""Keys of a chain that numpy looks up at once: a chain that ends early costs no more than that."""
 
 
 def find(records: Words, buckets: Words, keys: Words, generations: Words) -> Words:
@@ -26,29 +45,46 @@ def count_leading(records: Words, buckets: Words, keys: Words, generations: Word
     """How many pages are there before the first one that is not."""
     if is_compiled(slot_code.find):
         return int(slot_code.find(records, buckets, keys, generations, np.empty(len(keys), np.int64), 1))
-    missing = np.flatnonzero(_find(records, buckets, keys, generations) < 0)
-    return int(missing[0]) if len(missing) else len(keys)
+    done, portion = 0, _FIRST_PORTION
+    while done < len(keys):
+        some = slice(done, done + portion)
+        rows = _find(records, buckets, keys[some], generations[some] if len(generations) > 1 else generations)
+        missing = np.flatnonzero(rows < 0)
+        if len(missing):
+            return done + int(missing[0])
+        done += len(rows)
+        portion = _PORTION
+    return len(keys)
 
 
 def locate(
     records: Words, buckets: Words, keys: Words, generations: Words, oldest: int, slabs: Words, fresh: Words
-) -> Words:
-    """The pages that are there and not written before ``oldest``: slabs, slots, object lengths, positions in ``keys``
-    and how long after ``fresh[n]``, n the row in ``slabs`` of its slab, it was last used, a row each."""
+) -> tuple[Words, Words]:
+    """The pages that are there and not written before ``oldest``: slabs, slots, object lengths and positions in
+    ``keys``, a row each; and what slot_code.py says of all of them (STALE). ``fresh[n]`` is of the slab in row ``n``:
+    what was last used before is stale."""
+    said = np.empty(4, np.int64)
     if is_compiled(slot_code.locate):
-        placed = np.empty((5, len(keys)), np.int64)
-        count = slot_code.locate(records, buckets, keys, generations, oldest, slabs, fresh, placed)
-        return placed if count == len(keys) else placed[:, :count]
+        placed = np.empty((4, len(keys)), np.int64)
+        count = slot_code.locate(records, buckets, keys, generations, oldest, slabs, fresh, placed, said)
+        return placed if count == len(keys) else placed[:, :count], said
     rows = _find(records, buckets, keys, generations)
     positions = np.flatnonzero(rows >= 0)
     found = records[rows[positions]]
     young = found[:, OBJECT] >> 32 >= oldest
     positions, found = positions[young], found[young]
-    objects, places = found[:, OBJECT], found[:, PLACE]
+    objects, places = found[:, OBJECT] & LOW, found[:, PLACE]
     of_slab = np.searchsorted(slabs[:, NUMBER], places >> 32)
     known = np.append(slabs[:, NUMBER], -1)[of_slab] == places >> 32
-    after = np.where(known, found[:, USED] - np.append(fresh, 0)[of_slab], 0)
-    return np.stack([places >> 32, places & LOW, objects & LOW, positions, after])
+    said[STALE] = (known & (found[:, USED] < np.append(fresh, 0)[of_slab])).any()
+    said[IN_ORDER] = (places[1:] > places[:-1]).all() and (places[:1] > -1).all()
+    said[LENGTH] = _only(objects)
+    said[SLAB] = _only(places >> 32)
+    return np.stack([places >> 32, places & LOW, objects, positions]), said
+
+
+def _only(values: Words) -> int:
+    return int(values[0]) if len(values) and (values == values[0]).all() else SEVERAL
 
 
 def _find(records: Words, buckets: Words, keys: Words, generations: Words) -> Words:

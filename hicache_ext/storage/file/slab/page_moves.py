@@ -8,7 +8,6 @@ does not know), and pages of several sizes, go the way of slot_io.py, which tell
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,7 +16,14 @@ import numpy.typing as npt
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.io_plan import IoPlan
-from hicache_ext.storage.file.slab.compiled_code import AT_ONCE, LEFT, CompiledCode, OfCall, compiled_code, facts_of
+from hicache_ext.storage.file.slab.compiled_code import (
+    LEFT,
+    CompiledCode,
+    OfCall,
+    bytes_at_once,
+    compiled_code,
+    facts_of,
+)
 from hicache_ext.storage.file.slab.directory import SlabDirectory
 from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.file.slab.records import Slab
@@ -26,10 +32,6 @@ from hicache_ext.storage.file.slab.slot_io import ALIGNMENT, SlotIo
 from hicache_ext.storage.file.vectored import IOV_MAX
 from hicache_ext.storage.page_memory import Addresses, addresses_of
 from hicache_ext.storage.store import PageBatch, key_words
-
-_LEAST_PIECE = 1 << 20
-"""Bytes that a thread takes at a time, at least."""
-_PIECES_PER_THREAD = 3
 
 _MOST_SEGMENTS = IOV_MAX - 3
 _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
@@ -45,16 +47,18 @@ class Moving:
         pages: Placed,
         others: Placed,
         results: npt.NDArray[np.int64],
+        taken: npt.NDArray[np.int64],
         threads: int,
         move_some: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
         """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
-        else 1; ``others`` cannot be moved here."""
+        else 1, and ``taken[1]`` is how many are 0; ``others`` cannot be moved here."""
         self.threads = threads
         self._pages = pages
         self._others = others
         self._results = results
+        self._taken = taken
         self._move_some = move_some
         self._release = release
 
@@ -70,7 +74,7 @@ class Moving:
 
     @property
     def all_done(self) -> bool:
-        return not len(self._others) and not self._results.any()
+        return not len(self._others) and int(self._taken[1]) == len(self._results)
 
     def done(self) -> Placed:
         """The pages that are moved, and those read are what was asked for."""
@@ -107,7 +111,7 @@ class PageMoves:
         code = compiled_code()
         if code is None:
             return _nothing_but(pages)
-        of_call = OfCall(True, self._plan.read, self._io.read_flags, code.nowhere.ctypes.data, 0)
+        of_call = OfCall(True, self._plan.read, self._io.read_flags, code.nowhere_at)
         return self._moving(code, code.read, of_call, batch, pages, slab_of, threads)
 
     def to_write(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
@@ -115,8 +119,7 @@ class PageMoves:
         code = compiled_code()
         if code is None:
             return _nothing_but(pages)
-        now = int(time.time() * 1000)
-        of_call = OfCall(False, self._plan.write, self._io.write_flags, code.zeros.ctypes.data, now)
+        of_call = OfCall(False, self._plan.write, self._io.write_flags, code.zeros_at)
         return self._moving(code, code.write, of_call, batch, pages, slab_of, threads)
 
     def _moving(
@@ -132,12 +135,12 @@ class PageMoves:
         if not len(pages) or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)
         payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=of_call.into_memory)
-        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.segment_sizes.sum() != payload:
+        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
             return _nothing_but(pages)
         shape = shape_of(payload)
         direct = of_call.mode == "direct" and shape.header == BLOCK and _aligned(memory)
         found, others = pages.by_place(), NONE_PLACED
-        numbers = set(found.slabs.tolist())
+        numbers = found.slab_numbers()
         slabs = [slab for number in numbers if (slab := slab_of(number)) is not None]
         opened, release = self._directory.open_all(slabs, direct=direct)
         try:
@@ -145,27 +148,22 @@ class PageMoves:
                 # A slab that cannot be opened is left to the other way.
                 can_be_read = np.isin(found.slabs, list(opened))
                 found, others = found.select(can_be_read), found.select(~can_be_read)
-            known = np.array(sorted(opened.items()), np.int64).reshape(-1, 2)
-            descriptors = known[np.searchsorted(known[:, 0], found.slabs), 1]
             if of_call.mode == "direct" and not direct:
                 self._metrics.add("io", "unaligned", len(found))
-            in_order = found.are_all(len(batch))
-            words = key_words(batch.keys).view(np.uint64)
-            # Past the cache a thread waits for the disk: as many of them as there are, and large pieces.
-            shares = len(found) // (threads * _PIECES_PER_THREAD)
-            step = max(1, _LEAST_PIECE // shape.slot, shares) if direct else max(1, AT_ONCE // shape.slot)
             arrays = (
-                facts_of(shape, payload, of_call, direct, step),
-                descriptors,
-                found.slots * shape.slot,
-                memory.pages if in_order else memory.pages[found.positions],
+                facts_of(shape, payload, of_call, direct),
+                found.slabs,
+                found.slots,
+                found.positions,
+                np.array(list(opened.items()), np.int64).reshape(-1, 2),
+                memory.pages,
                 memory.segment_sizes,
-                words if in_order else words[found.positions],
+                key_words(batch.keys).view(np.uint64),
             )
         except BaseException:
             release()
             raise
-        results, taken = np.full(len(found), LEFT, np.int64), np.zeros(1, np.int64)
+        results, taken = np.full(len(found), LEFT, np.int64), np.zeros(2, np.int64)
 
         def move_some() -> None:
             # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
@@ -173,11 +171,12 @@ class PageMoves:
             headers, state = scratch.blocks if direct else scratch.fields, scratch.state
             move(code.functions, *arrays, headers, scratch.vectors, state.address, results, taken)
 
-        return Moving(found, others, results, min(threads, -(-len(found) // step)), move_some, release)
+        pieces = -(-len(found) // max(1, bytes_at_once(direct=direct) // shape.slot))
+        return Moving(found, others, results, taken, min(threads, pieces), move_some, release)
 
 
 def _nothing_but(others: Placed) -> Moving:
-    return Moving(NONE_PLACED, others, np.empty(0, np.int64), 0, lambda: None, lambda: None)
+    return Moving(NONE_PLACED, others, np.empty(0, np.int64), np.zeros(2, np.int64), 0, lambda: None, lambda: None)
 
 
 def _aligned(memory: Addresses) -> bool:

@@ -24,6 +24,20 @@ class Located(NamedTuple):
     """In the batch."""
 
 
+class Known(NamedTuple):
+    """What is known of many pages without looking at each."""
+
+    in_order: bool
+    """Of their places."""
+    length: int
+    """Of each object; negative where that is not known."""
+    slab: int
+    """The one that all are in; negative where that is not known."""
+
+
+_NOTHING_KNOWN = Known(False, -1, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """``Located`` of many pages: arrays of the same length."""
@@ -32,25 +46,29 @@ class Placed:
     slots: Numbers
     lengths: Numbers
     positions: Numbers
+    known: Known = _NOTHING_KNOWN
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def select(self, which: Any) -> Placed:
         """Those that a numpy index chooses."""
-        return Placed(*[column[which] for column in self._columns()])
+        return self._of_columns(column[which] for column in self._columns())
 
     def by_place(self) -> Placed:
         """Neighbours one behind the other."""
+        if self.known.in_order:
+            return self
         places = self.slabs << 32 | self.slots
         return self if (places[1:] > places[:-1]).all() else self.select(places.argsort())
 
     def by_position(self) -> Placed:
-        return self if (self.positions[1:] > self.positions[:-1]).all() else self.select(self.positions.argsort())
+        if (self.positions[1:] > self.positions[:-1]).all():
+            return self
+        return self.select(self.positions.argsort())
 
-    def are_all(self, count: int) -> bool:
-        """Whether these are ``count`` pages, all of a batch, in its order."""
-        return len(self) == count and bool((self.positions == np.arange(count)).all())
+    def slab_numbers(self) -> set[int]:
+        return {self.known.slab} if self.known.slab >= 0 else set(self.slabs.tolist())
 
     def pages(self) -> list[Located]:
         return list(map(Located._make, zip(*[column.tolist() for column in self._columns()], strict=True)))
@@ -58,11 +76,18 @@ class Placed:
     @classmethod
     def of(cls, pages: Iterable[Located]) -> Placed:
         columns = np.array(list(pages), np.int64).reshape(-1, 4).T
-        return cls(*[np.ascontiguousarray(column) for column in columns])
+        return cls._of_columns(np.ascontiguousarray(column) for column in columns)
 
     @classmethod
     def joined(cls, several: Sequence[Placed]) -> Placed:
-        return cls(*[np.concatenate(columns) for columns in zip(*[one._columns() for one in several], strict=True)])
+        return cls._of_columns(
+            np.concatenate(columns) for columns in zip(*[one._columns() for one in several], strict=True)
+        )
+
+    @classmethod
+    def _of_columns(cls, columns: Iterable[Numbers]) -> Placed:
+        slabs, slots, lengths, positions = columns
+        return cls(slabs, slots, lengths, positions)
 
     def _columns(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         return self.slabs, self.slots, self.lengths, self.positions

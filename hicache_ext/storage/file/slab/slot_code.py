@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ext.storage.file import eviction
-from hicache_ext.storage.file.slab.jit import helper, kernel
+from hicache_ext.storage.jit import helper, kernel
 
 KEY_WORDS = 6
 OBJECT, STATE, PRIORITY, USED, HASH, PLACE = range(KEY_WORDS, KEY_WORDS + 6)
@@ -47,6 +47,11 @@ CLOCK_WORDS = 4
 WAYS = 16
 """Places in a set of ghosts (ghosts.py)."""
 HITS_BITS = 3
+
+STALE, IN_ORDER, LENGTH, SLAB = range(4)
+"""What ``locate`` says of all the pages it found: 1 when one was last used before what is fresh; 1 when their places
+ascend; the length of each object and the slab of each, SEVERAL where they differ."""
+SEVERAL = -1
 
 LOW = (1 << 32) - 1
 """The lower half of a word."""
@@ -322,13 +327,25 @@ def find(records: Any, buckets: Any, keys: Any, generations: Any, rows: Any, lea
     return len(keys)
 
 
-@kernel("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[::1], int64[:, ::1])")
+@kernel(
+    "int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[::1], int64[:, ::1], "
+    "int64[::1])"
+)
 def locate(
-    records: Any, buckets: Any, keys: Any, generations: Any, oldest: Any, slabs: Any, fresh: Any, placed: Any
+    records: Any,
+    buckets: Any,
+    keys: Any,
+    generations: Any,
+    oldest: Any,
+    slabs: Any,
+    fresh: Any,
+    placed: Any,
+    found: Any,
 ) -> Any:
-    """The pages that are there and not written before ``oldest``: slab, slot, object length, position in ``keys`` and
-    how long after ``fresh[n]``, n the row of its slab, it was last used, each a row of ``placed``; their number."""
+    """The pages that are there and not written before ``oldest``: slab, slot, object length and position in ``keys``,
+    each a row of ``placed``; their number. ``found``: see STALE. ``fresh[n]`` is of the slab in row ``n``."""
     count, row = 0, -1
+    stale, in_order, length, only, last = 0, 1, SEVERAL, SEVERAL, -1
     for of in range(len(keys)):
         row = _row_behind(records, buckets, keys, of, generations[of if len(generations) > 1 else 0], row)
         if row < 0:
@@ -341,8 +358,19 @@ def locate(
         placed[2, count] = stored & LOW
         placed[3, count] = of
         slab = _index_of_slab(slabs, place >> 32)
-        placed[4, count] = records[row, USED] - fresh[slab] if slab >= 0 else 0
+        if slab >= 0 and records[row, USED] < fresh[slab]:
+            stale = 1
+        if place <= last:
+            in_order = 0
+        if count == 0:
+            length, only = stored & LOW, place >> 32
+        if length != stored & LOW:
+            length = SEVERAL
+        if only != place >> 32:
+            only = SEVERAL
+        last = place
         count += 1
+    found[STALE], found[IN_ORDER], found[LENGTH], found[SLAB] = stale, in_order, length, only
     return count
 
 

@@ -57,8 +57,8 @@ class View:
     """How many there are of each slot size."""
     capacities: Words
     """Slots, one at least, of the slot size of each clock."""
-    generations: dict[bytes, int] = field(default_factory=dict)
-    """Of the identities that were asked for."""
+    generations: dict[bytes, Words] = field(default_factory=dict)
+    """Of the identities that were asked for, a word each."""
 
     @property
     def lasts(self) -> bool:

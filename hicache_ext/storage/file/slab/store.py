@@ -189,11 +189,13 @@ class SlabStore:
     def _read(self, batch: PageBatch, placed: Placed, results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
         doubtful: list[tuple[Located, str]] = []
-        wrong = placed.lengths != lengths_of(batch.sizes, placed.positions)
-        if wrong.any():
-            # An object of another length than asked for is not this page; it is not even read.
-            doubtful = [(page, "length") for page in placed.select(wrong).pages()]
-            placed = placed.select(~wrong)
+        known = placed.known.length
+        if known < 0 or not are_of_one_size(batch.sizes) or known != shape_of(batch.sizes[0]).length:
+            wrong = placed.lengths != lengths_of(batch.sizes, placed.positions)
+            if wrong.any():
+                # An object of another length than asked for is not this page; it is not even read.
+                doubtful = [(page, "length") for page in placed.select(wrong).pages()]
+                placed = placed.select(~wrong)
         readers = self._readers
         with self._moves.to_read(batch, placed, self._room.slab, readers) as moving:
             self._workers.run(moving.threads, lambda _: moving.move(), readers)

@@ -48,7 +48,8 @@ class Touches:
         self._condition = threading.Condition()
         self._noted: Chains = []
         self._pages = 0
-        self._uses: dict[bytes, Uses] = {}
+        self._hits: dict[bytes, int] = {}
+        self._last: dict[bytes, float] = {}
         self._last_note = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -58,26 +59,32 @@ class Touches:
         with self._condition:
             if not keys or self._closing or self._pages + len(keys) > _MOST_NOTED:
                 return
+            was_empty = self._is_empty
             self._noted.append(keys)
             self._pages += len(keys)
-            self._is_noted()
+            self._is_noted(was_empty)
 
     def count(self, identity: bytes, hits: int) -> None:
         """Pages of an identity were read."""
-        uses = Uses(hits, time.time())
+        now = time.time()
         with self._condition:
             if self._closing:
                 return
-            known = self._uses.get(identity)
-            self._uses[identity] = uses if known is None else known.and_(uses)
-            self._is_noted()
+            was_empty = self._is_empty
+            self._hits[identity] = self._hits.get(identity, 0) + hits
+            self._last[identity] = now
+            self._is_noted(was_empty)
 
-    def _is_noted(self) -> None:
+    @property
+    def _is_empty(self) -> bool:
+        return not self._noted and not self._hits
+
+    def _is_noted(self, was_empty: bool) -> None:
         self._last_note = time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"hicache-{self._name}-touch", daemon=True)
             self._thread.start()
-        elif len(self._noted) + len(self._uses) == 1:
+        elif was_empty:
             self._condition.notify_all()
 
     def take(self) -> Chains:
@@ -95,13 +102,14 @@ class Touches:
     def take_uses(self) -> dict[bytes, Uses]:
         """What was counted since this was last asked, by identity."""
         with self._condition:
-            taken, self._uses = self._uses, {}
-            return taken
+            hits, last = self._hits, self._last
+            self._hits, self._last = {}, {}
+        return {identity: Uses(count, last[identity]) for identity, count in hits.items()}
 
     def forget(self) -> None:
         """Drop what is noted."""
         with self._condition:
-            self._noted, self._pages, self._uses = [], 0, {}
+            self._noted, self._pages, self._hits, self._last = [], 0, {}, {}
 
     def close(self) -> None:
         """End the thread; everything noted is written before this returns."""
@@ -117,7 +125,7 @@ class Touches:
     def _run(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._noted or self._uses or self._closing)
+                self._condition.wait_for(lambda: not self._is_empty or self._closing)
                 latest = time.monotonic() + _LONGEST
                 while not self._closing and (now := time.monotonic()) < min(self._last_note + _QUIET, latest):
                     self._condition.wait(min(self._last_note + _QUIET, latest) - now)

@@ -6,16 +6,37 @@ it once more, compiling what is marked; ``use`` puts those kernels in the place 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 Function = Callable[..., Any]
 
+_SOURCES = (
+    "jit.py",
+    "batch_code.py",
+    "file/eviction.py",
+    "file/vectored.py",
+    "file/slab/slot_code.py",
+    "file/slab/compiled_runs.py",
+    "file/slab/foreign.py",
+)
+"""Files that what is compiled depends on."""
+
 _compiling: dict[str, Function] | None = None
 """The kernels of the module that is being compiled."""
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Another one for every version of what is compiled. Raises OSError."""
+    sources = [(Path(__file__).parent / name).read_bytes() for name in _SOURCES]
+    return hashlib.sha256(b"-".join(sources)).hexdigest()[:16]
 
 
 def compiled(signature: str, function: Function) -> Function:
@@ -26,9 +47,11 @@ def compiled(signature: str, function: Function) -> Function:
 
     compiled_function: Function
     try:
+        # What names it in the cache, which else notices no change but in the function's own file.
+        function.__qualname__ = f"{function.__name__}_{sources_digest()}"
         compiled_function = numba.njit(signature, cache=True, **_OPTIONS)(function)
     except Exception:  # noqa: BLE001 - what the function itself is at fault for is raised once more
-        # No directory that a cache could be kept in, a full disk, files that a power loss has left of one.
+        # No directory that a cache could be kept in, a full disk, files that a power loss has left of one; no sources.
         compiled_function = numba.njit(signature, **_OPTIONS)(function)
     return compiled_function
 
@@ -39,7 +62,8 @@ def helper(function: Function) -> Function:
         return function
     import numba
 
-    made: Function = numba.njit(**_OPTIONS)(function)
+    # Inlined: a call with arrays costs more than most helpers do.
+    made: Function = numba.njit(forceinline=True, **_OPTIONS)(function)
     return made
 
 
