@@ -149,7 +149,7 @@ def random_step(rng: random.Random) -> Step:
 
     def forget(code: ModuleType, world: World) -> list[Any]:
         found = np.zeros(len(keys), np.int64)
-        code.find(world.records, world.buckets, keys, generations, found, 0)
+        code.find(world.records, world.buckets, keys, generations, 0, found, 0)
         return [found, code.forget_pages(*world.table, found[positions])]
 
     def give_back(code: ModuleType, world: World) -> list[Any]:
@@ -160,8 +160,8 @@ def random_step(rng: random.Random) -> Step:
         placed, said = np.zeros((4, len(keys)), np.int64), np.zeros(4, np.int64)
         fresh = np.arange(len(SLABS)) * 20
         return [
-            code.find(world.records, world.buckets, keys, generations, found, 0),
-            code.find(world.records, world.buckets, keys, generations, leading, 1),
+            code.find(world.records, world.buckets, keys, generations, oldest, found, 0),
+            code.find(world.records, world.buckets, keys, generations, oldest, leading, 1),
             code.locate(world.records, world.buckets, keys, generations, oldest, world.slabs, fresh, placed, said),
             code.count_free(world.groups, world.slabs, slot_size, count),
             *(found, leading, placed, said),
@@ -226,12 +226,13 @@ def test_compiled_and_plain_code_agree_to_the_bit(garbage: bool) -> None:
         done += answers[0] is not None
         keys = chain([rng.randrange(500) for _ in range(60)])
         generations = np.array([rng.randrange(2) for _ in range(rng.choice([1, 60]))])
-        look_up = left.records, left.buckets, keys, generations
+        look_up = left.records, left.buckets, keys, generations, rng.choice([0, 50])
         assert np.array_equal(lookup.find(*look_up), plain_lookup.find(*look_up))
         assert lookup.count_leading(*look_up) == plain_lookup.count_leading(*look_up)
-        oldest = rng.choice([0, 50])
-        look_up = *look_up, oldest, left.slabs, np.arange(len(SLABS)) * 20
-        for one, other in zip(lookup.locate(*look_up), plain_lookup.locate(*look_up), strict=True):
+        of_slabs = left.slabs, np.arange(len(SLABS)) * 20
+        for one, other in zip(
+            lookup.locate(*look_up, *of_slabs), plain_lookup.locate(*look_up, *of_slabs), strict=True
+        ):
             assert np.array_equal(one, other)
     assert done == 250
     if not garbage:
@@ -246,7 +247,7 @@ def test_an_entry_of_no_row_is_nowhere_where_nothing_is_mapped() -> None:
         wanted = int(slot_code._hash_of(keys, of))
         buckets[wanted & 7] = (wanted & (1 << 31) - 1) << 32
     assert buckets.any()
-    arguments = np.zeros((0, RECORD_WORDS), np.int64), buckets, keys, np.zeros(1, np.int64)
+    arguments = np.zeros((0, RECORD_WORDS), np.int64), buckets, keys, np.zeros(1, np.int64), 0
     assert plain.find(*arguments).tolist() == lookup.find(*arguments).tolist() == [-1, -1]
 
 
@@ -297,7 +298,7 @@ def assert_settled(world: World) -> None:
     rows = np.concatenate([np.arange(base, base + slots) for _, _, slots, _, base in SLABS])
     pages = rows[world.records[rows, STATE] & 0xFF == PAGE]
     keys, generations = world.records[pages, :KEY_WORDS], world.records[pages, STATE] >> 16
-    assert lookup.find(world.records, world.buckets, keys, generations).tolist() == pages.tolist()
+    assert lookup.find(world.records, world.buckets, keys, generations, 0).tolist() == pages.tolist()
     assert np.count_nonzero(world.buckets) == len(pages)
     fresh = np.zeros(len(SLABS), np.int64)
     found, _ = lookup.locate(world.records, world.buckets, keys, generations, 0, world.slabs, fresh)

@@ -206,6 +206,7 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     keys = np.arange(6 * 60).reshape(60, 6) * 0x123456789ABCDE7
     generation, writer, none = np.zeros(1, np.int64), np.arange(6), np.empty(0, np.int64)
     fresh, placed, found, answers = np.full(1, 20), np.zeros((4, 60), np.int64), np.zeros(4, np.int64), []
+    looked_up = np.zeros(60, np.int64)
     kernels["settle_all"](*table)
     for first, count in ((0, 25), (20, 30), (5, 20)):
         answers.append(kernels["evict_pages"](*table, size, count - 15, 2, slots, none, ghosts, remembered))
@@ -213,14 +214,16 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
         done = kernels["take_free"](*table, size, writer, taken)
         rows, published = np.zeros((2, done), np.int64)
         answers.append(kernels["rows_pending"](records, slabs, writer, taken[:, :done].copy(), rows))
-        at, created = np.arange(first, first + done), np.full(1, 1000)
+        at, created = np.arange(first, first + done), np.full(1, 1000 + first)
         of_clock = clocks[0], slots, ghosts, remembered, 100
         kernels["describe_pages"](records, table[2], keys, generation, at, rows, at + 4096, created, 1, *of_clock)
         answers.append(kernels["publish_pages"](*table, rows, published))
         answers.append(kernels["touch_chain"](*table, keys[first:].copy(), generation, clocks, np.full(1, slots)))
-        answers.append(kernels["locate"](records, table[2], keys, generation, 0, slabs, fresh, placed, found))
+        look_up = records, table[2], keys, generation, 1005
+        answers.append(kernels["locate"](*look_up, slabs, fresh, placed, found))
+        answers.append(kernels["find"](*look_up, looked_up, 0))
         kernels["forget_pages"](*table, rows[::7].copy())
-    parts = [*table, clocks, ghosts, remembered, placed, found, np.array(answers, np.int64)]
+    parts = [*table, clocks, ghosts, remembered, placed, found, looked_up, np.array(answers, np.int64)]
     return b"".join(part.tobytes() for part in parts)
 
 

@@ -167,28 +167,16 @@ class SlabIndex:
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are there; ``oldest`` as for ``locate``."""
-        view = self._current()
-        if not oldest:
-            found: list[bool] = (self.rows(view, keys) >= 0).tolist()
-            return found
-        placed, _ = self.locate(keys, oldest)
-        present = np.zeros(len(keys), bool)
-        present[placed.positions] = True
-        return present.tolist()
+        found: list[bool] = (self.rows(self._current(), keys, oldest) >= 0).tolist()
+        return found
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
         view = self._current()
-        found = lookup.count_leading(view.records, view.buckets, key_words(keys), self.generations(view, keys))
-        if oldest and found:
-            some = keys.leading(found) if isinstance(keys, PageKeys) else keys[:found]
-            placed, _ = self.locate(some, oldest)
-            gaps = np.flatnonzero(placed.positions != np.arange(len(placed)))
-            return int(gaps[0]) if len(gaps) else len(placed)
-        return found
+        return lookup.count_leading(view.records, view.buckets, key_words(keys), self.generations(view, keys), oldest)
 
-    def rows(self, view: View, keys: Sequence[bytes]) -> Words:
+    def rows(self, view: View, keys: Sequence[bytes], oldest: int = 0) -> Words:
         """The row of each page, -1 where there is none."""
-        return lookup.find(view.records, view.buckets, key_words(keys), self.generations(view, keys))
+        return lookup.find(view.records, view.buckets, key_words(keys), self.generations(view, keys), oldest)
 
     def generations(self, view: View, keys: Sequence[bytes]) -> Words:
         """Those of ``keys``: one where all are of one identity."""
@@ -301,7 +289,7 @@ class SlabIndex:
                     faults.append(f"what is said of the groups of slab {slab.number} is not what is in their slots")
                 rows = rows[view.states(slab) == slot_code.PAGE]
                 keys, generations = view.records[rows, : slot_code.KEY_WORDS], view.records[rows, slot_code.STATE] >> 16
-                found = lookup.find(view.records, view.buckets, keys, generations)
+                found = lookup.find(view.records, view.buckets, keys, generations, 0)
                 faults += [
                     f"the page in slot {slab.number}/{row - slab.first_record} cannot be found"
                     for row in rows[found != rows].tolist()

@@ -32,23 +32,23 @@ _PORTION = 4096
 """Keys of a chain that numpy looks up at once: a chain that ends early costs no more than that."""
 
 
-def find(records: Words, buckets: Words, keys: Words, generations: Words) -> Words:
-    """The row of each page, -1 for nowhere."""
+def find(records: Words, buckets: Words, keys: Words, generations: Words, oldest: int) -> Words:
+    """The row of each page, -1 for nowhere, or written before ``oldest``."""
     if not is_compiled(slot_code.find):
-        return _find(records, buckets, keys, generations)
+        return _find(records, buckets, keys, generations, oldest)
     rows = np.empty(len(keys), np.int64)
-    slot_code.find(records, buckets, keys, generations, rows, 0)
+    slot_code.find(records, buckets, keys, generations, oldest, rows, 0)
     return rows
 
 
-def count_leading(records: Words, buckets: Words, keys: Words, generations: Words) -> int:
-    """How many pages are there before the first one that is not."""
+def count_leading(records: Words, buckets: Words, keys: Words, generations: Words, oldest: int) -> int:
+    """How many pages are there, and not written before ``oldest``, before the first one that is not."""
     if is_compiled(slot_code.find):
-        return int(slot_code.find(records, buckets, keys, generations, np.empty(len(keys), np.int64), 1))
+        return int(slot_code.find(records, buckets, keys, generations, oldest, np.empty(len(keys), np.int64), 1))
     done, portion = 0, _FIRST_PORTION
     while done < len(keys):
         some = slice(done, done + portion)
-        rows = _find(records, buckets, keys[some], generations[some] if len(generations) > 1 else generations)
+        rows = _find(records, buckets, keys[some], generations[some] if len(generations) > 1 else generations, oldest)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
             return done + int(missing[0])
@@ -68,11 +68,9 @@ def locate(
         placed = np.empty((4, len(keys)), np.int64)
         count = slot_code.locate(records, buckets, keys, generations, oldest, slabs, fresh, placed, said)
         return placed if count == len(keys) else placed[:, :count], said
-    rows = _find(records, buckets, keys, generations)
+    rows = _find(records, buckets, keys, generations, oldest)
     positions = np.flatnonzero(rows >= 0)
     found = records[rows[positions]]
-    young = found[:, OBJECT] >> 32 >= oldest
-    positions, found = positions[young], found[young]
     objects, places = found[:, OBJECT] & LOW, found[:, PLACE]
     of_slab = np.searchsorted(slabs[:, NUMBER], places >> 32)
     known = np.append(slabs[:, NUMBER], -1)[of_slab] == places >> 32
@@ -87,7 +85,7 @@ def _only(values: Words) -> int:
     return int(values[0]) if len(values) and (values == values[0]).all() else SEVERAL
 
 
-def _find(records: Words, buckets: Words, keys: Words, generations: Words) -> Words:
+def _find(records: Words, buckets: Words, keys: Words, generations: Words, oldest: int) -> Words:
     """``slot_code.find``, a step of all pages at a time."""
     rows = np.full(len(keys), -1, np.int64)
     hashes = np.bitwise_xor.reduce(keys, axis=1) & np.int64((1 << 63) - 1)
@@ -110,4 +108,6 @@ def _find(records: Words, buckets: Words, keys: Words, generations: Words) -> Wo
         same_page &= found[:, STATE] >> 16 == wanted[asked]
         rows[asked[same_page]] = candidates[same_page]
         left = left[rows[left] < 0]
+    there = np.flatnonzero(rows >= 0)
+    rows[there[records[rows[there], OBJECT] >> 32 < oldest]] = -1
     return rows

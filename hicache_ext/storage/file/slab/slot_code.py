@@ -314,15 +314,17 @@ def _row_behind(records: Any, buckets: Any, words: Any, of: Any, generation: Any
 # -- looking up --------------------------------------------------------------------------------------------------------
 
 
-@kernel("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64[::1], int64)")
-def find(records: Any, buckets: Any, keys: Any, generations: Any, rows: Any, leading: Any) -> Any:
-    """``rows[n]``: where the page ``keys[n]`` is, -1 for nowhere. One generation for all, or one each. With ``leading``
-    up to the first page that is nowhere. The number of pages looked up and, but for the last one then, found."""
+@kernel("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[::1], int64)")
+def find(records: Any, buckets: Any, keys: Any, generations: Any, oldest: Any, rows: Any, leading: Any) -> Any:
+    """``rows[n]``: where the page ``keys[n]`` is, -1 for nowhere, or written before ``oldest``. One generation for all,
+    or one each. With ``leading`` up to the first -1. The number of pages looked up and, but for the last one then,
+    found."""
     row = -1
     for of in range(len(keys)):
         row = _row_behind(records, buckets, keys, of, generations[of if len(generations) > 1 else 0], row)
-        rows[of] = row
-        if leading != 0 and row < 0:
+        there = row >= 0 and records[row, OBJECT] >> 32 >= oldest
+        rows[of] = row if there else -1
+        if leading != 0 and not there:
             return of
     return len(keys)
 
