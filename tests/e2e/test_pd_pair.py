@@ -281,7 +281,8 @@ def test_fifty_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny
             pair.prefill.flush_cache()
             assert pair.generate(plans[number][0], 120).output_ids == whole[number]
         time.sleep(6)  # what waits for a prompt that was never written is given up after the grace
-        assert pair.generate([1, 2, 3] * 10, 4).output_ids
+        # Less than a page: one would still wait for its prompt when the servers stop.
+        assert pair.generate([1, 2, 3], 4).output_ids
         stored = {bytes.fromhex(file.stem) for file in (tmp_path / "pool" / "pages").rglob("*.page")}
         conversations = [[*prompt, *answers.get(number, ())] for number, (prompt, _) in enumerate(plans)]
     counters = writer_counters(tmp_path / "decode.log")
