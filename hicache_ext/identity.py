@@ -111,12 +111,6 @@ def _canonical(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def page_hashes(keys: Sequence[str]) -> list[bytes]:
-    """``page_hash_bytes`` of each key."""
-    joined = joined_page_hashes(keys)
-    return [joined[begin : begin + 32] for begin in range(0, len(joined), 32)]
-
-
 def joined_page_hashes(keys: Sequence[str]) -> bytes:
     """``page_hash_bytes`` of each key, one behind the other; SGLang's page hashes are converted all at once."""
     text = " ".join(keys)

@@ -175,7 +175,7 @@ class SlabIndex:
         return lookup.count_leading(view.records, view.buckets, key_words(keys), self.generations(view, keys), oldest)
 
     def rows(self, view: View, keys: Sequence[bytes], oldest: int = 0) -> Words:
-        """The row of each page, -1 where there is none."""
+        """The row of each page, -1 where there is none; ``oldest`` as for ``locate``."""
         return lookup.find(view.records, view.buckets, key_words(keys), self.generations(view, keys), oldest)
 
     def generations(self, view: View, keys: Sequence[bytes]) -> Words:
