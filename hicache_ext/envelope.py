@@ -1,8 +1,7 @@
 """The envelope: the header in front of every stored page, and the checks that make a stored page a hit.
 
 ``docs/page-format.md`` specifies the bytes. A page object is ``header || payload``. The header is 128 bytes of fields,
-little-endian, followed by zeros up to ``header_length``; block-aligned tiers use a header_length of 4096 so that the
-payload of a direct read lands on a block border, others use 128.
+little-endian, followed by zeros up to ``header_length``. Slabs keep headers apart from payloads (slab/shapes.py).
 
 Everything here is pure: no I/O, safe from any thread. Checksums are xxh3-128; xxhash releases the GIL on large buffers.
 """
@@ -26,6 +25,11 @@ FIELDS_LENGTH = 128
 """Bytes of the header that carry fields, and the smallest header_length."""
 
 MAX_HEADER_LENGTH = 65536
+
+_SEALED_LENGTH = 88
+"""Bytes of the header, from its start, that follow from the page and not from when it was written."""
+
+SEAL_LENGTH = 16
 
 IDENTITY_LENGTH = 16
 PAGE_HASH_LENGTH = 32
@@ -170,10 +174,26 @@ def is_page(fields: bytes, header_length: int, key: bytes, payload_length: int, 
     ``fields`` are the first 128 bytes of what was read in front of the payload, ``header_length`` is how much that was.
     Where the answer is False, ``reason_to_refuse`` tells why.
     """
-    expected = page_start(header_length) + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
+    expected = _sealed(header_length, key, payload_length, segments)
     return fields.startswith(expected) and fields[_FIELDS_BEFORE_CHECKSUM:] == xxhash.xxh3_128_digest(
         fields[:_FIELDS_BEFORE_CHECKSUM]
     )
+
+
+def page_seal(key: bytes, payload_length: int, segments: Segments) -> bytes:
+    """What binds a payload to its page where no header is read with it: the same 16 bytes only for the same key, length
+    and payload. ``seal_of`` of the page's header."""
+    return xxhash.xxh3_128_digest(_sealed(FIELDS_LENGTH, key, payload_length, segments))
+
+
+def seal_of(fields: Buffer) -> bytes:
+    """The ``page_seal`` of the page with this header, which holds (``decode_header``) and has 128 bytes."""
+    return xxhash.xxh3_128_digest(fields[:_SEALED_LENGTH])
+
+
+def _sealed(header_length: int, key: bytes, payload_length: int, segments: Segments) -> bytes:
+    """The first 88 bytes of the header of this page."""
+    return page_start(header_length) + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
 
 
 @functools.lru_cache(maxsize=64)

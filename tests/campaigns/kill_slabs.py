@@ -183,7 +183,8 @@ def look_at_index(place: Path, findings: Findings, when: str) -> None:
             findings.problems[f"slots are still pending, {when}"] += 1
         slabs = index.slabs()
         files = {path.name: path.stat().st_size for path in directory.slabs_path.iterdir()}
-        if files != {directory.slab_path(slab).name: slab.size for slab in slabs}:
+        expected = {directory.slab_path(slab).name: slab.size for slab in slabs}
+        if files != expected | {directory.headers_path(slab).name: slab.headers_size for slab in slabs}:
             findings.problems[f"index and slab files differ, {when}"] += 1
         used = sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
         if used > CAPACITY + INDEX_GROWTH:

@@ -26,7 +26,7 @@ def directories(request, tmp_path):
     for path in paths:
         store = request.param("disk", path, capacity=64 << 20)
         store.register_identity(IDENTITY, {"pool": {"page_size": 16}})
-        store_pages(store, [IDENTITY + page_hash for page_hash in HASHES[:4]], (12_288,))
+        store_pages(store, [IDENTITY + page_hash for page_hash in HASHES[:4]], (12_300,))
         store.close()
     tier = {"type": "file", "path": [str(path) for path in paths], "capacity": "128MiB"}
     (tmp_path / "hicache.yaml").write_text(yaml.safe_dump(ExtraConfig.around({"tiers": {"disk": tier}})))

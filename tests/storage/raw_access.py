@@ -6,6 +6,10 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from hicache_ext import envelope
+from hicache_ext.errors import FormatError
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.path_choice import PathChoice
 from hicache_ext.storage.file.slab.placed import Located, Placed
@@ -63,19 +67,27 @@ class RawSlots:
     def __init__(self, store: SlabStore) -> None:
         self._directory = store._directory
 
-    def _file_and_offset(self, slab_number: int, slot: int) -> tuple[Path, int]:
+    def _files(self, slab_number: int, slot: int) -> list[tuple[Path, int]]:
+        """The files of headers and slots, and where in each something of this slot begins."""
         (file,) = (self._directory.path / "slabs").glob(f"{slab_number:08x}-*.slab")
-        return file, slot * int(file.stem.split("-")[1])
+        return [(file.with_suffix(".headers"), slot * 128), (file, slot * int(file.stem.split("-")[1]))]
 
     def read(self, key: bytes) -> bytes | None:
         place = self._directory.index.find(key)
         if place is None:
             return None
-        file, offset = self._file_and_offset(place.slab, place.slot)
-        return file.read_bytes()[offset : offset + place.length]
+        (headers, at), (slots, offset) = self._files(place.slab, place.slot)
+        return headers.read_bytes()[at : at + 128] + slots.read_bytes()[offset : offset + place.length]
 
     def write(self, key: bytes, stored: bytes) -> None:
-        """As if a writer had published ``stored`` under ``key``; in the page's own slot where it has one."""
+        """As if a writer had published ``stored`` under ``key``; in the page's own slot where it has one. Its seal is
+        that of its header where that holds, as a rebuild would have it."""
+        header, payload = stored[:128].ljust(128, b"\0"), stored[128:]
+        try:
+            envelope.decode_header(header)
+            seal = envelope.seal_of(header)
+        except FormatError:
+            seal = bytes(envelope.SEAL_LENGTH)
         index = self._directory.index
         place = index.find(key)
         with index.changing() as change:
@@ -86,21 +98,25 @@ class RawSlots:
                 slab, slot = -1, -1
             if not change.slabs():
                 # No page was stored here yet.
-                self._directory.create_slab_file(change.add_slab(-(-len(stored) // 4096) * 4096, 16))
+                self._directory.create_slab_file(change.add_slab(max(1, -(-len(payload) // 4096)) * 4096, 16))
             slot_size = next(s.slot_size for s in change.slabs() if slab in (-1, s.number))
-            stored, portion = stored[:slot_size], index.next_portion()
+            payload, portion = payload[:slot_size], index.next_portion()
             taken = []
             while not taken or slab not in (-1, taken[-1].slab) or slot not in (-1, taken[-1].slot):
                 (found,) = change.take_free_slots(slot_size, 1, portion).T.tolist()
-                taken.append(Located(*found, len(stored), len(taken)))
+                taken.append(Located(*found, len(payload), len(taken)))
             slab, slot = taken[-1][:2]
             written = Placed.of(taken[-1:])
             keys = [bytes(48)] * (len(taken) - 1) + [key]
             assert change.publish(portion, keys, Placed.of(taken), written) == [True]
-        file, offset = self._file_and_offset(slab, slot)
-        with file.open("r+b") as opened:
-            opened.seek(offset)
-            opened.write(stored.ljust(slot_size, b"\0"))
+        first = next(s.first_record for s in index.slabs() if s.number == slab)
+        index.seals[first + slot] = np.frombuffer(seal, np.uint64)
+        for (file, offset), content in zip(
+            self._files(slab, slot), (header, payload.ljust(slot_size, b"\0")), strict=True
+        ):
+            with file.open("r+b") as opened:
+                opened.seek(offset)
+                opened.write(content)
 
     def keys(self) -> list[bytes]:
         return [page.key for page in self._directory.index.pages()]

@@ -18,7 +18,8 @@ from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.errors import FormatError, StoreError
 from hicache_ext.storage.file.directory import PageDirectory
 from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.slab.directory import slab_directory
+from hicache_ext.storage.file.slab.directory import SlabFile, slab_directory
+from hicache_ext.storage.file.slab.shapes import HEADER
 from hicache_ext.storage.file.slab.touches import Uses
 
 
@@ -146,7 +147,7 @@ class SlabInspector:
 
     def pages(self) -> Iterator[StoredPage]:
         for page in self._directory.index.pages():
-            yield StoredPage(page.key, page.place.length, written=page.written)
+            yield StoredPage(page.key, HEADER + page.place.length, written=page.written)
 
     def uses(self, digest: bytes) -> Uses | None:
         return self._directory.index.uses_of(digest)
@@ -161,8 +162,9 @@ class SlabInspector:
             if slab is None:
                 continue
             try:
-                with self._directory.opened(slab) as fd:
-                    stored = os.pread(fd, place.length, place.slot * slab.slot_size)
+                with self._directory.opened(slab, SlabFile.HEADERS) as headers, self._directory.opened(slab) as slots:
+                    header = os.pread(headers, HEADER, place.slot * HEADER)
+                    stored = header + os.pread(slots, place.length, place.slot * slab.slot_size)
             except OSError:
                 return b""
             if self._directory.index.find(page.key) == place:

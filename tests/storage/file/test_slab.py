@@ -138,6 +138,76 @@ def test_an_index_that_is_lost_is_rebuilt_from_the_envelopes(tmp_path: Path) -> 
     store.close()
 
 
+def spoil(store: SlabStore, key: bytes, *, seal: bool = False, header: bool = False) -> None:
+    index = store._directory.index
+    place = index.find(key)
+    assert place is not None
+    slab = next(slab for slab in index.slabs() if slab.number == place.slab)
+    if seal:
+        index.seals[slab.first_record + place.slot] ^= index.seals.dtype.type(1)
+    if header:
+        with store._directory.headers_path(slab).open("r+b") as file:
+            file.seek(place.slot * 128 + 20)
+            file.write(b"\xff\xff")
+
+
+@pytest.mark.parametrize("seal", [True, False])
+def test_a_page_is_read_as_long_as_its_seal_or_its_header_holds(tmp_path: Path, seal: bool) -> None:
+    store = open_store(tmp_path)
+    keys = page_keys(20)
+    store_pages(store, keys, SIZES)
+    for key in keys[3:6]:
+        spoil(store, key, seal=seal, header=not seal)
+    assert assert_right(store, keys) == [GetResult.HIT] * 20
+    assert store.metrics.total("corrupt") == 0
+    for key in keys[3:6]:
+        spoil(store, key, seal=not seal, header=seal)
+    results, _ = read_pages(store, keys, SIZES)
+    assert results == [GetResult.HIT] * 3 + [GetResult.CORRUPT] * 3 + [GetResult.HIT] * 14
+    assert store.metrics.value("corrupt", "header_checksum") == 3
+    assert store_pages(store, keys, SIZES) == [SetResult.EXISTS] * 3 + [SetResult.STORED] * 3 + [SetResult.EXISTS] * 14
+    assert assert_right(store, keys) == [GetResult.HIT] * 20
+    assert sound(store)
+    store.close()
+
+
+def test_a_damaged_header_costs_a_rebuild_its_page_and_no_other(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    keys = page_keys(20)
+    store_pages(store, keys, SIZES)
+    spoil(store, keys[7], header=True)
+    store.close()
+    (tmp_path / "trust").write_text("another boot")
+    store = open_store(tmp_path)
+    assert assert_right(store, keys) == [GetResult.HIT] * 7 + [GetResult.MISS] + [GetResult.HIT] * 12
+    assert sound(store)
+    store.close()
+
+
+@pytest.mark.parametrize("headers", ["none", "cut", "empty"])
+def test_slabs_without_headers_of_their_own_are_given_up(
+    tmp_path: Path, headers: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an older version left them, which had the headers in the slots."""
+    store = open_store(tmp_path)
+    keys = page_keys(20)
+    store_pages(store, keys, SIZES)
+    store.close()
+    (file,) = (tmp_path / "slabs").glob("*.headers")
+    if headers == "none":
+        file.unlink()
+    else:
+        os.truncate(file, 128 if headers == "cut" else 0)
+    (tmp_path / "trust").write_text("another boot")
+    store = open_store(tmp_path)
+    assert "its pages are given up" in caplog.text
+    assert list((tmp_path / "slabs").iterdir()) == []
+    assert assert_right(store, keys) == [GetResult.MISS] * 20
+    assert store_pages(store, keys, SIZES) == [SetResult.STORED] * 20
+    assert assert_right(store, keys) == [GetResult.HIT] * 20
+    store.close()
+
+
 @pytest.mark.parametrize("damage", ["garbage", "empty", "cut"])
 def test_a_damaged_index_file_is_rebuilt(tmp_path: Path, damage: str) -> None:
     store = open_store(tmp_path)

@@ -17,8 +17,8 @@ from hicache_ext.storage.store import GetResult, SetResult
 from hicache_ext.testing.conformance.pages import OTHER_IDENTITY, assert_hits, page_keys, read_pages, store_pages
 
 MIB = 1 << 20
-SIZES = (28 << 10,)
-"""With its header 32 KiB in either layout."""
+SIZES = (31 << 10,)
+"""Takes 32 KiB in either layout."""
 LONG = 30.0
 HOUR = 3600.0
 

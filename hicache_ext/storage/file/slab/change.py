@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -22,7 +22,6 @@ from hicache_ext.storage.file.slab.records import (
     SLOT_SIZE,
     USES,
     USES_NAME,
-    Place,
     Slab,
 )
 from hicache_ext.storage.file.slab.slot_code import OBJECT, PLACE, STATE
@@ -40,6 +39,17 @@ _SOON_SHIFT = 4
 """Pages of a chain lie up to 64 steps of capacity / 128 apart (eviction.py): a sixteenth takes eight of them."""
 _NO_GHOSTS: Words = np.empty((3, 0, slot_code.WAYS), np.int64)
 _NONE_SPARED: Words = np.empty(0, np.int64)
+
+
+class FoundPage(NamedTuple):
+    """A page that a rebuild finds in a slab."""
+
+    key: bytes
+    slot: int
+    length: int
+    """Bytes of payload."""
+    created_ms: int
+    seal: bytes
 
 
 class IndexChange:
@@ -146,20 +156,21 @@ class IndexChange:
         slot_code.rows_pending(self._view.records, self._view.rows, self._index.writer(portion), places, rows)
         return rows
 
-    def adopt(self, slab: Slab, pages: Iterable[tuple[bytes, Place, int]]) -> int:
-        """For the rebuild: free slots of a slab become the pages that they hold (key, place, created in ms), unless a
-        key is known already; the number of those that do."""
+    def adopt(self, slab: Slab, pages: Iterable[FoundPage]) -> int:
+        """For the rebuild: free slots of a slab become the pages that they hold, unless a key is known already; the
+        number of those that do."""
         found = list(pages)
         if not found:
             return 0
         view = self._view
-        keys = [key for key, _, _ in found]
+        keys = [page.key for page in found]
         first = view.slabs[slab.number].first_record
-        rows = np.array([first + place.slot for _, place, _ in found], np.int64)
+        rows = np.array([first + page.slot for page in found], np.int64)
+        view.seals[rows] = np.frombuffer(b"".join([page.seal for page in found]), np.uint64).reshape(len(rows), -1)
         words, generations = key_words(keys), self._index.generations(view, keys)
         # Those of one page are no chain: each is as if it were written alone.
-        pages_found = Placed.of([Located(p.slab, p.slot, p.length, n) for n, (_, p, _) in enumerate(found)])
-        created = np.array([min(created_ms // 1000, _LATEST) for _, _, created_ms in found], np.int64)
+        pages_found = Placed.of([Located(slab.number, page.slot, page.length, n) for n, page in enumerate(found)])
+        created = np.array([min(page.created_ms // 1000, _LATEST) for page in found], np.int64)
         self._describe(words, generations, slab.slot_size, pages_found, rows, created, linked=False)
         published = np.empty(len(rows), np.int64)
         return int(slot_code.publish_pages(*view.table, rows, published))
@@ -255,6 +266,7 @@ class IndexChange:
         self._transaction.put(SLOT_SIZE.pack(number), SLAB.pack(slot_size, slots, first), db=index.slabs_db)
         self._look_at({**view.slabs, number: slab})
         self._view.records[first : first + slots] = 0
+        self._view.seals[first : first + slots] = 0
         if len(self._view.buckets) == len(view.buckets):
             slot_code.settle_new(*self._view.table, number)
         else:

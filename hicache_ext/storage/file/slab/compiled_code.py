@@ -27,20 +27,20 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.envelope import (
-    FIELDS_LENGTH,
     IDENTITY_LENGTH,
     KEY_LENGTH,
     PAGE_HASH_LENGTH,
+    SEAL_LENGTH,
     encode_page,
+    page_seal,
     page_start,
 )
 from hicache_ext.storage import batch_code
 from hicache_ext.storage.file.device_probe import Mode
 from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.slab import slot_code
-from hicache_ext.storage.file.slab.shapes import Shape, shape_of
+from hicache_ext.storage.file.slab.shapes import HEADER, slot_size_of
 from hicache_ext.storage.file.slab.slot_code import GROUP_WORDS, RECORD_WORDS, WAYS
-from hicache_ext.storage.file.slab.slot_io import blocks_of_memory
 from hicache_ext.storage.file.vectored import IOV_MAX
 from hicache_ext.storage.jit import Function, compiled_kernels, sources_digest, use
 from hicache_ext.storage.page_memory import addresses_of
@@ -72,22 +72,19 @@ def bytes_at_once(*, direct: bool) -> int:
     return AT_ONCE_DIRECT if direct else AT_ONCE
 
 
-def facts_of(shape: Shape, payload: int, of_call: OfCall, direct: bool) -> npt.NDArray[np.int64]:
+def facts_of(payload: int, of_call: OfCall, direct: bool) -> npt.NDArray[np.int64]:
     """``facts`` of compiled_runs.py, for a call that begins now; not to be changed."""
     at_once = bytes_at_once(direct=direct)
     if of_call.into_memory:
-        return _facts_of_reading(shape, payload, of_call, direct, at_once, 0)
-    return _facts(shape, payload, of_call, direct, at_once, int(time.time() * 1000))
+        return _facts_of_reading(payload, of_call, direct, at_once, 0)
+    return _facts(payload, of_call, direct, at_once, int(time.time() * 1000))
 
 
-def _facts(
-    shape: Shape, payload: int, of_call: OfCall, direct: bool, at_once: int, created_ms: int
-) -> npt.NDArray[np.int64]:
-    start = np.frombuffer(page_start(shape.header), np.int64)
+def _facts(payload: int, of_call: OfCall, direct: bool, at_once: int, created_ms: int) -> npt.NDArray[np.int64]:
+    start = np.frombuffer(page_start(HEADER), np.int64)
     # The flags are for the page cache.
-    stride, flags = (BLOCK, 0) if direct else (FIELDS_LENGTH, of_call.flags)
-    filler = of_call.filler
-    return np.array([shape.header, payload, shape.slot, *start, created_ms, flags, stride, at_once, filler], np.int64)
+    flags = 0 if direct else of_call.flags
+    return np.array([payload, slot_size_of(payload), *start, created_ms, flags, at_once, of_call.filler], np.int64)
 
 
 _facts_of_reading = functools.lru_cache(maxsize=1024)(_facts)
@@ -124,32 +121,36 @@ class CompiledCode:
         content, parts = bytes(memory), [memoryview(memory)[:2000], memoryview(memory)[2000:]]
         located = addresses_of([parts], writable=True)
         assert located is not None
-        shape, scratch = shape_of(len(content)), self.scratch
-        expected = encode_page(key, parts, len(content), shape.header, now) + content
-        facts = _facts(shape, len(content), OfCall(False, "buffered", 0, self.zeros_at), False, AT_ONCE, now)
-        file = os.memfd_create("hicache")
-        zero = np.zeros(1, np.int64)
-        at = zero, zero, zero, np.array([[0, file]], np.int64), *located[:2]
+        scratch = self.scratch
+        header = encode_page(key, parts, len(content), HEADER, now)
+        facts = _facts(len(content), OfCall(False, "buffered", 0, self.zeros_at), False, AT_ONCE, now)
+        slots, headers = os.memfd_create("hicache"), os.memfd_create("hicache")
+        zero, seals = np.zeros(1, np.int64), np.zeros((3, SEAL_LENGTH // 8), np.uint64)
+        at = zero, zero, zero, np.array([[0, slots, headers, 1]], np.int64), *located[:2]
 
         def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
             facts[self._at_once], results, taken = at_once, np.full(1, LEFT, np.int64), np.zeros(2, np.int64)
-            arrays = *at, key_words([of_key]).view(np.uint64), scratch.fields, scratch.vectors
+            arrays = *at, key_words([of_key]).view(np.uint64), seals, scratch.headers, scratch.vectors
             move(self.functions, facts, *arrays, scratch.state.address, results, taken)
             if taken[1] != (results == 0).sum():
                 raise ImportError("it does not count its pages: remove the files of numba's cache")
             return not results.any()
 
         try:
-            sound = succeeds(self.write, key, AT_ONCE) and os.pread(file, 2 * len(expected), 0) == expected
+            sound = succeeds(self.write, key, AT_ONCE) and os.pread(slots, 2 * len(content), 0) == content
+            sound = sound and os.pread(headers, 2 * HEADER, 0) == header
+            nothing = bytes(SEAL_LENGTH)
+            sound = sound and seals.tobytes() == nothing + page_seal(key, len(content), parts) + nothing
             for at_once in (AT_ONCE, len(content) // 2):
                 memory[:] = bytes(len(content))
                 sound = sound and succeeds(self.read, key, at_once) and memory == content
                 sound = sound and not succeeds(self.read, key[::-1], at_once)
-            os.pwrite(file, bytes([content[-1] ^ 1]), len(expected) - 1)
+            os.pwrite(slots, bytes([content[-1] ^ 1]), len(content) - 1)
             if not sound or succeeds(self.read, key, AT_ONCE):
                 raise ImportError("its pages are not those of this version: remove the files of numba's cache")
         finally:
-            os.close(file)
+            os.close(slots)
+            os.close(headers)
 
 
 class _Scratch(threading.local):
@@ -158,11 +159,7 @@ class _Scratch(threading.local):
     def __init__(self, new_state: Callable[[], Any]) -> None:
         self.state = new_state()
         self.vectors = np.zeros(2 * IOV_MAX, np.int64)
-        self.fields = np.zeros(_HEADERS * FIELDS_LENGTH // 8, np.uint64)
-
-    @functools.cached_property
-    def blocks(self) -> npt.NDArray[np.uint64]:
-        return np.frombuffer(blocks_of_memory(_HEADERS), np.uint64)
+        self.headers = np.zeros(_HEADERS * HEADER // 8, np.uint64)
 
 
 def _check_kernels(kernels: Mapping[str, Function]) -> None:

@@ -6,7 +6,8 @@
     PATH/lock                                held shared by every process that uses the directory
     PATH/trust                               the boot that wrote the index, or that it was closed in order
     PATH/index/                              LMDB and mapped files (index.py), ghosts of evicted pages (ghosts.py)
-    PATH/slabs/<number>-<slot size>.slab     slots
+    PATH/slabs/<number>-<slot size>.slab     slots: the payloads of pages
+    PATH/slabs/<number>-<slot size>.headers  the headers of those pages, in the order of the slots
     PATH/identities/<identity>.json          the facts behind an identity digest
     PATH/identities/<identity>.cleared       since when pages of an identity count again (milliseconds)
     PATH/pins/                               pinned pages (pins.py)
@@ -17,8 +18,10 @@ Within one process all stores over one directory share one index (LMDB's rule) a
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import json
+import logging
 import os
 import re
 import threading
@@ -30,16 +33,24 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 
 from hicache_ext import envelope
 from hicache_ext.errors import FormatError, StoreSetupError
 from hicache_ext.storage.file.directory import DIRECTORY_FORMAT, check_manifest
 from hicache_ext.storage.file.file_system import WHY_IN_PLACE, file_system_of
+from hicache_ext.storage.file.slab.change import FoundPage
 from hicache_ext.storage.file.slab.index import SlabIndex
-from hicache_ext.storage.file.slab.records import INDEX_VERSION, Place, Slab
+from hicache_ext.storage.file.slab.mapped import Words
+from hicache_ext.storage.file.slab.records import INDEX_VERSION, Slab
+from hicache_ext.storage.file.slab.shapes import HEADER
+from hicache_ext.storage.file.slab.slot_table import Seals
 from hicache_ext.storage.file.whole_file import write_whole
 
+logger = logging.getLogger(__name__)
+
 _SLAB_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.slab")
+_FILE_NAME = re.compile(r"[0-9a-f]{8}-[0-9]+\.(slab|headers)")
 _IN_ORDER = f"closed in order, index {INDEX_VERSION}"
 _REBUILD_BATCH = 4096
 
@@ -75,9 +86,17 @@ def slab_directory(path: Path, tier: str) -> Iterator[SlabDirectory]:
                 directory.close()
 
 
+class SlabFile(enum.Enum):
+    """A file of a slab, as it is opened."""
+
+    SLOTS = "slots"
+    DIRECT = "slots, with O_DIRECT"
+    HEADERS = "headers"
+
+
 @dataclass(slots=True)
 class _Descriptor:
-    """An open slab file. ``dropped``: nobody new uses it, its last user closes it."""
+    """An open file of a slab. ``dropped``: nobody new uses it, its last user closes it."""
 
     fd: int
     users: int = 0
@@ -93,7 +112,7 @@ class SlabDirectory:
         self.slabs_path = path / "slabs"
         self.identities = path / "identities"
         self._trust = path / "trust"
-        self._descriptors: dict[tuple[int, bool], _Descriptor] = {}
+        self._descriptors: dict[tuple[int, SlabFile], _Descriptor] = {}
         self._doubted = False
         self._descriptors_lock = threading.Lock()
         self.rebuilt = 0
@@ -121,57 +140,78 @@ class SlabDirectory:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def create_slab_file(self, slab: Slab) -> None:
-        """Make the file of a slab with all its blocks. Raises OSError (ENOSPC) and leaves no file."""
-        path = self.slab_path(slab)
+        """Make the files of a slab with all their blocks. Raises OSError (ENOSPC) and leaves no file."""
+        paths = self.slab_paths(slab)
         # A file of this number that the index does not know is what a killed process left.
-        path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        for path in paths:
+            path.unlink(missing_ok=True)
         try:
-            os.posix_fallocate(fd, 0, slab.size)
+            # The headers first: without them slots would be nothing to a rebuild.
+            for path, size in zip(paths, (slab.headers_size, slab.size), strict=True):
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                try:
+                    os.posix_fallocate(fd, 0, size)
+                finally:
+                    os.close(fd)
         except OSError:
-            path.unlink()
+            for path in paths:
+                path.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(fd)
 
     def delete_slab_file(self, slab: Slab) -> None:
-        """Delete the file of a dropped slab; its blocks are free at once, also while others have it open."""
-        path = self.slab_path(slab)
-        # Others may have it open for a while: an empty file takes no room.
-        os.truncate(path, 0)
-        path.unlink()
+        """Delete the files of a dropped slab; their blocks are free at once, also while others have them open."""
+        for path in reversed(self.slab_paths(slab)):
+            # Others may have it open for a while: an empty file takes no room.
+            os.truncate(path, 0)
+            path.unlink()
 
     def slab_path(self, slab: Slab) -> Path:
         return self.slabs_path / f"{slab.number:08x}-{slab.slot_size}.slab"
 
+    def headers_path(self, slab: Slab) -> Path:
+        return self.slab_path(slab).with_suffix(".headers")
+
+    def slab_paths(self, slab: Slab) -> tuple[Path, Path]:
+        return self.headers_path(slab), self.slab_path(slab)
+
+    @property
+    def seals(self) -> Seals:
+        """See ``SlabIndex.seals``."""
+        return self.index.seals
+
     @contextmanager
-    def opened(self, slab: Slab, *, direct: bool = False) -> Iterator[int]:
-        """A descriptor of the slab's file, with O_DIRECT or without; valid inside, and kept open. Raises OSError."""
+    def opened(self, slab: Slab, file: SlabFile = SlabFile.SLOTS) -> Iterator[int]:
+        """A descriptor of a file of the slab; valid inside, and kept open. Raises OSError."""
         with self._descriptors_lock:
-            descriptor = self._use(slab, direct)
+            descriptor = self._use(slab, file)
         try:
             yield descriptor.fd
         finally:
             self._release([descriptor])
 
-    def open_all(self, slabs: Sequence[Slab], *, direct: bool) -> tuple[dict[int, int], Callable[[], None]]:
-        """``opened`` for those of these slabs that can be opened, by number, until the answer's second part is
-        called."""
-        used: dict[int, _Descriptor] = {}
+    def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, Callable[[], None]]:
+        """``opened`` for those of these slabs that can be opened, until the answer's second part is called: a row per
+        slab as compiled_runs.py wants it, number, descriptor, that of its headers (-1 without), first record."""
+        used: list[_Descriptor] = []
+        rows: list[tuple[int, int, int, int]] = []
         with self._descriptors_lock:
             for slab in slabs:
-                try:
-                    used[slab.number] = self._use(slab, direct)
-                except OSError:
-                    continue
-        return {number: one.fd for number, one in used.items()}, lambda: self._release(used.values())
+                with suppress(OSError):
+                    used.append(self._use(slab, file))
+                    fd, of_headers = used[-1].fd, -1
+                    if headers:
+                        used.append(self._use(slab, SlabFile.HEADERS))
+                        of_headers = used[-1].fd
+                    rows.append((slab.number, fd, of_headers, slab.first_record))
+        return np.array(rows, np.int64).reshape(-1, 4), lambda: self._release(used)
 
-    def _use(self, slab: Slab, direct: bool) -> _Descriptor:
-        which = (slab.number, direct)
+    def _use(self, slab: Slab, file: SlabFile) -> _Descriptor:
+        which = (slab.number, file)
         descriptor = self._descriptors.get(which)
         if descriptor is None:
-            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-            descriptor = self._descriptors[which] = _Descriptor(os.open(self.slab_path(slab), flags))
+            path = self.headers_path(slab) if file is SlabFile.HEADERS else self.slab_path(slab)
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if file is SlabFile.DIRECT else 0)
+            descriptor = self._descriptors[which] = _Descriptor(os.open(path, flags))
         descriptor.users += 1
         return descriptor
 
@@ -270,7 +310,7 @@ class SlabDirectory:
             return None
 
     def _rebuild(self) -> SlabIndex:
-        """A new index from the envelopes in the slabs. Payloads are checked when they are read, as always."""
+        """A new index from the headers of the slabs. Payloads are checked when they are read, as always."""
         for path in (self.path / "index").glob("*"):
             path.unlink()
         index = SlabIndex(self.path / "index")
@@ -280,7 +320,11 @@ class SlabDirectory:
                 continue
             number, slot_size = int(match[1], 16), int(match[2])
             slots = path.stat().st_size // slot_size
-            if slots == 0:
+            headers = path.with_suffix(".headers")
+            if slots == 0 or not headers.exists() or headers.stat().st_size < slots * HEADER:
+                # Never used, or of a version that had the headers in the slots: deleted with the unknown files.
+                if slots:
+                    logger.warning("%s has no headers of its own: an older version's, its pages are given up", path)
                 continue
             with index.changing() as change:
                 slab = change.add_slab(slot_size, slots, number)
@@ -289,29 +333,32 @@ class SlabDirectory:
         return index
 
     def _adopt_pages(self, index: SlabIndex, slab: Slab) -> None:
-        with self.opened(slab) as fd:
+        with self.opened(slab, SlabFile.HEADERS) as fd:
             self._adopt_pages_of(fd, index, slab)
 
     def _adopt_pages_of(self, fd: int, index: SlabIndex, slab: Slab) -> None:
         for first in range(0, slab.slots, _REBUILD_BATCH):
-            pages: list[tuple[bytes, Place, int]] = []
-            for slot in range(first, min(first + _REBUILD_BATCH, slab.slots)):
-                header = os.pread(fd, envelope.FIELDS_LENGTH, slot * slab.slot_size)
+            pages: list[FoundPage] = []
+            slots = min(_REBUILD_BATCH, slab.slots - first)
+            headers = os.pread(fd, slots * HEADER, first * HEADER)
+            for slot in range(slots):
+                fields = headers[slot * HEADER : (slot + 1) * HEADER]
                 try:
-                    found = envelope.decode_header(header)
+                    found = envelope.decode_header(fields)
                 except FormatError:
                     continue
-                length = found.header_length + found.payload_length
+                length = found.payload_length
                 if length <= slab.slot_size and found.created_ms > self._cleared_at(found.identity):
-                    pages.append((found.key, Place(slab.number, slot, length), found.created_ms))
+                    seal = envelope.seal_of(fields)
+                    pages.append(FoundPage(found.key, first + slot, length, found.created_ms, seal))
             with index.changing() as change:
                 self.rebuilt += change.adopt(slab, pages)
 
     def _delete_unknown_files(self, index: SlabIndex) -> None:
         """Slab files that a process was killed over before, or after, the index knew them."""
-        known = {self.slab_path(slab).name for slab in index.slabs()}
+        known = {path.name for slab in index.slabs() for path in self.slab_paths(slab)}
         for path in self.slabs_path.iterdir():
-            if _SLAB_NAME.fullmatch(path.name) and path.name not in known:
+            if _FILE_NAME.fullmatch(path.name) and path.name not in known:
                 path.unlink()
 
     def _adopt(self, tier: str) -> None:

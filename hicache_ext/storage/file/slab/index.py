@@ -44,7 +44,7 @@ from hicache_ext.storage.file.slab.records import (
     Place,
     Slab,
 )
-from hicache_ext.storage.file.slab.slot_table import SlotTable, View
+from hicache_ext.storage.file.slab.slot_table import Seals, SlotTable, View
 from hicache_ext.storage.file.slab.touches import Uses
 from hicache_ext.storage.file.usage import writer_alive, writer_name
 from hicache_ext.storage.store import PageKeys, key_words
@@ -232,6 +232,16 @@ class SlabIndex:
     def size(self) -> int:
         """Bytes of the index's files."""
         return self._data.stat().st_size + self.table.size() + (self._ghosts.bytes if self._ghosts else 0)
+
+    @property
+    def seals(self) -> Seals:
+        """Those of the slots, by row (``Slab.first_record``). Never an error, but a slab that comes or goes meanwhile
+        may be beyond their end or have another's rows. A seal that is not a page's own only costs the page: nothing
+        else agrees with it."""
+        try:
+            return self._current().seals
+        except (lmdb.Error, OSError):
+            return self._view.seals
 
     def slabs(self) -> list[Slab]:
         return list(self._current().slabs.values())

@@ -60,7 +60,7 @@ def count_leading(records: Words, buckets: Words, keys: Words, generations: Word
 def locate(
     records: Words, buckets: Words, keys: Words, generations: Words, oldest: int, slabs: Words, fresh: Words
 ) -> tuple[Words, Words]:
-    """The pages that are there and not written before ``oldest``: slabs, slots, object lengths and positions in
+    """The pages that are there and not written before ``oldest``: slabs, slots, payload lengths and positions in
     ``keys``, a row each; and what slot_code.py says of all of them (STALE). ``fresh[n]`` is of the slab in row ``n``:
     what was last used before is stale."""
     said = np.empty(4, np.int64)

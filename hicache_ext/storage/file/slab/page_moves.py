@@ -24,16 +24,16 @@ from hicache_ext.storage.file.slab.compiled_code import (
     compiled_code,
     facts_of,
 )
-from hicache_ext.storage.file.slab.directory import SlabDirectory
+from hicache_ext.storage.file.slab.directory import SlabDirectory, SlabFile
 from hicache_ext.storage.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.file.slab.records import Slab
-from hicache_ext.storage.file.slab.shapes import are_of_one_size, shape_of
+from hicache_ext.storage.file.slab.shapes import are_of_one_size, slot_size_of
 from hicache_ext.storage.file.slab.slot_io import ALIGNMENT, SlotIo
 from hicache_ext.storage.file.vectored import IOV_MAX
 from hicache_ext.storage.page_memory import Addresses, addresses_of
 from hicache_ext.storage.store import PageBatch, key_words
 
-_MOST_SEGMENTS = IOV_MAX - 3
+_MOST_SEGMENTS = IOV_MAX - 1
 _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
 """What a system call says that asked for something the file system does not do."""
 
@@ -137,28 +137,29 @@ class PageMoves:
         payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=of_call.into_memory)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
             return _nothing_but(pages)
-        shape = shape_of(payload)
-        direct = of_call.mode == "direct" and shape.header == BLOCK and _aligned(memory)
+        direct = of_call.mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
         found, others = pages.by_place(), NONE_PLACED
         numbers = found.slab_numbers()
         slabs = [slab for number in numbers if (slab := slab_of(number)) is not None]
-        opened, release = self._directory.open_all(slabs, direct=direct)
+        file = SlabFile.DIRECT if direct else SlabFile.SLOTS
+        opened, release = self._directory.open_all(slabs, file, headers=not of_call.into_memory)
         try:
             if len(opened) < len(numbers):
                 # A slab that cannot be opened is left to the other way.
-                can_be_read = np.isin(found.slabs, list(opened))
+                can_be_read = np.isin(found.slabs, opened[:, 0])
                 found, others = found.select(can_be_read), found.select(~can_be_read)
             if of_call.mode == "direct" and not direct:
                 self._metrics.add("io", "unaligned", len(found))
             arrays = (
-                facts_of(shape, payload, of_call, direct),
+                facts_of(payload, of_call, direct),
                 found.slabs,
                 found.slots,
                 found.positions,
-                np.array(list(opened.items()), np.int64).reshape(-1, 2),
+                opened,
                 memory.pages,
                 memory.segment_sizes,
                 key_words(batch.keys).view(np.uint64),
+                self._directory.seals,
             )
         except BaseException:
             release()
@@ -168,10 +169,10 @@ class PageMoves:
         def move_some() -> None:
             # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
             scratch = code.scratch
-            headers, state = scratch.blocks if direct else scratch.fields, scratch.state
-            move(code.functions, *arrays, headers, scratch.vectors, state.address, results, taken)
+            state = scratch.state
+            move(code.functions, *arrays, scratch.headers, scratch.vectors, state.address, results, taken)
 
-        pieces = -(-len(found) // max(1, bytes_at_once(direct=direct) // shape.slot))
+        pieces = -(-len(found) // max(1, bytes_at_once(direct=direct) // slot_size_of(payload)))
         return Moving(found, others, results, taken, min(threads, pieces), move_some, release)
 
 

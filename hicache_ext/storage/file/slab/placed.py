@@ -19,7 +19,7 @@ class Located(NamedTuple):
     slab: int
     slot: int
     length: int
-    """Bytes of the object."""
+    """Bytes of the payload."""
     position: int
     """In the batch."""
 
@@ -30,7 +30,7 @@ class Known(NamedTuple):
     in_order: bool
     """Of their places."""
     length: int
-    """Of each object; negative where that is not known."""
+    """Of each payload; negative where that is not known."""
     slab: int
     """The one that all are in; negative where that is not known."""
 

@@ -11,7 +11,7 @@ state     name                   the next slab number, the generation and the us
 ========  =====================  ======================================================================================
 
 A write transaction of LMDB is also the lock for all the rest, which every process maps (slot_table.py): a record per
-slot, which is what is true, and what follows from the records.
+slot, which is what is true, and what follows from the records; and the seal of the page in each slot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
-INDEX_VERSION = 5
+from hicache_ext.storage.file.slab.shapes import HEADER
+
+INDEX_VERSION = 6
 """Counts the changes of what is described above, and of slot_table.py. An index of another version is rebuilt from the
 envelopes."""
 
@@ -44,7 +46,7 @@ def slots_in_group(slot_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a page object is: ``length`` bytes of it (header and payload) from the start of a slot."""
+    """Where a page is: ``length`` bytes of payload from the start of a slot."""
 
     slab: int
     slot: int
@@ -53,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One slab file: ``slots`` slots of ``slot_size`` bytes."""
+    """One slab: a file of ``slots`` slots of ``slot_size`` bytes, and a file with the headers of their pages."""
 
     number: int
     slot_size: int
@@ -63,4 +65,10 @@ class Slab:
 
     @property
     def size(self) -> int:
+        """Bytes of slots."""
         return self.slot_size * self.slots
+
+    @property
+    def headers_size(self) -> int:
+        """Bytes of headers."""
+        return HEADER * self.slots

@@ -20,6 +20,7 @@ from hicache_ext.storage.file.slab.mapped import Words
 from hicache_ext.storage.file.slab.placed import Numbers
 from hicache_ext.storage.file.slab.quiet_index import QuietIndex
 from hicache_ext.storage.file.slab.records import Slab
+from hicache_ext.storage.file.slab.shapes import HEADER
 from hicache_ext.storage.file.slab.touches import Touches
 
 _SLABS_AT_CAPACITY = 16
@@ -214,7 +215,7 @@ class Room:
         """Grow by one slab within the capacity; False when that is used up or the disk is full."""
         used = self._occupied(change.slabs())
         wanted = max(1, min(self._capacity // _SLABS_AT_CAPACITY, _LARGEST_SLAB) // slot_size)
-        slots = min(wanted, (self._capacity - used) // (slot_size + INDEX_BYTES_PER_SLOT))
+        slots = min(wanted, (self._capacity - used) // (slot_size + HEADER + INDEX_BYTES_PER_SLOT))
         if slots < 1:
             return False
         if slots < wanted // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in change.slabs()):
@@ -261,7 +262,7 @@ class Room:
     def _occupied(self, slabs: Sequence[Slab]) -> int:
         """Bytes of disk of slabs and index: what the index is expected to need, or what it takes if that is more."""
         expected = INDEX_BYTES_AT_LEAST + sum(slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
-        return max(expected, self._index_size()) + sum(slab.size for slab in slabs)
+        return max(expected, self._index_size()) + sum(slab.size + slab.headers_size for slab in slabs)
 
     def _index_size(self) -> int:
         """Bytes of the index's files; 0 when they cannot be looked at."""

@@ -1,10 +1,13 @@
-"""How a page is laid out in its slot."""
+"""How a page is laid out in a slab: its payload from the start of a slot on, its header (envelope.py, 128 bytes) at the
+slot's place in a file of headers beside the slab.
+
+So the payloads of neighbouring slots are neighbours on disk, each begins at a block border, and a page of whole blocks
+fills its slot. To read one, its header is not needed: the index has the seal of every page (slot_table.py).
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,25 +15,13 @@ import numpy.typing as npt
 from hicache_ext import envelope
 from hicache_ext.storage.file.directory import BLOCK
 
-
-class Shape(NamedTuple):
-    """Bytes of a page in a slot."""
-
-    header: int
-    length: int
-    """Of the page object: header and payload."""
-    slot: int
+HEADER = envelope.FIELDS_LENGTH
+"""Bytes of a page's header."""
 
 
-@functools.lru_cache(maxsize=1024)
-def shape_of(payload: int) -> Shape:
-    """How a page with ``payload`` bytes is stored.
-
-    The header is a whole block where that aligns the payload at no cost in slot size, else the bare fields.
-    """
-    header = BLOCK if payload % BLOCK == 0 else envelope.FIELDS_LENGTH
-    length = header + payload
-    return Shape(header, length, -(-length // BLOCK) * BLOCK)
+def slot_size_of(payload: int) -> int:
+    """Bytes of the slot that a page with ``payload`` bytes takes: whole blocks."""
+    return max(1, -(-payload // BLOCK)) * BLOCK
 
 
 def are_of_one_size(sizes: Sequence[int]) -> bool:
@@ -38,8 +29,8 @@ def are_of_one_size(sizes: Sequence[int]) -> bool:
     return sizes.count(sizes[0]) == len(sizes)
 
 
-def lengths_of(sizes: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The lengths of the objects of the pages at some positions, all pages having these payloads."""
+def sizes_at(sizes: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The payloads of the pages at some positions, all pages having these."""
     if sizes and are_of_one_size(sizes):
-        return np.full(len(positions), shape_of(sizes[0]).length)
-    return np.array([shape_of(size).length for size in sizes], np.int64)[positions]
+        return np.full(len(positions), sizes[0])
+    return np.array(sizes, np.int64)[positions]

@@ -5,7 +5,7 @@ per group of neighbouring slots. ``buckets``: a hash table of the pages. ``slabs
 
 Records are what is true; the rest follows from them (``settle_all``) and is kept up to date here. Callers hold the
 index's lock, except those of ``find`` and ``locate``: what they read may be changing under them, so that an answer may
-be about a page that has just gone or come; what is read from a slot is checked by its envelope.
+be about a page that has just gone or come; what is read from a slot is checked by its seal.
 
 A record is "free" or "pending" until all of it is written: it becomes a page in another call (``publish_pages``) than
 the one that describes it (``describe_pages``), and no compiler moves a store from one to the other.
@@ -22,7 +22,7 @@ from hicache_ext.storage.jit import helper, kernel
 
 KEY_WORDS = 6
 OBJECT, STATE, PRIORITY, USED, HASH, PLACE = range(KEY_WORDS, KEY_WORDS + 6)
-"""Words of a record behind the page key (identity, page hash): when written (wall-clock seconds) << 32 | object length;
+"""Words of a record behind the page key (identity, page hash): when written (wall-clock seconds) << 32 | payload bytes;
 state | hits << 8 | generation << 16; rank; hash of the key; slab << 32 | slot."""
 RECORD_WORDS = PLACE + 1
 FREE, PENDING, PAGE = range(3)
@@ -50,7 +50,7 @@ HITS_BITS = 3
 
 STALE, IN_ORDER, LENGTH, SLAB = range(4)
 """What ``locate`` says of all the pages it found: 1 when one was last used before what is fresh; 1 when their places
-ascend; the length of each object and the slab of each, SEVERAL where they differ."""
+ascend; the length of each payload and the slab of each, SEVERAL where they differ."""
 SEVERAL = -1
 
 LOW = (1 << 32) - 1
@@ -264,7 +264,7 @@ def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any)
         if state == PAGE:
             length = records[row, OBJECT] & LOW
             generation = records[row, STATE] >> 16
-            true = true and records[row, OBJECT] >= 0 and 0 < length <= slabs[slab, SLOT_SIZE]
+            true = true and records[row, OBJECT] >= 0 and length <= slabs[slab, SLOT_SIZE]
             true = true and _row_of(records, buckets, records, row, generation) < 0
         else:
             true = true and state == PENDING and records[row, OBJECT] == BEING_WRITTEN
@@ -344,7 +344,7 @@ def locate(
     placed: Any,
     found: Any,
 ) -> Any:
-    """The pages that are there and not written before ``oldest``: slab, slot, object length and position in ``keys``,
+    """The pages that are there and not written before ``oldest``: slab, slot, payload length and position in ``keys``,
     each a row of ``placed``; their number. ``found``: see STALE. ``fresh[n]`` is of the slab in row ``n``."""
     count, row = 0, -1
     stale, in_order, length, only, last = 0, 1, SEVERAL, SEVERAL, -1

@@ -4,6 +4,7 @@
 
     header           words: what this is, CHANGING, EPOCH, BUCKETS; a clock per slot size
     records          a row per slot; those of a slab are neighbours
+    seals            a row per slot, as the records: the 16 bytes that bind the payload in it to its page (envelope.py)
     groups           per slab, beginning with the row that its records begin with, its summary and a row per group
     buckets-<n>      the hash table, n words
 
@@ -26,7 +27,9 @@ from typing import Final
 
 import lmdb
 import numpy as np
+import numpy.typing as npt
 
+from hicache_ext.envelope import SEAL_LENGTH
 from hicache_ext.storage.file.slab import slot_code
 from hicache_ext.storage.file.slab.mapped import WORD, Words, extend, map_words, sync
 from hicache_ext.storage.file.slab.records import INDEX_VERSION, Slab, slots_in_group
@@ -38,7 +41,12 @@ _CLOCKS: Final = 16
 _HEADER: Final = 4096 // WORD
 _THIS_FORMAT: Final = 0x68696361 << 8 | INDEX_VERSION
 _LEAST_BUCKETS: Final = 1024
+_SEAL_WORDS: Final = SEAL_LENGTH // WORD
 _ATTEMPTS: Final = 100
+
+
+Seals = npt.NDArray[np.uint64]
+"""A row per slot; the bytes of a row are a page's seal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class View:
     slabs: Mapping[int, Slab]
     """By number, in that order."""
     records: Words
+    seals: Seals
     groups: Words
     buckets: Words
     rows: Words
@@ -103,7 +112,7 @@ class SlotTable:
         if new:
             for path in directory.glob("buckets-*"):
                 path.unlink()
-            for path in (header, self._records, self._groups):
+            for path in (header, self._records, self._seals, self._groups):
                 path.unlink(missing_ok=True)
             extend(header, _HEADER)
         try:
@@ -111,8 +120,8 @@ class SlotTable:
         except (FileNotFoundError, ValueError) as error:
             raise lmdb.CorruptedError(f"the header of the index: {error}") from error
         if new:
-            extend(self._records, 0)
-            extend(self._groups, 0)
+            for path in (self._records, self._seals, self._groups):
+                extend(path, 0)
             self._new_buckets(_LEAST_BUCKETS)
             self._header[_FORMAT] = _THIS_FORMAT
         if self._header[_FORMAT] != _THIS_FORMAT:
@@ -128,7 +137,7 @@ class SlotTable:
 
     def size(self) -> int:
         """Bytes of disk."""
-        others = (self._directory / "header", self._records, self._groups)
+        others = (self._directory / "header", self._records, self._seals, self._groups)
         # The hash table has the size that its name says; another process may replace it at any time.
         return sum(path.stat().st_size for path in others) + int(self._header[_BUCKETS]) * WORD
 
@@ -156,6 +165,7 @@ class SlotTable:
                 epoch,
                 slabs,
                 map_words(self._records, rows * RECORD_WORDS).reshape(-1, RECORD_WORDS),
+                map_words(self._seals, rows * _SEAL_WORDS).view(np.uint64).reshape(-1, _SEAL_WORDS),
                 map_words(self._groups, rows * GROUP_WORDS).reshape(-1, GROUP_WORDS),
                 self._map_buckets(),
                 np.array(numbers, np.int64).reshape(-1, slot_code.SLAB_WORDS),
@@ -215,6 +225,7 @@ class SlotTable:
                 break
             first = max(first, slab.first_record + slab.slots + 1)
         extend(self._records, (first + slots + 1) * RECORD_WORDS)
+        extend(self._seals, (first + slots + 1) * _SEAL_WORDS)
         extend(self._groups, (first + slots + 1) * GROUP_WORDS)
         wanted = 2 * (slots + sum(slab.slots for slab in others.values()))
         if self._header[_BUCKETS] < wanted:
@@ -241,6 +252,10 @@ class SlotTable:
         return self._directory / "records"
 
     @property
+    def _seals(self) -> Path:
+        return self._directory / "seals"
+
+    @property
     def _groups(self) -> Path:
         return self._directory / "groups"
 
@@ -249,4 +264,4 @@ class SlotTable:
         return self._directory / f"buckets-{int(self._header[_BUCKETS])}"
 
     def _paths(self) -> list[Path]:
-        return [self._directory / "header", self._records, self._groups, self._buckets]
+        return [self._directory / "header", self._records, self._seals, self._groups, self._buckets]

@@ -3,7 +3,7 @@
 Writing: one transaction takes slots (free ones, or those of evicted pages), the pages are written into them, a second
 transaction publishes them: a page is found only once it is whole. Reading: one look-up for the batch, then the slots
 are read straight into host memory, neighbours in one preadv. A slot may be given to another page between look-up and
-read; its envelope then names another page, the index is asked again, and the page is a miss.
+read; its seal then is another page's, the index is asked again, and the page is a miss.
 
 Threads: any. The memory of a batch is touched only until the call returns.
 """
@@ -37,9 +37,10 @@ from hicache_ext.storage.file.slab.directory import slab_directory
 from hicache_ext.storage.file.slab.page_moves import Moving, PageMoves
 from hicache_ext.storage.file.slab.placed import NONE_PLACED, Located, Numbers, Placed
 from hicache_ext.storage.file.slab.quiet_index import QuietIndex
+from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.room import Room
-from hicache_ext.storage.file.slab.shapes import are_of_one_size, lengths_of, shape_of
-from hicache_ext.storage.file.slab.slot_io import SlotIo, Stored
+from hicache_ext.storage.file.slab.shapes import HEADER, are_of_one_size, sizes_at, slot_size_of
+from hicache_ext.storage.file.slab.slot_io import SlotIo
 from hicache_ext.storage.file.slab.touches import Touches
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted, identity_of
 
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
-_FIELDS = envelope.FIELDS_LENGTH
 _SWEEP_BATCH = 4096
 """Pages looked at in one go for their age: a few milliseconds."""
 
@@ -190,10 +190,10 @@ class SlabStore:
         """Read and check; the positions whose slot turned out to hold something else."""
         doubtful: list[tuple[Located, str]] = []
         known = placed.known.length
-        if known < 0 or not are_of_one_size(batch.sizes) or known != shape_of(batch.sizes[0]).length:
-            wrong = placed.lengths != lengths_of(batch.sizes, placed.positions)
+        if known < 0 or not are_of_one_size(batch.sizes) or known != batch.sizes[0]:
+            wrong = placed.lengths != sizes_at(batch.sizes, placed.positions)
             if wrong.any():
-                # An object of another length than asked for is not this page; it is not even read.
+                # One of another length than asked for is not this page; it is not even read.
                 doubtful = [(page, "length") for page in placed.select(wrong).pages()]
                 placed = placed.select(~wrong)
         readers = self._readers
@@ -204,7 +204,7 @@ class SlabStore:
         else:
             _fill(results, moving.done().positions, GetResult.HIT)
             _fill(results, self._count_failed(moving), GetResult.ERROR)
-            runs = self._runs(batch, moving.left().pages(), readers)
+            runs = self._runs(moving.left().pages(), readers)
             for of_run in self._workers.run(len(runs), lambda n: self._read_run(batch, runs[n], results), readers):
                 doubtful += of_run
         elsewhere = []
@@ -221,33 +221,36 @@ class SlabStore:
         slab = self._room.slab(run[0].slab)
         if slab is None:
             return [(page, "truncated") for page in run]
-        keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
-        headers = [shape_of(sizes[page.position]).header for page in run]
-        stored = [Stored(header, buffers[page.position]) for page, header in zip(run, headers, strict=True)]
+        buffers = batch.buffers
+        doubtful: list[tuple[Located, str]] = []
         try:
-            read = self._io.read(slab, run[0].slot * slab.slot_size, stored)
+            if self._io.read(slab, run[0].slot, [buffers[page.position] for page in run]) != sum(
+                [page.length for page in run]
+            ):
+                # The slab was dropped while it was being read.
+                return [(page, "truncated") for page in run]
+            for page in run:
+                reason = self._reason_to_refuse(slab, page, batch.keys[page.position], buffers[page.position])
+                if reason is None:
+                    results[page.position] = GetResult.HIT
+                else:
+                    doubtful.append((page, reason))
         except FileNotFoundError:
-            # The slab was dropped meanwhile.
+            # The same, before.
             return [(page, "truncated") for page in run]
         except OSError as error:
             self._count_error(error)
             for page in run:
                 results[page.position] = GetResult.ERROR
             return []
-        if read.moved != sum([page.length for page in run]):
-            # The same, while it was being read.
-            return [(page, "truncated") for page in run]
-        doubtful: list[tuple[Located, str]] = []
-        for page, header, fields in zip(run, headers, read.fields(len(run)), strict=True):
-            position = page.position
-            key, segments = keys[position], buffers[position]
-            if not envelope.is_page(fields, header, key, sizes[position], segments):
-                reason = envelope.reason_to_refuse(fields.ljust(header, b"\0"), key, segments)
-                if reason is not None:
-                    doubtful.append((page, reason))
-                    continue
-            results[position] = GetResult.HIT
         return doubtful
+
+    def _reason_to_refuse(self, slab: Slab, page: Located, key: bytes, segments: Sequence[memoryview]) -> str | None:
+        """Why what was just read from a slot is not this page; None when it is. Raises OSError."""
+        if envelope.page_seal(key, page.length, segments) == self._io.seal(slab, page.slot):
+            return None
+        # The header says what is wrong; where it holds, it is the seal in the index that does not.
+        return envelope.reason_to_refuse(self._io.header(slab, page.slot), key, segments)
 
     def _heal(self, batch: PageBatch, page: Located, reason: str, results: list[GetResult]) -> bool:
         """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere or gone, or
@@ -318,7 +321,7 @@ class SlabStore:
         if not positions:
             return []
         sizes = batch.sizes
-        slots = {size: shape_of(size).slot for size in set(sizes)}
+        slots = {size: slot_size_of(size) for size in set(sizes)}
         if len(positions) * max(slots.values()) <= self._room.capacity // 4:
             return [positions]
         portions: list[list[int]] = []
@@ -336,11 +339,11 @@ class SlabStore:
         sizes = batch.sizes
         wanted: dict[int, Numbers] = {}
         if are_of_one_size(sizes):
-            wanted[shape_of(sizes[0]).slot] = np.array(positions)
+            wanted[slot_size_of(sizes[0])] = np.array(positions)
         else:
             of_size: dict[int, list[int]] = {}
             for position in positions:
-                of_size.setdefault(shape_of(sizes[position]).slot, []).append(position)
+                of_size.setdefault(slot_size_of(sizes[position]), []).append(position)
             wanted = {slot_size: np.array(pages) for slot_size, pages in of_size.items()}
         portion = self._directory.index.next_portion()
         places = self._room.take(wanted, portion)
@@ -350,7 +353,7 @@ class SlabStore:
             return
         taken = Placed.joined(
             [
-                Placed(places[slot_size][0], places[slot_size][1], lengths_of(sizes, at), at)
+                Placed(places[slot_size][0], places[slot_size][1], sizes_at(sizes, at), at)
                 for slot_size, count in counts.items()
                 for at in [wanted[slot_size][:count]]
             ]
@@ -385,7 +388,7 @@ class SlabStore:
         """What compiled code did not write; all pages that are written, by position."""
         written = [moving.done()]
         _fill(results, self._count_failed(moving), SetResult.ERROR)
-        runs = self._runs(batch, moving.left().pages(), self._writers)
+        runs = self._runs(moving.left().pages(), self._writers)
         for run, result in zip(
             runs, self._workers.run(len(runs), lambda n: self._write_run(batch, runs[n])), strict=True
         ):
@@ -398,21 +401,18 @@ class SlabStore:
 
     def _write_run(self, batch: PageBatch, run: list[Located]) -> SetResult:
         """One pwritev for a run of neighbouring slots."""
-        fields: list[bytes] = []
-        stored: list[Stored] = []
-        length = 0
-        keys, buffers, sizes = batch.keys, batch.buffers, batch.sizes
-        now = int(time.time() * 1000)
-        for page in run:
-            position = page.position
-            segments, size = buffers[position], sizes[position]
-            header_length, object_length, _ = shape_of(size)
-            fields.append(envelope.encode_page(keys[position], segments, size, header_length, now))
-            stored.append(Stored(header_length, segments))
-            length += object_length
+        keys, buffers, now = batch.keys, batch.buffers, int(time.time() * 1000)
+        pages = [buffers[page.position] for page in run]
+        if [sum([segment.nbytes for segment in segments]) for segments in pages] != [page.length for page in run]:
+            # A batch that is wrong about its sizes: what is longer than its slot would be in the next one, too.
+            return SetResult.ERROR
+        headers = [
+            envelope.encode_page(keys[page.position], segments, page.length, HEADER, now)
+            for page, segments in zip(run, pages, strict=True)
+        ]
         try:
             slab = self._room.slab(run[0].slab)
-            if slab is None or self._io.write(slab, run[0].slot * slab.slot_size, fields, stored) != length:
+            if slab is None or not self._io.write(slab, run[0].slot, headers, pages):
                 return SetResult.ERROR
         except OSError as error:
             self._count_error(error)
@@ -472,7 +472,7 @@ class SlabStore:
         """Pages written before this (wall-clock seconds) are expired; 0 without a ttl."""
         return 0 if self._ttl is None else max(0, int(time.time() - self._ttl))
 
-    def _runs(self, batch: PageBatch, pages: list[Located], threads: int) -> list[list[Located]]:
+    def _runs(self, pages: list[Located], threads: int) -> list[list[Located]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
         if not pages:
             return []
@@ -482,10 +482,9 @@ class SlabStore:
         # The place right behind the run. Only full slots have no gap between them.
         following = (-1, -1)
         room = 0
-        sizes = batch.sizes
         for page in sorted(pages):
-            slab, slot, _, position = page
-            _, length, takes = shape_of(sizes[position])
+            slab, slot, length, _ = page
+            takes = slot_size_of(length)
             if (slab, slot) == following and len(run) < longest and takes == length <= room:
                 run.append(page)
                 room -= takes
