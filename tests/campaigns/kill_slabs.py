@@ -31,7 +31,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from hicache_ext.storage.file.slab.directory import slab_directory
+from hicache_ext import envelope
+from hicache_ext.errors import FormatError
+from hicache_ext.storage.file.slab.directory import SlabDirectory, slab_directory
+from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
@@ -182,6 +185,9 @@ def look_at_index(place: Path, findings: Findings, when: str) -> None:
         if index.counts()["pending"]:
             findings.problems[f"slots are still pending, {when}"] += 1
         slabs = index.slabs()
+        wrong = sum(not headers_agree(directory, slab) for slab in slabs)
+        if wrong:
+            findings.problems[f"pages whose header or seal is another's in {wrong} slabs, {when}"] += 1
         files = {path.name: path.stat().st_size for path in directory.slabs_path.iterdir()}
         expected = {directory.slab_path(slab).name: slab.size for slab in slabs}
         if files != expected | {directory.headers_path(slab).name: slab.headers_size for slab in slabs}:
@@ -189,6 +195,24 @@ def look_at_index(place: Path, findings: Findings, when: str) -> None:
         used = sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
         if used > CAPACITY + INDEX_GROWTH:
             findings.problems[f"{used} bytes used, {CAPACITY} allowed, {when}"] += 1
+
+
+def headers_agree(directory: SlabDirectory, slab: Slab) -> bool:
+    """Whether each page of a slab has the header and the seal of its key and length."""
+    index = directory.index
+    headers = directory.headers_path(slab).read_bytes()
+    for page in index.pages():
+        if page.place.slab != slab.number:
+            continue
+        fields = headers[page.place.slot * 128 : (page.place.slot + 1) * 128]
+        seal = index.seals[slab.first_record + page.place.slot].tobytes()
+        try:
+            header = envelope.decode_header(fields)
+        except FormatError:
+            return False
+        if (header.key, header.payload_length, envelope.seal_of(fields)) != (page.key, page.place.length, seal):
+            return False
+    return True
 
 
 def every_key_works(place: Path, findings: Findings) -> None:

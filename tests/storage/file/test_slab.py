@@ -12,6 +12,7 @@ from typing import Any
 import lmdb
 import pytest
 
+from hicache_ext import envelope
 from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.file import open_file_tier
@@ -180,6 +181,28 @@ def test_a_damaged_header_costs_a_rebuild_its_page_and_no_other(tmp_path: Path) 
     (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
     assert assert_right(store, keys) == [GetResult.HIT] * 7 + [GetResult.MISS] + [GetResult.HIT] * 12
+    assert sound(store)
+    store.close()
+
+
+@pytest.mark.parametrize("older", [3, 17])
+def test_of_two_slots_with_one_page_a_rebuild_takes_the_newer_one(tmp_path: Path, older: int) -> None:
+    """The header of a page that was evicted is still there while the next one is written into its slot."""
+    store = open_store(tmp_path)
+    keys = page_keys(20)
+    store_pages(store, keys, SIZES)
+    store.close()
+    (file,) = (tmp_path / "slabs").glob("*.headers")
+    content = memoryview(payload_of(keys[9], SIZE))
+    written = envelope.decode_header(file.read_bytes()[9 * 128 :]).created_ms
+    with file.open("r+b") as opened:
+        opened.seek(older * 128)
+        opened.write(envelope.encode_header(keys[9], [content], created_ms=written - 10_000))
+    (tmp_path / "trust").write_text("another boot")
+    store = open_store(tmp_path)
+    expected = [GetResult.HIT] * 20
+    expected[older] = GetResult.MISS
+    assert assert_right(store, keys) == expected
     assert sound(store)
     store.close()
 

@@ -157,9 +157,11 @@ class IndexChange:
         return rows
 
     def adopt(self, slab: Slab, pages: Iterable[FoundPage]) -> int:
-        """For the rebuild: free slots of a slab become the pages that they hold, unless a key is known already; the
-        number of those that do."""
-        found = list(pages)
+        """For the rebuild: free slots of a slab become the pages that they hold; the number of those that do.
+
+        Of several with one key the newest counts: an older one may be the header of a page that was evicted, in a slot
+        whose next page was being written when its process was killed."""
+        found = list({page.key: page for page in sorted(pages, key=lambda page: page.created_ms)}.values())
         if not found:
             return 0
         view = self._view
@@ -171,6 +173,8 @@ class IndexChange:
         # Those of one page are no chain: each is as if it were written alone.
         pages_found = Placed.of([Located(slab.number, page.slot, page.length, n) for n, page in enumerate(found)])
         created = np.array([min(page.created_ms // 1000, _LATEST) for page in found], np.int64)
+        known = self._index.rows(view, keys)
+        slot_code.forget_pages(*view.table, np.where(view.records[known, OBJECT] >> 32 < created, known, -1))
         self._describe(words, generations, slab.slot_size, pages_found, rows, created, linked=False)
         published = np.empty(len(rows), np.int64)
         return int(slot_code.publish_pages(*view.table, rows, published))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -337,6 +338,7 @@ class SlabDirectory:
             self._adopt_pages_of(fd, index, slab)
 
     def _adopt_pages_of(self, fd: int, index: SlabIndex, slab: Slab) -> None:
+        cleared_at = functools.cache(self._cleared_at)
         for first in range(0, slab.slots, _REBUILD_BATCH):
             pages: list[FoundPage] = []
             slots = min(_REBUILD_BATCH, slab.slots - first)
@@ -348,7 +350,7 @@ class SlabDirectory:
                 except FormatError:
                     continue
                 length = found.payload_length
-                if length <= slab.slot_size and found.created_ms > self._cleared_at(found.identity):
+                if length <= slab.slot_size and found.created_ms > cleared_at(found.identity):
                     seal = envelope.seal_of(fields)
                     pages.append(FoundPage(found.key, first + slot, length, found.created_ms, seal))
             with index.changing() as change:
