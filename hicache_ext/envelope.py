@@ -89,24 +89,11 @@ def encode_header(
 
     Raises ValueError on a key or header_length that the format does not allow; both are programming errors.
     """
-    fields = encode_fields(key, segments, header_length=header_length, checksum=checksum, created_ms=created_ms)
-    return fields.ljust(header_length, b"\0")
-
-
-def encode_fields(
-    key: bytes,
-    segments: Segments,
-    *,
-    header_length: int = FIELDS_LENGTH,
-    checksum: bool = True,
-    created_ms: int | None = None,
-) -> bytes:
-    """The first 128 bytes of ``encode_header``; the rest of the header is zeros."""
     if len(key) != KEY_LENGTH:
         raise ValueError(f"a page key has {KEY_LENGTH} bytes, got {len(key)}")
     if not FIELDS_LENGTH <= header_length <= MAX_HEADER_LENGTH:
         raise ValueError(f"header_length must be {FIELDS_LENGTH}..{MAX_HEADER_LENGTH}, got {header_length}")
-    return _encoded(
+    fields = _encoded(
         key,
         FLAG_PAYLOAD_CHECKSUM if checksum else 0,
         header_length,
@@ -114,10 +101,12 @@ def encode_fields(
         payload_checksum(segments) if checksum else bytes(16),
         int(time.time() * 1000) if created_ms is None else created_ms,
     )
+    return fields.ljust(header_length, b"\0")
 
 
 def encode_page(key: bytes, segments: Segments, payload_length: int, header_length: int, created_ms: int) -> bytes:
-    """``encode_fields`` for a caller that has checked its arguments and counted the payload: stores do it per page."""
+    """The first 128 bytes of ``encode_header``, for a caller that has checked its arguments and counted the payload:
+    stores do it per page."""
     return _encoded(key, FLAG_PAYLOAD_CHECKSUM, header_length, payload_length, payload_checksum(segments), created_ms)
 
 
@@ -168,13 +157,9 @@ def decode_header(header: Buffer) -> Envelope:
     )
 
 
-def is_page(fields: bytes, header_length: int, key: bytes, payload_length: int, segments: Segments) -> bool:
-    """Whether the page just read is the page ``key``, checksum and all, in one comparison.
-
-    ``fields`` are the first 128 bytes of what was read in front of the payload, ``header_length`` is how much that was.
-    Where the answer is False, ``reason_to_refuse`` tells why.
-    """
-    expected = _sealed(header_length, key, payload_length, segments)
+def _is_page(fields: bytes, key: bytes, payload_length: int, segments: Segments) -> bool:
+    """Whether the page with this header, of 128 bytes, is the page ``key``, checksum and all, in one comparison."""
+    expected = _sealed(key, payload_length, segments)
     return fields.startswith(expected) and fields[_FIELDS_BEFORE_CHECKSUM:] == xxhash.xxh3_128_digest(
         fields[:_FIELDS_BEFORE_CHECKSUM]
     )
@@ -183,7 +168,7 @@ def is_page(fields: bytes, header_length: int, key: bytes, payload_length: int, 
 def page_seal(key: bytes, payload_length: int, segments: Segments) -> bytes:
     """What binds a payload to its page where no header is read with it: the same 16 bytes only for the same key, length
     and payload. ``seal_of`` of the page's header."""
-    return xxhash.xxh3_128_digest(_sealed(FIELDS_LENGTH, key, payload_length, segments))
+    return xxhash.xxh3_128_digest(_sealed(key, payload_length, segments))
 
 
 def seal_of(fields: Buffer) -> bytes:
@@ -191,9 +176,9 @@ def seal_of(fields: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(fields[:_SEALED_LENGTH])
 
 
-def _sealed(header_length: int, key: bytes, payload_length: int, segments: Segments) -> bytes:
+def _sealed(key: bytes, payload_length: int, segments: Segments) -> bytes:
     """The first 88 bytes of the header of this page."""
-    return page_start(header_length) + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
+    return page_start(FIELDS_LENGTH) + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
 
 
 @functools.lru_cache(maxsize=64)
@@ -211,7 +196,7 @@ def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum
     """
     payload_length = sum([segment.nbytes for segment in segments])
     # Nearly every page is right. A longer header is looked at whole.
-    if checksum and len(header) == FIELDS_LENGTH and is_page(bytes(header), len(header), key, payload_length, segments):
+    if checksum and len(header) == FIELDS_LENGTH and _is_page(bytes(header), key, payload_length, segments):
         return None
     try:
         envelope = decode_header(header)

@@ -130,14 +130,19 @@ def _stat(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    good = gone = 0
+    good = gone = unread = 0
     reasons: Counter[str] = Counter()
     bad: list[bytes] = []
     removed = 0
     with closing(open_inspector(arguments.path)) as inspector:
         pages = list(inspector.pages())
         for page in _with_progress(pages, "pages read"):
-            stored = inspector.read(page)
+            try:
+                stored = inspector.read(page)
+            except OSError as error:
+                unread += 1
+                print(f"not looked at ({error.strerror}): page {page.key[16:].hex()}", file=sys.stderr)
+                continue
             if stored is None:
                 gone += 1
                 continue
@@ -152,12 +157,12 @@ def _verify(arguments: argparse.Namespace) -> int:
         if arguments.remove:
             for first in range(0, len(bad), _REMOVE_BATCH):
                 removed += inspector.remove(bad[first : first + _REMOVE_BATCH])
-    print(f"{good} good, {len(bad)} bad, {gone} evicted meanwhile")
+    print(f"{good} good, {len(bad)} bad, {gone} evicted meanwhile" + (f", {unread} not looked at" if unread else ""))
     for reason, count in reasons.most_common():
         print(f"  {count} x {reason}")
     if arguments.remove:
         print(f"{removed} removed")
-    return 1 if len(bad) > removed else 0
+    return 1 if unread or len(bad) > removed else 0
 
 
 def _gc(arguments: argparse.Namespace) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +15,7 @@ from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.file.expiry import record_ttl
+from hicache_ext.storage.file.inspection import open_inspector, reason_it_is_bad
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.opening import open_tiers
@@ -164,6 +168,46 @@ def test_gc_keeps_every_page(directory: tuple[Path, Any], capsys: pytest.Capture
     code, out = run(capsys, "gc", path)
     assert code == 0
     assert out.startswith("0 left-overs")
+    assert run(capsys, "verify", path) == (0, "8 good, 0 bad, 0 evicted meanwhile\n")
+
+
+def test_verify_finds_headers_and_seals_that_do_not_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = SlabStore("disk", tmp_path, capacity=64 * MIB)
+    keys = page_keys(8)
+    store_pages(store, keys, (500, 500))
+    index = store._directory.index
+    (slab,) = index.slabs()
+    index.seals[slab.first_record + 2] ^= index.seals.dtype.type(1)
+    with store._directory.headers_path(slab).open("r+b") as file:
+        file.seek(5 * 128 + 30)
+        file.write(b"\xff")
+    code, out = run(capsys, "verify", tmp_path)
+    assert (code, out.splitlines()[-3:]) == (
+        1,
+        ["6 good, 2 bad, 0 evicted meanwhile", "  1 x seal", "  1 x header_checksum"],
+    )
+    assert run(capsys, "verify", tmp_path, "--remove")[0] == 0
+    assert store.contains(keys) == [number not in (2, 5) for number in range(8)]
+    store.close()
+
+
+def test_verify_does_not_call_bad_what_it_could_not_look_at(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = directory[0]
+    with closing(open_inspector(path)) as inspector:
+        pages = list(inspector.pages())
+        with patch.object(Path, "open", side_effect=OSError(errno.EMFILE, "Too many open files")):
+            for page in pages:
+                with pytest.raises(OSError, match="Too many open files"):
+                    inspector.read(page)
+        with patch.object(Path, "open", side_effect=OSError(errno.EIO, "Input/output error")):
+            assert [reason_it_is_bad(page.key, inspector.read(page)) for page in pages] == ["short_header"] * 8
+        assert [reason_it_is_bad(page.key, inspector.read(page)) for page in pages] == [None] * 8
+        kind = type(inspector)
+    with patch.object(kind, "read", side_effect=OSError(errno.EMFILE, "Too many open files")):
+        code, out = run(capsys, "verify", path, "--remove")
+    assert (code, out) == (1, "0 good, 0 bad, 0 evicted meanwhile, 8 not looked at\n0 removed\n")
     assert run(capsys, "verify", path) == (0, "8 good, 0 bad, 0 evicted meanwhile\n")
 
 

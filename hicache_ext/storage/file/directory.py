@@ -32,7 +32,8 @@ from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.file.usage import writer_alive, writer_name
 
-DIRECTORY_FORMAT = 1
+FORMATS = {"pages": 1, "slab": 2}
+"""Of the files in a directory, by layout. Slabs of format 1 had the header of each page in its slot."""
 BLOCK = 4096
 """What a file occupies is rounded up to this many bytes."""
 
@@ -65,11 +66,11 @@ def check_manifest(path: Path, layout: str, tier: str) -> None:
         found = (document["format"], document["layout"])
     except (ValueError, KeyError, TypeError):
         raise StoreSetupError(tier, f"{str(manifest)!r} is not a manifest of this package") from None
-    if found != (DIRECTORY_FORMAT, layout):
+    if found != (FORMATS[layout], layout):
         raise StoreSetupError(
             tier,
             f"{str(path)!r} holds format {found[0]}, layout {found[1]!r}; "
-            f"this tier writes format {DIRECTORY_FORMAT}, layout {layout!r}",
+            f"this tier writes format {FORMATS[layout]}, layout {layout!r}",
             ["name another path, or remove that directory"],
         )
 
@@ -277,7 +278,7 @@ class PageDirectory:
 
     def _adopt(self, tier: str) -> None:
         manifest = self.path / "hicache_ext.json"
-        self._create_file_once(manifest, json.dumps({"format": DIRECTORY_FORMAT, "layout": "pages"}) + "\n")
+        self._create_file_once(manifest, json.dumps({"format": FORMATS["pages"], "layout": "pages"}) + "\n")
         check_manifest(self.path, "pages", tier)
 
     def _create_file_once(self, path: Path, text: str) -> None:

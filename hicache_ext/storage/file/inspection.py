@@ -5,20 +5,20 @@ Knows both layouts. Nothing here goes through the stores: what is reported is wh
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hicache_ext import envelope
 from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.errors import FormatError, StoreError
-from hicache_ext.storage.file.directory import PageDirectory
+from hicache_ext.storage.file.directory import PageDirectory, check_manifest
 from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.slab.directory import SlabFile, slab_directory
+from hicache_ext.storage.file.slab.directory import slab_directory
 from hicache_ext.storage.file.slab.shapes import HEADER
 from hicache_ext.storage.file.slab.touches import Uses
 
@@ -37,6 +37,17 @@ class StoredPage:
         return self.key[:IDENTITY_LENGTH]
 
 
+class StoredObject(NamedTuple):
+    content: bytes
+    """Header and payload; nothing where something that cannot be read has the page's place."""
+    seal: bytes | None = None
+    """What the index says of them (docs/page-format.md); None where there is none."""
+
+
+_NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+"""Errors of who reads. Others are of what is read."""
+
+
 class Inspector(Protocol):
     """One directory, whatever its layout. Not thread-safe; close it."""
 
@@ -52,8 +63,9 @@ class Inspector(Protocol):
     def uses(self, digest: bytes) -> Uses | None:
         """Hits of an identity's pages since it was last cleared; None where none were counted."""
 
-    def read(self, page: StoredPage) -> bytes | None:
-        """The page object as it is on disk; None when it is gone by now."""
+    def read(self, page: StoredPage) -> StoredObject | None:
+        """The page object as it is on disk; None when it is gone by now. Raises OSError where that says nothing of the
+        page (``_NOT_OF_THE_PAGE``)."""
 
     def remove(self, keys: list[bytes]) -> int: ...
 
@@ -78,17 +90,27 @@ def open_inspector(path: Path) -> Inspector:
         layout = json.loads(manifest.read_text())["layout"]
     except (OSError, ValueError, KeyError, TypeError):
         raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no hicache_ext.json") from None
+    if layout == "slab":
+        # A tier gives up pages of an older format; to look at them is no reason to.
+        check_manifest(path, "slab", str(path))
     return SlabInspector(path) if layout == "slab" else PageFileInspector(path)
 
 
-def reason_it_is_bad(key: bytes, stored: bytes) -> str | None:
+def reason_it_is_bad(key: bytes, stored: StoredObject) -> str | None:
     """Why a page object is not the page ``key``; None when it is."""
+    content, seal = stored
     try:
-        header = envelope.decode_header(stored)
+        header = envelope.decode_header(content)
     except FormatError as error:
         return error.reason
-    payload = memoryview(stored)[header.header_length :]
-    return envelope.reason_to_refuse(stored[: header.header_length], key, [payload])
+    payload = memoryview(content)[header.header_length :]
+    reason = envelope.reason_to_refuse(content[: header.header_length], key, [payload])
+    return "seal" if reason is None and seal not in (None, envelope.seal_of(content)) else reason
+
+
+def _says_nothing(error: OSError) -> bool:
+    """Whether the error says nothing of the page."""
+    return error.errno in _NOT_OF_THE_PAGE
 
 
 class PageFileInspector:
@@ -109,14 +131,16 @@ class PageFileInspector:
     def uses(self, digest: bytes) -> Uses | None:
         return None
 
-    def read(self, page: StoredPage) -> bytes | None:
+    def read(self, page: StoredPage) -> StoredObject | None:
         try:
-            return Path(self._directory.page_path(page.key)).read_bytes()
+            return StoredObject(Path(self._directory.page_path(page.key)).read_bytes())
         except FileNotFoundError:
             return None
-        except OSError:
+        except OSError as error:
+            if _says_nothing(error):
+                raise
             # Something that cannot be read has the page's name: no page.
-            return b""
+            return StoredObject(b"")
 
     def remove(self, keys: list[bytes]) -> int:
         return self._store.remove(keys)
@@ -152,7 +176,7 @@ class SlabInspector:
     def uses(self, digest: bytes) -> Uses | None:
         return self._directory.index.uses_of(digest)
 
-    def read(self, page: StoredPage) -> bytes | None:
+    def read(self, page: StoredPage) -> StoredObject | None:
         # Looked up anew for every page: since the listing its slot may have been given to another one.
         for _ in range(2):
             place = self._directory.index.find(page.key)
@@ -161,12 +185,20 @@ class SlabInspector:
             slab = next((slab for slab in self._directory.index.slabs() if slab.number == place.slab), None)
             if slab is None:
                 continue
+            seals, row = self._directory.seals, slab.first_record + place.slot
+            seal = seals[row].tobytes() if row < len(seals) else None
             try:
-                with self._directory.opened(slab, SlabFile.HEADERS) as headers, self._directory.opened(slab) as slots:
-                    header = os.pread(headers, HEADER, place.slot * HEADER)
-                    stored = header + os.pread(slots, place.length, place.slot * slab.slot_size)
-            except OSError:
-                return b""
+                # Not kept open, as by the directory: this looks at every slab.
+                header = _read_at(self._directory.headers_path(slab), HEADER, place.slot * HEADER)
+                payload = _read_at(self._directory.slab_path(slab), place.length, place.slot * slab.slot_size)
+                stored = StoredObject(header + payload, seal)
+            except FileNotFoundError:
+                # Dropped, unless it is still there when looked up again.
+                stored = StoredObject(b"", seal)
+            except OSError as error:
+                if _says_nothing(error):
+                    raise
+                stored = StoredObject(b"", seal)
             if self._directory.index.find(page.key) == place:
                 return stored
         return None
@@ -197,3 +229,9 @@ class SlabInspector:
 
     def close(self) -> None:
         self._resources.close()
+
+
+def _read_at(path: Path, length: int, offset: int) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        return file.read(length)

@@ -426,6 +426,10 @@ def test_a_slab_whose_seals_are_not_there_is_left_and_no_word_beside_them_is_tou
         moving = move(slabs, batch, placed, write=write)
         assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
     assert (slabs.seals == seals).all()
+    io = SlotIo(slabs, IoPlan(read="buffered", write="buffered"), TierMetrics("disk"))
+    assert io.seal(slabs.slab(0), 3) == b""
+    assert not io.write(slabs.slab(0), 3, [bytes(128)], batch.buffers)
+    assert (slabs.seals == seals).all()
 
 
 def test_only_the_bad_page_of_a_run_is_left(tmp_path):

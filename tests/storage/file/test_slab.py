@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,13 +17,14 @@ from hicache_ext import envelope
 from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.file import open_file_tier
+from hicache_ext.storage.file.inspection import open_inspector
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.compiled_code import compiled_code
 from hicache_ext.storage.file.slab.index import SlabIndex
 from hicache_ext.storage.file.slab.records import INDEX_VERSION, Slab
 from hicache_ext.storage.file.slab.store import SlabStore
-from hicache_ext.storage.store import GetResult, SetResult
-from hicache_ext.testing.conformance.pages import IDENTITY, page_keys, payload_of, read_pages, store_pages
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.disk_faults import compiled_code_through_python
 from tests.campaigns import kill_slabs
 
@@ -77,6 +79,9 @@ def test_a_page_written_anew_into_the_slot_it_was_read_from_is_no_corrupt_page(
     real, reads, bad = os.preadv, [], 2 if compiled_code() else 1
 
     def read_too_late(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if sum(buffer.nbytes for buffer in buffers) == 128:
+            # The header of the page that is read, to say what is wrong with it.
+            return real(fd, buffers, offset, flags)
         reads.append(offset)
         if len(reads) > bad:
             return real(fd, buffers, offset, flags)
@@ -152,20 +157,16 @@ def spoil(store: SlabStore, key: bytes, *, seal: bool = False, header: bool = Fa
             file.write(b"\xff\xff")
 
 
-@pytest.mark.parametrize("seal", [True, False])
-def test_a_page_is_read_as_long_as_its_seal_or_its_header_holds(tmp_path: Path, seal: bool) -> None:
+@pytest.mark.parametrize("header", [False, True])
+def test_a_page_whose_seal_is_damaged_is_refused_and_written_anew(tmp_path: Path, header: bool) -> None:
     store = open_store(tmp_path)
     keys = page_keys(20)
     store_pages(store, keys, SIZES)
     for key in keys[3:6]:
-        spoil(store, key, seal=seal, header=not seal)
-    assert assert_right(store, keys) == [GetResult.HIT] * 20
-    assert store.metrics.total("corrupt") == 0
-    for key in keys[3:6]:
-        spoil(store, key, seal=not seal, header=seal)
+        spoil(store, key, seal=True, header=header)
     results, _ = read_pages(store, keys, SIZES)
     assert results == [GetResult.HIT] * 3 + [GetResult.CORRUPT] * 3 + [GetResult.HIT] * 14
-    assert store.metrics.value("corrupt", "header_checksum") == 3
+    assert store.metrics.value("corrupt", "header_checksum" if header else "seal") == 3
     assert store_pages(store, keys, SIZES) == [SetResult.EXISTS] * 3 + [SetResult.STORED] * 3 + [SetResult.EXISTS] * 14
     assert assert_right(store, keys) == [GetResult.HIT] * 20
     assert sound(store)
@@ -177,6 +178,7 @@ def test_a_damaged_header_costs_a_rebuild_its_page_and_no_other(tmp_path: Path) 
     keys = page_keys(20)
     store_pages(store, keys, SIZES)
     spoil(store, keys[7], header=True)
+    assert assert_right(store, keys) == [GetResult.HIT] * 20
     store.close()
     (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
@@ -185,49 +187,174 @@ def test_a_damaged_header_costs_a_rebuild_its_page_and_no_other(tmp_path: Path) 
     store.close()
 
 
-@pytest.mark.parametrize("older", [3, 17])
-def test_of_two_slots_with_one_page_a_rebuild_takes_the_newer_one(tmp_path: Path, older: int) -> None:
-    """The header of a page that was evicted is still there while the next one is written into its slot."""
+@pytest.mark.parametrize("earlier", [10_000, 1])
+@pytest.mark.parametrize("older", [3, 17, 60])
+@pytest.mark.parametrize("newer", [9, 50])
+def test_of_several_slots_with_one_page_a_rebuild_takes_the_newest(
+    tmp_path: Path, older: int, newer: int, earlier: int
+) -> None:
+    """The header of a page that was evicted is still there while the next one is written into its slot. ``earlier``: so
+    many ms. There are several slabs of 31 slots."""
     store = open_store(tmp_path)
-    keys = page_keys(20)
+    keys = page_keys(70)
     store_pages(store, keys, SIZES)
+    assert len(store._directory.index.slabs()) > 2
+    places = {key: store._directory.index.find(key) for key in keys}
+    slabs = {slab.number: store._directory.headers_path(slab) for slab in store._directory.index.slabs()}
     store.close()
-    (file,) = (tmp_path / "slabs").glob("*.headers")
-    content = memoryview(payload_of(keys[9], SIZE))
-    written = envelope.decode_header(file.read_bytes()[9 * 128 :]).created_ms
-    with file.open("r+b") as opened:
-        opened.seek(older * 128)
-        opened.write(envelope.encode_header(keys[9], [content], created_ms=written - 10_000))
+    place, key = places[keys[older]], keys[newer]
+    written_in = places[key]
+    assert place is not None
+    assert written_in is not None
+    created = envelope.decode_header(slabs[written_in.slab].read_bytes()[written_in.slot * 128 :]).created_ms
+    with slabs[place.slab].open("r+b") as opened:
+        opened.seek(place.slot * 128)
+        content = memoryview(payload_of(key, SIZE))
+        opened.write(envelope.encode_header(key, [content], created_ms=created - earlier))
     (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
-    expected = [GetResult.HIT] * 20
+    expected = [GetResult.HIT] * 70
     expected[older] = GetResult.MISS
     assert assert_right(store, keys) == expected
+    assert store._directory.rebuilt == 69
     assert sound(store)
     store.close()
 
 
+@pytest.mark.parametrize("rebuild", [True, False])
 @pytest.mark.parametrize("headers", ["none", "cut", "empty"])
-def test_slabs_without_headers_of_their_own_are_given_up(
-    tmp_path: Path, headers: str, caplog: pytest.LogCaptureFixture
+def test_a_slab_whose_headers_were_deleted_or_cut_can_be_written_again(
+    tmp_path: Path, headers: str, rebuild: bool
 ) -> None:
-    """As an older version left them, which had the headers in the slots."""
     store = open_store(tmp_path)
-    keys = page_keys(20)
-    store_pages(store, keys, SIZES)
+    keys = page_keys(60)
+    store_pages(store, keys[:20], SIZES)
     store.close()
     (file,) = (tmp_path / "slabs").glob("*.headers")
+    size = file.stat().st_size
     if headers == "none":
         file.unlink()
     else:
-        os.truncate(file, 128 if headers == "cut" else 0)
-    (tmp_path / "trust").write_text("another boot")
+        os.truncate(file, 5 * 128 if headers == "cut" else 0)
+    if rebuild:
+        (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
-    assert "its pages are given up" in caplog.text
+    left = 20 if not rebuild else 5 if headers == "cut" else 0
+    assert assert_right(store, keys[:20]) == [GetResult.HIT] * left + [GetResult.MISS] * (20 - left)
+    assert file.stat().st_size == size
+    assert set(store_pages(store, keys, SIZES)) <= {SetResult.STORED, SetResult.EXISTS}
+    assert assert_right(store, keys) == [GetResult.HIT] * 60
+    assert sound(store)
+    store.close()
+
+
+def older_format(place: Path) -> None:
+    """As if slabs of format 1 were there."""
+    open_store(place).close()
+    (place / "hicache_ext.json").write_text(json.dumps({"format": 1, "layout": "slab"}))
+    (place / "slabs" / "00000000-135168.slab").write_bytes(bytes(10 * 135168))
+
+
+def test_slabs_of_the_older_format_are_given_up_by_a_tier_that_has_them_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older_format(tmp_path)
+    store = open_store(tmp_path)
+    assert caplog.text.count("its pages are given up") == 1
     assert list((tmp_path / "slabs").iterdir()) == []
-    assert assert_right(store, keys) == [GetResult.MISS] * 20
+    keys = page_keys(20)
     assert store_pages(store, keys, SIZES) == [SetResult.STORED] * 20
+    store.close()
+    store = open_store(tmp_path)
     assert assert_right(store, keys) == [GetResult.HIT] * 20
+    assert caplog.text.count("its pages are given up") == 1
+    store.close()
+
+
+def test_slabs_of_the_older_format_stay_while_others_use_them_and_for_who_only_looks(tmp_path: Path) -> None:
+    older_format(tmp_path)
+    with pytest.raises(StoreSetupError, match="holds format 1, layout 'slab'; this tier writes format 2"):
+        open_inspector(tmp_path)
+    lock = os.open(tmp_path / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    with pytest.raises(StoreSetupError, match="holds format 1, layout 'slab'; this tier writes format 2"):
+        open_store(tmp_path)
+    os.close(lock)
+    assert len(list((tmp_path / "slabs").iterdir())) == 1
+    open_store(tmp_path).close()
+    assert list((tmp_path / "slabs").iterdir()) == []
+
+
+def test_headers_without_a_slab_are_deleted(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    (tmp_path / "slabs" / "00000007-135168.headers").write_bytes(bytes(4096))
+    (tmp_path / "slabs" / "a stranger's.headers").write_bytes(bytes(4096))
+    open_store(tmp_path).close()
+    assert [path.name for path in (tmp_path / "slabs").iterdir()] == ["a stranger's.headers"]
+
+
+def test_no_file_stays_of_a_slab_for_whose_slots_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    real = os.posix_fallocate
+
+    def almost_full(fd: int, offset: int, length: int) -> None:
+        if length > MIB:
+            raise OSError(28, "No space left on device")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", almost_full)
+    assert store_pages(store, page_keys(10), SIZES) == [SetResult.REJECTED] * 10
+    assert list((tmp_path / "slabs").iterdir()) == []
+    monkeypatch.undo()
+    assert store_pages(store, page_keys(10), SIZES) == [SetResult.STORED] * 10
+    assert sound(store)
+    store.close()
+
+
+def test_of_a_dropped_slab_both_files_go_though_one_of_them_fails(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store_pages(store, page_keys(10), SIZES)
+    directory = store._directory
+    (slab,) = directory.index.slabs()
+    directory.slab_path(slab).unlink()
+    with pytest.raises(FileNotFoundError):
+        directory.delete_slab_file(slab)
+    assert list((tmp_path / "slabs").iterdir()) == []
+    store.close()
+
+
+def test_an_error_on_one_header_is_of_that_page_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    keys = page_keys(20)
+    store_pages(store, keys, SIZES)
+    spoil(store, keys[3], seal=True)
+    real = os.preadv
+
+    def fail(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if sum(buffer.nbytes for buffer in buffers) == 128:
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    results, _ = read_pages(store, keys, SIZES)
+    assert results == [GetResult.HIT] * 3 + [GetResult.CORRUPT] + [GetResult.HIT] * 16
+    monkeypatch.undo()
+    assert sound(store)
+    store.close()
+
+
+@pytest.mark.parametrize("claimed", [SIZE - 1, SIZE + 1, 16 * SIZE])
+def test_a_batch_that_is_wrong_about_its_sizes_writes_nothing(tmp_path: Path, claimed: int) -> None:
+    """What is longer than its slot would be in the next one, too."""
+    store = open_store(tmp_path)
+    keys = page_keys(20)
+    store_pages(store, keys[:10], SIZES)
+    pages = HostPages([SIZES] * 10)
+    assert store.set(PageBatch(keys[10:], pages.buffers, [claimed] * 10)) == [SetResult.ERROR] * 10
+    assert assert_right(store, keys) == [GetResult.HIT] * 10 + [GetResult.MISS] * 10
+    assert store._directory.index.counts()["pending"] == 0
     store.close()
 
 
@@ -407,9 +534,9 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
     with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
         open_store(tmp_path / "a")
     open_store(tmp_path / "b").close()
-    with pytest.raises(StoreSetupError, match="holds format 1, layout 'slab'"):
+    with pytest.raises(StoreSetupError, match="holds format 2, layout 'slab'"):
         PageFileStore("disk", tmp_path / "b", capacity=None)
-    assert json.loads((tmp_path / "b" / "hicache_ext.json").read_text()) == {"format": 1, "layout": "slab"}
+    assert json.loads((tmp_path / "b" / "hicache_ext.json").read_text()) == {"format": 2, "layout": "slab"}
 
 
 @pytest.mark.slow

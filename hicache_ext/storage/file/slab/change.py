@@ -24,7 +24,7 @@ from hicache_ext.storage.file.slab.records import (
     USES_NAME,
     Slab,
 )
-from hicache_ext.storage.file.slab.slot_code import OBJECT, PLACE, STATE
+from hicache_ext.storage.file.slab.slot_code import LOW, OBJECT, PLACE, STATE
 from hicache_ext.storage.file.slab.touches import Uses
 from hicache_ext.storage.store import key_words
 
@@ -156,11 +156,12 @@ class IndexChange:
         slot_code.rows_pending(self._view.records, self._view.rows, self._index.writer(portion), places, rows)
         return rows
 
-    def adopt(self, slab: Slab, pages: Iterable[FoundPage]) -> int:
-        """For the rebuild: free slots of a slab become the pages that they hold; the number of those that do.
+    def adopt(self, slab: Slab, pages: Iterable[FoundPage], written: dict[int, Words]) -> int:
+        """For the rebuild: free slots of a slab become the pages that they hold; by how many there are more.
 
         Of several with one key the newest counts: an older one may be the header of a page that was evicted, in a slot
-        whose next page was being written when its process was killed."""
+        whose next page was being written when its process was killed. ``written`` is for all calls of one rebuild: by
+        slab, when the page in each slot was written (ms)."""
         found = list({page.key: page for page in sorted(pages, key=lambda page: page.created_ms)}.values())
         if not found:
             return 0
@@ -173,11 +174,17 @@ class IndexChange:
         # Those of one page are no chain: each is as if it were written alone.
         pages_found = Placed.of([Located(slab.number, page.slot, page.length, n) for n, page in enumerate(found)])
         created = np.array([min(page.created_ms // 1000, _LATEST) for page in found], np.int64)
-        known = self._index.rows(view, keys)
-        slot_code.forget_pages(*view.table, np.where(view.records[known, OBJECT] >> 32 < created, known, -1))
+        moments = written.setdefault(slab.number, np.zeros(slab.slots, np.int64))
+        moments[rows - first] = [page.created_ms for page in found]
+        older = [
+            row
+            for row, page in zip(self._index.rows(view, keys).tolist(), found, strict=True)
+            if row >= 0 and written[(place := int(view.records[row, PLACE])) >> 32][place & LOW] < page.created_ms
+        ]
+        replaced = slot_code.forget_pages(*view.table, np.array(older, np.int64))
         self._describe(words, generations, slab.slot_size, pages_found, rows, created, linked=False)
         published = np.empty(len(rows), np.int64)
-        return int(slot_code.publish_pages(*view.table, rows, published))
+        return int(slot_code.publish_pages(*view.table, rows, published) - replaced)
 
     def release_dead_writers(self) -> int:
         """Free the slots that killed processes were writing; their number."""

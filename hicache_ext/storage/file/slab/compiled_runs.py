@@ -1,4 +1,4 @@
-"""Pages moved between slots and host memory, header and checksum included, in compiled code without the GIL.
+"""Pages moved between slots and host memory, checksums and headers included, in compiled code without the GIL.
 
 Threads share the pages of a call, which are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once
 than stays in the processor's cache until it is checked, and a page is reported good only if its seal, made of its key,
@@ -60,9 +60,9 @@ def _error(functions: Any) -> Any:
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _end_of_run(slabs: Any, slots: Any, segments: Any, headers: Any, vectors: Any, begin: Any, end: Any) -> Any:
+def _end_of_run(slabs: Any, slots: Any, segments: Any, vectors: Any, begin: Any, end: Any) -> Any:
     """One behind the last page, of those taken together (``_taken``), that moves together with page ``begin``."""
-    most = min(len(headers) // _HEADER_WORDS, min(IOV_MAX, len(vectors) // 2) // (len(segments) + 1))
+    most = min(IOV_MAX, len(vectors) // 2) // (len(segments) + 1)
     position = begin + 1
     while (
         position < end
@@ -207,7 +207,7 @@ def _read_pages(
             begin, end = _taken(facts, results, taken)
         if begin >= len(results):
             break
-        behind = _end_of_run(slabs, slots, segments, headers, vectors, begin, end)
+        behind = _end_of_run(slabs, slots, segments, vectors, begin, end)
         slab, offset = _opened(opened, slabs[begin]), slots[begin] * facts[SLOT]
         descriptor, first = (opened[slab, DESCRIPTOR], opened[slab, FIRST_ROW]) if slab >= 0 else (-1, -1)
         whole = behind - begin > 1 or facts[SLOT] <= facts[AT_ONCE]
@@ -259,7 +259,7 @@ def _write_pages(
             begin, end = _taken(facts, results, taken)
         if begin >= len(results):
             break
-        behind = _end_of_run(slabs, slots, segments, headers, vectors, begin, end)
+        behind = _end_of_run(slabs, slots, segments, vectors, begin, min(end, begin + len(headers) // _HEADER_WORDS))
         slab, offset, length = _opened(opened, slabs[begin]), slots[begin] * facts[SLOT], behind - begin
         first = opened[slab, FIRST_ROW] + slots[begin] if slab >= 0 else -1
         result = LOOK_AGAIN

@@ -38,11 +38,11 @@ import numpy as np
 
 from hicache_ext import envelope
 from hicache_ext.errors import FormatError, StoreSetupError
-from hicache_ext.storage.file.directory import DIRECTORY_FORMAT, check_manifest
+from hicache_ext.storage.file.directory import FORMATS, check_manifest
 from hicache_ext.storage.file.file_system import WHY_IN_PLACE, file_system_of
 from hicache_ext.storage.file.slab.change import FoundPage
 from hicache_ext.storage.file.slab.index import SlabIndex
-from hicache_ext.storage.file.slab.mapped import Words
+from hicache_ext.storage.file.slab.mapped import WORD, Words, extend, sync
 from hicache_ext.storage.file.slab.records import INDEX_VERSION, Slab
 from hicache_ext.storage.file.slab.shapes import HEADER
 from hicache_ext.storage.file.slab.slot_table import Seals
@@ -161,10 +161,16 @@ class SlabDirectory:
 
     def delete_slab_file(self, slab: Slab) -> None:
         """Delete the files of a dropped slab; their blocks are free at once, also while others have them open."""
+        failed: OSError | None = None
         for path in reversed(self.slab_paths(slab)):
-            # Others may have it open for a while: an empty file takes no room.
-            os.truncate(path, 0)
-            path.unlink()
+            try:
+                # Others may have it open for a while: an empty file takes no room.
+                os.truncate(path, 0)
+                path.unlink()
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def slab_path(self, slab: Slab) -> Path:
         return self.slabs_path / f"{slab.number:08x}-{slab.slot_size}.slab"
@@ -270,7 +276,13 @@ class SlabDirectory:
         except OSError:
             alone = False
         try:
-            self.index.close(sync=alone and not self._doubted)
+            try:
+                if alone and not self._doubted:
+                    # So that the index and what it would be rebuilt from agree.
+                    for headers in self.slabs_path.glob("*.headers"):
+                        sync(headers)
+            finally:
+                self.index.close(sync=alone and not self._doubted)
             if alone and self._doubted:
                 # Where not even that works, this process remembers it.
                 with suppress(OSError):
@@ -298,7 +310,10 @@ class SlabDirectory:
             index = self._rebuild()
         with index.changing() as change:
             change.release_dead_writers()
-        self._delete_unknown_files(index)
+        slabs = index.slabs()
+        for slab in slabs:
+            self._complete_headers(slab)
+        self._delete_unknown_files(slabs)
         write_whole(self._trust, _written_by_this_boot())
         _doubted_paths.discard(self.path)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -315,29 +330,29 @@ class SlabDirectory:
         for path in (self.path / "index").glob("*"):
             path.unlink()
         index = SlabIndex(self.path / "index")
+        written: dict[int, Words] = {}
         for path in sorted(self.slabs_path.iterdir()):
             match = _SLAB_NAME.fullmatch(path.name)
             if match is None:
                 continue
             number, slot_size = int(match[1], 16), int(match[2])
             slots = path.stat().st_size // slot_size
-            headers = path.with_suffix(".headers")
-            if slots == 0 or not headers.exists() or headers.stat().st_size < slots * HEADER:
-                # Never used, or of a version that had the headers in the slots: deleted with the unknown files.
-                if slots:
-                    logger.warning("%s has no headers of its own: an older version's, its pages are given up", path)
+            if slots == 0:
                 continue
             with index.changing() as change:
                 slab = change.add_slab(slot_size, slots, number)
                 change.reserve_slab_numbers(number + 1)
-            self._adopt_pages(index, slab)
+            self._complete_headers(slab)
+            with self.opened(slab, SlabFile.HEADERS) as fd:
+                self._adopt_pages(fd, index, slab, written)
         return index
 
-    def _adopt_pages(self, index: SlabIndex, slab: Slab) -> None:
-        with self.opened(slab, SlabFile.HEADERS) as fd:
-            self._adopt_pages_of(fd, index, slab)
+    def _complete_headers(self, slab: Slab) -> None:
+        """Where somebody has deleted or cut the file of headers, its slots can be written again. Raises OSError."""
+        extend(self.headers_path(slab), slab.headers_size // WORD)
 
-    def _adopt_pages_of(self, fd: int, index: SlabIndex, slab: Slab) -> None:
+    def _adopt_pages(self, fd: int, index: SlabIndex, slab: Slab, written: dict[int, Words]) -> None:
+        """``fd``: the headers; ``written``: see ``IndexChange.adopt``."""
         cleared_at = functools.cache(self._cleared_at)
         for first in range(0, slab.slots, _REBUILD_BATCH):
             pages: list[FoundPage] = []
@@ -354,20 +369,40 @@ class SlabDirectory:
                     seal = envelope.seal_of(fields)
                     pages.append(FoundPage(found.key, first + slot, length, found.created_ms, seal))
             with index.changing() as change:
-                self.rebuilt += change.adopt(slab, pages)
+                self.rebuilt += change.adopt(slab, pages, written)
 
-    def _delete_unknown_files(self, index: SlabIndex) -> None:
+    def _delete_unknown_files(self, slabs: Iterable[Slab]) -> None:
         """Slab files that a process was killed over before, or after, the index knew them."""
-        known = {path.name for slab in index.slabs() for path in self.slab_paths(slab)}
+        known = {path.name for slab in slabs for path in self.slab_paths(slab)}
         for path in self.slabs_path.iterdir():
             if _FILE_NAME.fullmatch(path.name) and path.name not in known:
                 path.unlink()
 
     def _adopt(self, tier: str) -> None:
+        """Write the manifest, or check it. The pages of the older format are given up, unless others use them."""
         manifest = self.path / "hicache_ext.json"
+        current = json.dumps({"format": FORMATS["slab"], "layout": "slab"}) + "\n"
         if not manifest.exists():
-            write_whole(manifest, json.dumps({"format": DIRECTORY_FORMAT, "layout": "slab"}) + "\n")
+            write_whole(manifest, current)
+        elif _is_older(manifest):
+            with suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                logger.warning("tier %s: %s is of format 1: its pages are given up", tier, self.path)
+                self._trust.unlink(missing_ok=True)
+                for path in self.slabs_path.iterdir():
+                    if _FILE_NAME.fullmatch(path.name):
+                        path.unlink()
+                write_whole(manifest, current)
         check_manifest(self.path, "slab", tier)
+
+
+def _is_older(manifest: Path) -> bool:
+    """Whether these are slabs of format 1."""
+    try:
+        document = json.loads(manifest.read_text())
+        return (document["format"], document["layout"]) == (1, "slab")
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _written_by_this_boot() -> str:

@@ -7,8 +7,8 @@ across processes, also where one is killed, and transactions. What can be change
 Clearing an identity raises its generation: its pages are out of reach at once, and are removed little by little.
 
 Nothing is synced: after a power loss the index may be anything, so it is used again only by the boot that wrote it, or
-after every process has closed it in order (then it was synced); otherwise it is rebuilt from the envelopes
-(directory.py).
+after every process has closed it in order (then it was synced); otherwise it is rebuilt from the headers of the
+pages (directory.py).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from hicache_ext.storage.file.slab.shapes import HEADER
 
 INDEX_VERSION = 6
-"""Counts the changes of what is described above, and of slot_table.py. An index of another version is rebuilt from the
-envelopes."""
+"""Counts the changes of what is described above, and of slot_table.py. An index of another version is rebuilt from
+the headers."""
 
 GENERATION = struct.Struct(">H")
 SLOT_SIZE = struct.Struct(">I")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -60,7 +59,7 @@ class SlotIo:
             if vectored.write_from(descriptor, [memoryview(together)], slot * HEADER) != len(together):
                 return False
         seals, row = self._directory.seals, slab.first_record + slot
-        if row + len(run) > len(seals):
+        if not 0 <= row <= len(seals) - len(run):
             # Not what is mapped: the slab is none any more.
             return False
         sealed = b"".join([envelope.seal_of(header) for header in headers])
@@ -70,12 +69,13 @@ class SlotIo:
     def seal(self, slab: Slab, slot: int) -> bytes:
         """That of the page in a slot, as the index has it; empty where it has none."""
         seals, row = self._directory.seals, slab.first_record + slot
-        return seals[row].tobytes() if row < len(seals) else b""
+        return seals[row].tobytes() if 0 <= row < len(seals) else b""
 
     def header(self, slab: Slab, slot: int) -> bytes:
         """That of the page in a slot, or as much of it as there is."""
         with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
-            return os.pread(descriptor, HEADER, slot * HEADER)
+            header = bytearray(HEADER)
+            return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
 
     def _move(self, move: Callable[..., int], slab: Slab, slot: int, run: Sequence[Page], *, reading: bool) -> int:
         """The bytes that ``move`` moved."""

@@ -222,35 +222,38 @@ class SlabStore:
         if slab is None:
             return [(page, "truncated") for page in run]
         buffers = batch.buffers
-        doubtful: list[tuple[Located, str]] = []
         try:
-            if self._io.read(slab, run[0].slot, [buffers[page.position] for page in run]) != sum(
-                [page.length for page in run]
-            ):
-                # The slab was dropped while it was being read.
-                return [(page, "truncated") for page in run]
-            for page in run:
-                reason = self._reason_to_refuse(slab, page, batch.keys[page.position], buffers[page.position])
-                if reason is None:
-                    results[page.position] = GetResult.HIT
-                else:
-                    doubtful.append((page, reason))
+            moved = self._io.read(slab, run[0].slot, [buffers[page.position] for page in run])
         except FileNotFoundError:
-            # The same, before.
+            # The slab was dropped meanwhile.
             return [(page, "truncated") for page in run]
         except OSError as error:
             self._count_error(error)
             for page in run:
                 results[page.position] = GetResult.ERROR
             return []
+        if moved != sum([page.length for page in run]):
+            # The same, while it was being read.
+            return [(page, "truncated") for page in run]
+        doubtful: list[tuple[Located, str]] = []
+        for page in run:
+            reason = self._reason_to_refuse(slab, page, batch.keys[page.position], buffers[page.position])
+            if reason is None:
+                results[page.position] = GetResult.HIT
+            else:
+                doubtful.append((page, reason))
         return doubtful
 
     def _reason_to_refuse(self, slab: Slab, page: Located, key: bytes, segments: Sequence[memoryview]) -> str | None:
-        """Why what was just read from a slot is not this page; None when it is. Raises OSError."""
+        """Why what was just read from a slot is not this page; None when it is."""
         if envelope.page_seal(key, page.length, segments) == self._io.seal(slab, page.slot):
             return None
-        # The header says what is wrong; where it holds, it is the seal in the index that does not.
-        return envelope.reason_to_refuse(self._io.header(slab, page.slot), key, segments)
+        try:
+            header = self._io.header(slab, page.slot)
+        except OSError:
+            header = b""
+        # The header says what is wrong; where it holds, it is the seal.
+        return envelope.reason_to_refuse(header, key, segments) or "seal"
 
     def _heal(self, batch: PageBatch, page: Located, reason: str, results: list[GetResult]) -> bool:
         """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere or gone, or
