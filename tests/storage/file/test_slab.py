@@ -414,6 +414,26 @@ def test_a_damaged_index_file_is_rebuilt(tmp_path: Path, damage: str) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("gone", ["all", "data.mdb", "data.mdb empty", "header", "records", "seals", "groups"])
+def test_an_index_that_somebody_deleted_is_rebuilt_though_it_was_closed_in_order(tmp_path: Path, gone: str) -> None:
+    store = open_store(tmp_path)
+    keys = page_keys(100)
+    store_pages(store, keys, SIZES)
+    store.close()
+    assert (tmp_path / "trust").read_text() == f"closed in order, index {INDEX_VERSION}"
+    if gone == "all":
+        shutil.rmtree(tmp_path / "index")
+    elif gone.endswith("empty"):
+        os.truncate(tmp_path / "index" / "data.mdb", 0)
+    else:
+        (tmp_path / "index" / gone).unlink()
+    store = open_store(tmp_path)
+    assert assert_right(store, keys) == [GetResult.HIT] * 100
+    assert store._directory.rebuilt == 100
+    assert sound(store)
+    store.close()
+
+
 def test_an_index_of_this_boot_is_trusted_after_a_kill_and_one_of_another_boot_is_not(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store_pages(store, page_keys(10), SIZES)

@@ -320,10 +320,15 @@ class SlabDirectory:
         return index
 
     def _open_trusted_index(self) -> SlabIndex | None:
+        """None where it cannot be read, or is not there any more."""
         try:
-            return SlabIndex(self.path / "index")
+            index = SlabIndex(self.path / "index")
         except (OSError, lmdb.Error):
             return None
+        if not index.is_new:
+            return index
+        index.close(sync=False)
+        return None
 
     def _rebuild(self) -> SlabIndex:
         """A new index from the headers of the slabs. Payloads are checked when they are read, as always."""

@@ -104,11 +104,11 @@ class SlabIndex:
                     self._environment.open_db(name, txn=transaction) for name in (b"slabs", b"state")
                 )
                 version = transaction.get(b"version", db=self.state_db)
-                new = version is None and not transaction.stat(self.slabs_db)["entries"]
-                if not new and version != _VERSION:
+                self.is_new = version is None and not transaction.stat(self.slabs_db)["entries"]
+                if not self.is_new and version != _VERSION:
                     raise lmdb.Error("the index was written by another version of hicache_ext")
-                self.table = SlotTable(path, new=new)
-                if new:
+                self.table = SlotTable(path, new=self.is_new)
+                if self.is_new:
                     transaction.put(b"version", _VERSION, db=self.state_db)
                 self._view = self._load(transaction, self.table.epoch)
                 self._open_ghosts(transaction)
