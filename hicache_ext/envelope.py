@@ -8,7 +8,6 @@ Everything here is pure: no I/O, safe from any thread. Checksums are xxh3-128; x
 
 from __future__ import annotations
 
-import functools
 import struct
 import time
 from collections.abc import Sequence
@@ -41,6 +40,8 @@ FLAG_PAYLOAD_CHECKSUM = 1
 # magic, version, flags, header_length, identity, page_hash, payload_length, payload_checksum, created_ms, reserved
 _FIELDS = struct.Struct("<8sHHI16s32sQ16sQ16s")
 _START = struct.Struct("<8sHHI")
+PAGE_START = _START.pack(MAGIC, FORMAT_VERSION, FLAG_PAYLOAD_CHECKSUM, FIELDS_LENGTH)
+"""The first 16 bytes of every page with a checksum and a header of 128 bytes."""
 _HEADER_CHECKSUM = struct.Struct("<16s")
 _FIELDS_BEFORE_CHECKSUM = FIELDS_LENGTH - _HEADER_CHECKSUM.size
 assert _FIELDS.size == _FIELDS_BEFORE_CHECKSUM
@@ -104,10 +105,11 @@ def encode_header(
     return fields.ljust(header_length, b"\0")
 
 
-def encode_page(key: bytes, segments: Segments, payload_length: int, header_length: int, created_ms: int) -> bytes:
-    """The first 128 bytes of ``encode_header``, for a caller that has checked its arguments and counted the payload:
+def encode_page(key: bytes, segments: Segments, payload_length: int, created_ms: int) -> bytes:
+    """``encode_header`` with 128 bytes, for a caller that has checked its arguments and counted the payload:
     stores do it per page."""
-    return _encoded(key, FLAG_PAYLOAD_CHECKSUM, header_length, payload_length, payload_checksum(segments), created_ms)
+    checksum = payload_checksum(segments)
+    return _encoded(key, FLAG_PAYLOAD_CHECKSUM, FIELDS_LENGTH, payload_length, checksum, created_ms)
 
 
 def _encoded(key: bytes, flags: int, header_length: int, length: int, checksum: bytes, created_ms: int) -> bytes:
@@ -178,13 +180,7 @@ def seal_of(fields: Buffer) -> bytes:
 
 def _sealed(key: bytes, payload_length: int, segments: Segments) -> bytes:
     """The first 88 bytes of the header of this page."""
-    return page_start(FIELDS_LENGTH) + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
-
-
-@functools.lru_cache(maxsize=64)
-def page_start(header_length: int) -> bytes:
-    """The first 16 bytes of every page with a checksum that is stored in this way."""
-    return _START.pack(MAGIC, FORMAT_VERSION, FLAG_PAYLOAD_CHECKSUM, header_length)
+    return PAGE_START + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
 
 
 def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum: bool = True) -> str | None:

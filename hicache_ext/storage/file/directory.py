@@ -34,6 +34,7 @@ from hicache_ext.storage.file.usage import writer_alive, writer_name
 
 FORMATS = {"pages": 1, "slab": 2}
 """Of the files in a directory, by layout. Slabs of format 1 had the header of each page in its slot."""
+_MANIFEST = "hicache_ext.json"
 BLOCK = 4096
 """What a file occupies is rounded up to this many bytes."""
 
@@ -58,14 +59,20 @@ def page_hash_in(page_path: str) -> str:
     return os.path.basename(page_path).partition(".")[0]
 
 
+def format_and_layout(path: Path) -> tuple[Any, Any] | None:
+    """What the manifest in ``path`` says; None when it is not one of this package. Raises OSError."""
+    try:
+        document = json.loads((path / _MANIFEST).read_text())
+        return document["format"], document["layout"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def check_manifest(path: Path, layout: str, tier: str) -> None:
     """Raises StoreSetupError with a sentence unless ``path`` holds this format and layout."""
-    manifest = path / "hicache_ext.json"
-    try:
-        document = json.loads(manifest.read_text())
-        found = (document["format"], document["layout"])
-    except (ValueError, KeyError, TypeError):
-        raise StoreSetupError(tier, f"{str(manifest)!r} is not a manifest of this package") from None
+    found = format_and_layout(path)
+    if found is None:
+        raise StoreSetupError(tier, f"{str(path / _MANIFEST)!r} is not a manifest of this package")
     if found != (FORMATS[layout], layout):
         raise StoreSetupError(
             tier,

@@ -20,6 +20,7 @@ from hicache_ext.storage.file.directory import PageDirectory, check_manifest
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.directory import slab_directory
 from hicache_ext.storage.file.slab.shapes import HEADER
+from hicache_ext.storage.file.slab.slot_table import seal_at
 from hicache_ext.storage.file.slab.touches import Uses
 
 
@@ -108,11 +109,6 @@ def reason_it_is_bad(key: bytes, stored: StoredObject) -> str | None:
     return "seal" if reason is None and seal not in (None, envelope.seal_of(content)) else reason
 
 
-def _says_nothing(error: OSError) -> bool:
-    """Whether the error says nothing of the page."""
-    return error.errno in _NOT_OF_THE_PAGE
-
-
 class PageFileInspector:
     layout = "pages"
 
@@ -137,7 +133,7 @@ class PageFileInspector:
         except FileNotFoundError:
             return None
         except OSError as error:
-            if _says_nothing(error):
+            if error.errno in _NOT_OF_THE_PAGE:
                 raise
             # Something that cannot be read has the page's name: no page.
             return StoredObject(b"")
@@ -185,19 +181,16 @@ class SlabInspector:
             slab = next((slab for slab in self._directory.index.slabs() if slab.number == place.slab), None)
             if slab is None:
                 continue
-            seals, row = self._directory.seals, slab.first_record + place.slot
-            seal = seals[row].tobytes() if row < len(seals) else None
+            seal = seal_at(self._directory.seals, slab.first_record + place.slot) or None
             try:
                 # Not kept open, as by the directory: this looks at every slab.
                 header = _read_at(self._directory.headers_path(slab), HEADER, place.slot * HEADER)
                 payload = _read_at(self._directory.slab_path(slab), place.length, place.slot * slab.slot_size)
                 stored = StoredObject(header + payload, seal)
-            except FileNotFoundError:
-                # Dropped, unless it is still there when looked up again.
-                stored = StoredObject(b"", seal)
             except OSError as error:
-                if _says_nothing(error):
+                if error.errno in _NOT_OF_THE_PAGE:
                     raise
+                # Or dropped, unless it is still there when looked up again.
                 stored = StoredObject(b"", seal)
             if self._directory.index.find(page.key) == place:
                 return stored

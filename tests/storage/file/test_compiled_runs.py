@@ -191,7 +191,7 @@ def write_in_python(slabs: Slabs, batch: PageBatch, placed: Placed, created_ms: 
     io = SlotIo(slabs, IoPlan(read=mode, write=mode), TierMetrics("disk"))
     for page in placed.pages():
         key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
-        header = envelope.encode_page(key, segments, size, 128, created_ms)
+        header = envelope.encode_page(key, segments, size, created_ms)
         assert io.write(slabs.slab(page.slab), page.slot, [header], [segments])
 
 

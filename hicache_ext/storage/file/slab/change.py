@@ -176,11 +176,11 @@ class IndexChange:
         created = np.array([min(page.created_ms // 1000, _LATEST) for page in found], np.int64)
         moments = written.setdefault(slab.number, np.zeros(slab.slots, np.int64))
         moments[rows - first] = [page.created_ms for page in found]
-        older = [
-            row
-            for row, page in zip(self._index.rows(view, keys).tolist(), found, strict=True)
-            if row >= 0 and written[(place := int(view.records[row, PLACE])) >> 32][place & LOW] < page.created_ms
-        ]
+        older: list[int] = []
+        for row, page in zip(self._index.rows(view, keys).tolist(), found, strict=True):
+            place = int(view.records[row, PLACE])
+            if row >= 0 and written[place >> 32][place & LOW] < page.created_ms:
+                older.append(row)
         replaced = slot_code.forget_pages(*view.table, np.array(older, np.int64))
         self._describe(words, generations, slab.slot_size, pages_found, rows, created, linked=False)
         published = np.empty(len(rows), np.int64)

@@ -30,10 +30,10 @@ from hicache_ext.envelope import (
     IDENTITY_LENGTH,
     KEY_LENGTH,
     PAGE_HASH_LENGTH,
+    PAGE_START,
     SEAL_LENGTH,
     encode_page,
     page_seal,
-    page_start,
 )
 from hicache_ext.storage import batch_code
 from hicache_ext.storage.file.device_probe import Mode
@@ -53,7 +53,7 @@ AT_ONCE = 512 << 10
 AT_ONCE_DIRECT = 1 << 20
 """The same past the page cache: large enough for the disk, which others' keep busy while these are checked."""
 _HEADERS = 128
-"""Headers that a thread has memory for: pages moved by one system call at most."""
+"""Headers that a thread has memory for: pages written by one system call at most."""
 LEFT = 1
 """The result of a page that is not moved."""
 _LONGEST_COMPILATION = 600.0
@@ -81,7 +81,7 @@ def facts_of(payload: int, of_call: OfCall, direct: bool) -> npt.NDArray[np.int6
 
 
 def _facts(payload: int, of_call: OfCall, direct: bool, at_once: int, created_ms: int) -> npt.NDArray[np.int64]:
-    start = np.frombuffer(page_start(HEADER), np.int64)
+    start = np.frombuffer(PAGE_START, np.int64)
     # The flags are for the page cache.
     flags = 0 if direct else of_call.flags
     return np.array([payload, slot_size_of(payload), *start, created_ms, flags, at_once, of_call.filler], np.int64)
@@ -122,7 +122,7 @@ class CompiledCode:
         located = addresses_of([parts], writable=True)
         assert located is not None
         scratch = self.scratch
-        header = encode_page(key, parts, len(content), HEADER, now)
+        header = encode_page(key, parts, len(content), now)
         facts = _facts(len(content), OfCall(False, "buffered", 0, self.zeros_at), False, AT_ONCE, now)
         slots, headers = os.memfd_create("hicache"), os.memfd_create("hicache")
         zero, seals = np.zeros(1, np.int64), np.zeros((3, SEAL_LENGTH // 8), np.uint64)

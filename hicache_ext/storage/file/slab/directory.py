@@ -38,7 +38,7 @@ import numpy as np
 
 from hicache_ext import envelope
 from hicache_ext.errors import FormatError, StoreSetupError
-from hicache_ext.storage.file.directory import FORMATS, check_manifest
+from hicache_ext.storage.file.directory import FORMATS, check_manifest, format_and_layout
 from hicache_ext.storage.file.file_system import WHY_IN_PLACE, file_system_of
 from hicache_ext.storage.file.slab.change import FoundPage
 from hicache_ext.storage.file.slab.index import SlabIndex
@@ -50,8 +50,7 @@ from hicache_ext.storage.file.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
-_SLAB_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.slab")
-_FILE_NAME = re.compile(r"[0-9a-f]{8}-[0-9]+\.(slab|headers)")
+_FILE_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
 _IN_ORDER = f"closed in order, index {INDEX_VERSION}"
 _REBUILD_BATCH = 4096
 
@@ -148,12 +147,8 @@ class SlabDirectory:
             path.unlink(missing_ok=True)
         try:
             # The headers first: without them slots would be nothing to a rebuild.
-            for path, size in zip(paths, (slab.headers_size, slab.size), strict=True):
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                try:
-                    os.posix_fallocate(fd, 0, size)
-                finally:
-                    os.close(fd)
+            self._complete_headers(slab)
+            extend(self.slab_path(slab), slab.size // WORD)
         except OSError:
             for path in paths:
                 path.unlink(missing_ok=True)
@@ -337,8 +332,8 @@ class SlabDirectory:
         index = SlabIndex(self.path / "index")
         written: dict[int, Words] = {}
         for path in sorted(self.slabs_path.iterdir()):
-            match = _SLAB_NAME.fullmatch(path.name)
-            if match is None:
+            match = _FILE_NAME.fullmatch(path.name)
+            if match is None or match[3] != "slab":
                 continue
             number, slot_size = int(match[1], 16), int(match[2])
             slots = path.stat().st_size // slot_size
@@ -347,13 +342,13 @@ class SlabDirectory:
             with index.changing() as change:
                 slab = change.add_slab(slot_size, slots, number)
                 change.reserve_slab_numbers(number + 1)
-            self._complete_headers(slab)
-            with self.opened(slab, SlabFile.HEADERS) as fd:
-                self._adopt_pages(fd, index, slab, written)
+            if self.headers_path(slab).exists():
+                with self.opened(slab, SlabFile.HEADERS) as fd:
+                    self._adopt_pages(fd, index, slab, written)
         return index
 
     def _complete_headers(self, slab: Slab) -> None:
-        """Where somebody has deleted or cut the file of headers, its slots can be written again. Raises OSError."""
+        """Make the file of headers, or what is missing of it where somebody has cut it. Raises OSError."""
         extend(self.headers_path(slab), slab.headers_size // WORD)
 
     def _adopt_pages(self, fd: int, index: SlabIndex, slab: Slab, written: dict[int, Words]) -> None:
@@ -377,7 +372,7 @@ class SlabDirectory:
                 self.rebuilt += change.adopt(slab, pages, written)
 
     def _delete_unknown_files(self, slabs: Iterable[Slab]) -> None:
-        """Slab files that a process was killed over before, or after, the index knew them."""
+        """All but those of ``slabs``: a process was killed over them before, or after, the index knew them."""
         known = {path.name for slab in slabs for path in self.slab_paths(slab)}
         for path in self.slabs_path.iterdir():
             if _FILE_NAME.fullmatch(path.name) and path.name not in known:
@@ -389,25 +384,14 @@ class SlabDirectory:
         current = json.dumps({"format": FORMATS["slab"], "layout": "slab"}) + "\n"
         if not manifest.exists():
             write_whole(manifest, current)
-        elif _is_older(manifest):
+        elif format_and_layout(self.path) == (1, "slab"):
             with suppress(BlockingIOError):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 logger.warning("tier %s: %s is of format 1: its pages are given up", tier, self.path)
                 self._trust.unlink(missing_ok=True)
-                for path in self.slabs_path.iterdir():
-                    if _FILE_NAME.fullmatch(path.name):
-                        path.unlink()
+                self._delete_unknown_files(())
                 write_whole(manifest, current)
         check_manifest(self.path, "slab", tier)
-
-
-def _is_older(manifest: Path) -> bool:
-    """Whether these are slabs of format 1."""
-    try:
-        document = json.loads(manifest.read_text())
-        return (document["format"], document["layout"]) == (1, "slab")
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 def _written_by_this_boot() -> str:

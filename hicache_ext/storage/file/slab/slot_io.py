@@ -22,6 +22,7 @@ from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.slab.directory import SlabDirectory, SlabFile
 from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.shapes import HEADER
+from hicache_ext.storage.file.slab.slot_table import seal_at
 from hicache_ext.storage.page_memory import address_of
 
 _UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
@@ -68,8 +69,7 @@ class SlotIo:
 
     def seal(self, slab: Slab, slot: int) -> bytes:
         """That of the page in a slot, as the index has it; empty where it has none."""
-        seals, row = self._directory.seals, slab.first_record + slot
-        return seals[row].tobytes() if 0 <= row < len(seals) else b""
+        return seal_at(self._directory.seals, slab.first_record + slot)
 
     def header(self, slab: Slab, slot: int) -> bytes:
         """That of the page in a slot, or as much of it as there is."""

@@ -49,6 +49,11 @@ Seals = npt.NDArray[np.uint64]
 """A row per slot; the bytes of a row are a page's seal."""
 
 
+def seal_at(seals: Seals, row: int) -> bytes:
+    """Empty where there is no such row."""
+    return seals[row].tobytes() if 0 <= row < len(seals) else b""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """The slabs as of one epoch, and what is mapped for them."""

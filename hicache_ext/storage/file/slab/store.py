@@ -39,7 +39,7 @@ from hicache_ext.storage.file.slab.placed import NONE_PLACED, Located, Numbers, 
 from hicache_ext.storage.file.slab.quiet_index import QuietIndex
 from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.room import Room
-from hicache_ext.storage.file.slab.shapes import HEADER, are_of_one_size, sizes_at, slot_size_of
+from hicache_ext.storage.file.slab.shapes import are_of_one_size, sizes_at, slot_size_of
 from hicache_ext.storage.file.slab.slot_io import SlotIo
 from hicache_ext.storage.file.slab.touches import Touches
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted, identity_of
@@ -410,7 +410,7 @@ class SlabStore:
             # A batch that is wrong about its sizes: what is longer than its slot would be in the next one, too.
             return SetResult.ERROR
         headers = [
-            envelope.encode_page(keys[page.position], segments, page.length, HEADER, now)
+            envelope.encode_page(keys[page.position], segments, page.length, now)
             for page, segments in zip(run, pages, strict=True)
         ]
         try:

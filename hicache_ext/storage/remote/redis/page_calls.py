@@ -179,7 +179,7 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
         if not accepted:
             break
         payload = call.size - HEADER_LENGTH
-        header = envelope.encode_page(call.key, call.segments, payload, HEADER_LENGTH, created_ms)
+        header = envelope.encode_page(call.key, call.segments, payload, created_ms)
         asking = _ASKING if call.asking else b""
         head = b"%b*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (asking, words, len(call.name), call.name, call.size)
         gathered += [head + header, *call.segments, options]
