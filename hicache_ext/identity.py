@@ -19,7 +19,7 @@ from typing import Any
 
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 
-IDENTITY_SCHEMA = 1
+IDENTITY_SCHEMA = 2
 """Raised when the meaning of a field changes; part of the digest."""
 
 _DIGEST_DOMAIN = b"hicache_ext/identity\0"
@@ -34,9 +34,11 @@ DIGEST_LENGTH = 16
 class ModelIdentity:
     """Which weights computed the KV, and how.
 
-    ``fingerprint`` is a digest of the weight files (testing for equal content under different paths) or "" when there
-    is none; ``weights_epoch`` is the configured epoch, extended when SGLang updates weights online; ``compute`` holds
-    launch facts that change KV values without changing the weights (quantization, rope overrides, KV scales).
+    ``fingerprint`` is a digest of every byte of the weight files (equal for equal content under different paths) or ""
+    when it is switched off, ``draft`` the same of draft models. ``weights_epoch`` is the configured epoch, extended
+    when SGLang updates weights online. ``compute`` holds launch facts that change KV values without changing the
+    weights (dtype, quantization, rope overrides, KV scales). LoRA adapters are part of the page hashes instead
+    (storage/adapters.py).
     """
 
     id: str
@@ -44,6 +46,7 @@ class ModelIdentity:
     fingerprint: str = ""
     weights_epoch: str = "0"
     compute: str = ""
+    draft: str = ""
 
 
 @dataclass(frozen=True, slots=True)

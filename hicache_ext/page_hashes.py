@@ -3,12 +3,14 @@
 A page's hash is SHA-256 over the hash of the page before it (32 bytes; none for the first) and its token ids as
 little-endian unsigned 32-bit numbers. Requests with an ``extra_key`` (LoRA) or a ``cache_salt`` start the chain with a
 seed instead. Source: ``sglang.srt.mem_cache.utils`` (``get_storage_hash_str``, ``storage_namespace_seed``); the tests
-compare the two. Not served: EAGLE's bigram chains.
+compare the two. What this package makes of the ``extra_key`` beforehand is ``namespaced_extra_key``.
+Not served: EAGLE's bigram chains.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Sequence
 
@@ -16,6 +18,8 @@ from hicache_ext.errors import HicacheExtError
 
 _NAMESPACE_DOMAIN = b"sglang-cache-namespace-v1"
 _LARGEST_TOKEN = 2**32 - 1
+_NO_ADAPTER = "-"
+_LIKE_AN_ADAPTER = re.compile(r"[0-9a-f]{32}-*\Z")
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
@@ -47,3 +51,17 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
             encoded = part.encode()
             digest.update(b"\x01" + len(encoded).to_bytes(8, "little") + encoded)
     return digest.digest()
+
+
+def namespaced_extra_key(extra_key: str | None, adapter: str = "") -> str | None:
+    """The extra key under which the pages of a request are hashed, where this package's plug-in is in force.
+
+    ``adapter`` is the digest of the LoRA adapter's content ("" without one): it stands where SGLang puts a name of its
+    own for the adapter. A request without an adapter must not be able to ask for an adapter's pages, or to write them:
+    an extra key that ends like a digest is marked. Two different requests never have one key.
+    """
+    if adapter:
+        return (extra_key or "") + adapter
+    if extra_key is not None and _LIKE_AN_ADAPTER.search(extra_key):
+        return extra_key + _NO_ADAPTER
+    return extra_key

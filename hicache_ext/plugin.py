@@ -13,7 +13,7 @@ import pkgutil
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels import sglang_hooks
 from hicache_ext.pd import sglang_hooks as pd_hooks
-from hicache_ext.storage import weights_hooks
+from hicache_ext.storage import adapters, model_weights, weights_hooks
 from hicache_ext.storage.pulling import prefill_cost
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ def register() -> None:
     weights_hooks.make_launch_id()
     check_sglang_version()
     weights_hooks.register()
+    model_weights.register()
+    adapters.register()
     sglang_hooks.register()
     pd_hooks.register()
     prefill_cost.register()
@@ -50,12 +52,14 @@ def check_sglang_version(installed: str | None = None) -> None:
 
 def missing_hooks() -> list[str]:
     """Targets of hooks that are not in force in this process."""
-    missing = [
-        target
-        for target in (weights_hooks.UPDATE_TARGET, weights_hooks.FLUSH_TARGET, *pd_hooks.targets())
-        if not _hooked(target)
-    ]
-    return missing + sglang_hooks.verify()
+    targets = (weights_hooks.UPDATE_TARGET, weights_hooks.FLUSH_TARGET, model_weights.LOAD_TARGET, *pd_hooks.targets())
+    return [target for target in targets if not _hooked(target)] + sglang_hooks.verify()
+
+
+def missing_adapter_hooks() -> list[str]:
+    """Targets of the hooks that keep LoRA adapters apart and that are not in force in this process."""
+    targets = (adapters.START_TARGET, *adapters.LOAD_TARGETS, adapters.REQUEST_TARGET)
+    return [target for target in targets if not _hooked(target)]
 
 
 def missing_decode_hooks() -> list[str]:

@@ -26,17 +26,18 @@ IDENTITY = PageIdentity(
 )
 
 GOLDEN_CANONICAL = (
-    '{"model":{"compute":"quantization=none","fingerprint":"f00d","id":"org/model","revision":"main",'
+    '{"model":{"compute":"quantization=none","draft":"","fingerprint":"f00d","id":"org/model","revision":"main",'
     '"weights_epoch":"0"},"pool":{"dtype":"bfloat16","geometry":{"layers":"32"},"kind":"MHATokenToKVPoolHost",'
-    '"layout":"page_first","name":"kv","page_size":64,"segments":[4096,4096]},"schema":1,'
+    '"layout":"page_first","name":"kv","page_size":64,"segments":[4096,4096]},"schema":2,'
     '"shard":{"cp":[0,1],"dcp":[0,1],"pp":[0,2],"tp":[1,4]}}'
 )
-GOLDEN_DIGEST = "4fb265b9d9efdd5e39afca040340ffd4"
+GOLDEN_DIGEST = "afe2bded0e41bdd8d5e67701234090ae"
 
 _CHANGES = [
     ("model", "id", "org/other"),
     ("model", "revision", "v2"),
     ("model", "fingerprint", "beef"),
+    ("model", "draft", "beef"),
     ("model", "weights_epoch", "1"),
     ("model", "compute", "quantization=fp8"),
     ("pool", "name", "indexer"),

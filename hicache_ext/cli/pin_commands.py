@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from hicache_ext.cli.namespace import add_namespace_arguments, seed_of
 from hicache_ext.cli.tables import print_table
 from hicache_ext.config import FileTierConfig, load_config, parse_duration, rounded_size
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
-from hicache_ext.page_hashes import namespace_seed, page_hashes
+from hicache_ext.page_hashes import page_hashes
 from hicache_ext.storage.file.directory import load_document
 from hicache_ext.storage.file.inspection import open_inspector
 from hicache_ext.storage.file.pins import Pin, add_pin, read_pins, remove_pin
@@ -27,8 +28,7 @@ def configure_pin(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--tokens", type=Path, metavar="FILE", help="a JSON list of the prompt's token ids; - for stdin")
     what.add_argument("--keys", type=Path, metavar="FILE", help="page hashes, 64 hex digits a line; - for stdin")
     parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
-    parser.add_argument("--extra-key", help="the requests' extra_key, where they have one")
-    parser.add_argument("--cache-salt", help="the requests' cache_salt, where they have one")
+    add_namespace_arguments(parser)
     parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
     parser.set_defaults(run=_pin)
 
@@ -63,7 +63,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         size = arguments.page_size or _page_size(directories)
         tokens = _read_tokens(arguments.tokens)
         try:
-            hashes = page_hashes(tokens, size, namespace_seed(arguments.extra_key, arguments.cache_salt))
+            hashes = page_hashes(tokens, size, seed_of(arguments))
         except HicacheExtError as error:
             raise ConfigError("--tokens", str(error)) from None
         if not hashes:

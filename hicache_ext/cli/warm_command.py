@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hicache_ext.cli.namespace import add_namespace_arguments, seed_of
 from hicache_ext.config import load_config, rounded_size
 from hicache_ext.errors import ConfigError
-from hicache_ext.page_hashes import namespace_seed
 from hicache_ext.storage.warming import WarmError, read_identities, warm_prompts
 
 _PROGRESS_INTERVAL = 0.1
@@ -37,8 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
     parser.add_argument("--role", choices=("prefill", "decode", "both"), default="prefill", help="default: %(default)s")
-    parser.add_argument("--extra-key", metavar="TEXT", help="of the requests (LoRA)")
-    parser.add_argument("--cache-salt", metavar="TEXT", help="of the requests")
+    add_namespace_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         to=arguments.to,
         model=arguments.served_name,
         identities=read_identities(arguments.identity, "--identity"),
-        seed=namespace_seed(arguments.extra_key, arguments.cache_salt),
+        seed=seed_of(arguments),
         progress=bar.show,
     )
     bar.end()

@@ -52,9 +52,8 @@ from hicache_ext.kernels import sglang_hooks
 from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.metrics import TierMetrics, TransferSamples
 from hicache_ext.metrics_export import export_when_wanted
-from hicache_ext.plugin import check_sglang_version, missing_decode_hooks, missing_hooks
+from hicache_ext.plugin import check_sglang_version, missing_adapter_hooks, missing_decode_hooks, missing_hooks
 from hicache_ext.storage.config_file import config_file_of
-from hicache_ext.storage.fingerprint import fingerprint_of
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.hints.board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.hints.hint import longest as longest_hint
@@ -62,6 +61,7 @@ from hicache_ext.storage.hints.receiver import HintReceiver
 from hicache_ext.storage.hints.sender import HintSender
 from hicache_ext.storage.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
+from hicache_ext.storage.model_weights import ModelWeights, records_directory, weights_of_server
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.pulling.prefill_cost import prefill_cost
 from hicache_ext.storage.pulling.rule import open_pull_rule
@@ -142,6 +142,7 @@ class _BoundPool:
     """None for a logical anchor, which has no bytes to store."""
     identities: tuple[PageIdentity, ...]
     digests: tuple[bytes, ...]
+    """Of the identities; they mean nothing before the weights are identified."""
 
 
 class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped here
@@ -155,6 +156,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
         self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
         self._model = self._model_identity()
+        self._weights = self._weights_to_identify()
+        self._identified = self._weights is None
         self._pools: dict[str, _BoundPool] = {}
         self._flat: _BoundPool | None = None
         self._own_digests: set[bytes] = set()
@@ -178,14 +181,16 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
-            "hicache_ext: role %s, model %r revision %r fingerprint %s epoch %s, tiers %s",
+            "hicache_ext: role %s, model %r revision %r epoch %s, tiers %s",
             self._config.role,
             self._model.id,
             self._model.revision,
-            self._model.fingerprint or "none",
             self._model.weights_epoch,
             self._store.describe().details,
         )
+        if self._weights is not None:
+            self._weights.start(records_directory(self._config))
+            self._weights.when_known(self._weights_known)
 
     # -- registration ----------------------------------------------------------------------------------------------
 
@@ -215,27 +220,66 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 "set hicache_ext.kv_dtype",
             )
         shards = self._shards(name, pool, parts)
-        self._pools[name] = self._identified(name, pages, pages.describe(dtype), shards)
         logger.info(
-            "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments, identity %s",
+            "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments",
             name,
             dtype,
             getattr(pool, "layout", "?"),
             pages.page_bytes,
             len(pages.segment_sizes) * parts,
-            ",".join(digest.hex() for digest in self._pools[name].digests),
         )
+        with self._state_lock:
+            self._pools[name] = bound = self._under_model(name, pages, pages.describe(dtype), shards)
+            identified = self._identified
+        if identified:
+            self._register(bound)
 
-    def _identified(
+    def _under_model(
         self, name: str, pages: HostPages | None, pool: PoolIdentity, shards: Sequence[Shard]
     ) -> _BoundPool:
+        """A pool whose pages are of the weights as they are known now; its identities are yet to be registered."""
         identities = tuple(PageIdentity(self._model, pool, shard) for shard in shards)
-        digests = tuple(identity.digest() for identity in identities)
-        for identity, digest in zip(identities, digests, strict=True):
+        return _BoundPool(name, pages, identities, tuple(identity.digest() for identity in identities))
+
+    def _register(self, bound: _BoundPool) -> None:
+        """Tell the tiers what the identities of a pool's pages are; not before the weights are identified."""
+        for identity, digest in zip(bound.identities, bound.digests, strict=True):
             self._own_digests.add(digest)
             with self._patience():
                 self._store.register_identity(digest, identity.document())
-        return _BoundPool(name, pages, identities, digests)
+            logger.info("hicache_ext: pages of pool %s have identity %s", bound.name, digest.hex())
+
+    def _change_model(self, *, now_identified: bool = False, **facts: str) -> None:
+        """From now on every page belongs to another identity."""
+        with self._state_lock:
+            identified = self._identified or now_identified
+            self._model = replace(self._model, **facts)
+            self._flat = None
+            for name, bound in list(self._pools.items()):
+                if bound.identities:
+                    shards = [identity.shard for identity in bound.identities]
+                    self._pools[name] = self._under_model(name, bound.pages, bound.identities[0].pool, shards)
+            self._identified = identified
+            bounds = list(self._pools.values()) if identified else []
+        for bound in bounds:
+            self._register(bound)
+
+    def _weights_known(self) -> None:
+        """The weights of the target and of all drafts are identified, or never will be [the thread that read them]."""
+        weights = self._weights
+        if weights is None or self._closed:
+            return
+        if weights.problem is not None:
+            self._identified = False
+            logger.error(
+                "hicache_ext: the weights cannot be identified, so nothing is stored or served until a restart: %s",
+                weights.problem,
+            )
+            return
+        self._change_model(now_identified=True, fingerprint=weights.fingerprint, draft=weights.draft)
+        logger.info(
+            "hicache_ext: weights %s%s", weights.fingerprint, f", draft {weights.draft}" if weights.draft else ""
+        )
 
     def _head_parts(self, name: str, pool: Any) -> int:
         """Objects a page is split in, so that deployments of other TP sizes find their heads (tp_lcm_size)."""
@@ -269,18 +313,37 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         model = self._config.model
         facts: LaunchFacts = self._facts
         revision = model.revision or facts.revision or ""
-        fingerprint = model.fingerprint
-        if fingerprint == "off":
-            fingerprint = ""
-        elif fingerprint == "auto":
-            fingerprint = fingerprint_of(facts.model_path, facts.revision) if facts.model_path else ""
         return ModelIdentity(
             id=model.id or self._storage_config.model_name or "",
             revision=revision,
-            fingerprint=fingerprint,
+            fingerprint="" if model.fingerprint in ("auto", "off") else model.fingerprint,
             weights_epoch=str(model.weights_epoch),
             compute=facts.compute,
         )
+
+    def _weights_to_identify(self) -> ModelWeights | None:
+        """None where nothing is to be read: outside a server, or where the configuration says what the weights are.
+
+        Raises UnsupportedError where they cannot be read.
+        """
+        if self._facts.model_path is None:
+            return None
+        if self._facts.lora and (missing := missing_adapter_hooks()):
+            raise UnsupportedError(
+                "--enable-lora",
+                f"the hook on {missing[0]} is not in force, so adapters cannot be told apart",
+                "leave SGLANG_PLUGINS unset, or let it name hicache_ext",
+            )
+        if self._config.model.fingerprint != "auto":
+            return None
+        weights = weights_of_server(self._facts)
+        if weights.problem is not None:
+            raise UnsupportedError(
+                f"the model {self._facts.model_path!r}",
+                f"its weights cannot be identified: {weights.problem}",
+                "set hicache_ext.model.fingerprint to a text that changes whenever the weights do",
+            )
+        return weights
 
     # -- existence -------------------------------------------------------------------------------------------------
 
@@ -557,7 +620,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     def _hint_scope(self) -> bytes | None:
         """Equal on nodes whose pages are of the same weights and size; None before the pools are known."""
         pool = self._pools.get(_KV)
-        if pool is None or not pool.identities:
+        if pool is None or not pool.identities or not self._identified:
             return None
         identity = pool.identities[0]
         common = replace(identity.pool, kind="hint", layout="", segments=(), geometry=())
@@ -659,7 +722,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 else:
                     pool = PoolIdentity(name=_KV, kind="flat", dtype="", layout="flat", page_size=0, segments=())
                     shards = self._shards(_KV, None, 1)
-                self._flat = self._identified("flat", None, pool, shards)
+                self._flat = self._under_model("flat", None, pool, shards)
+            self._register(self._flat)
         return self._flat
 
     # -- weights updates -------------------------------------------------------------------------------------------
@@ -685,15 +749,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
         ``nonce`` must be equal on all ranks of this deployment and different for every update of any deployment.
         """
-        with self._state_lock:
-            epoch = f"{self._config.model.weights_epoch}+{nonce}"
-            self._model = replace(self._model, weights_epoch=epoch)
-            self._flat = None
-        for name, bound in list(self._pools.items()):
-            if bound.identities:
-                self._pools[name] = self._identified(
-                    name, bound.pages, bound.identities[0].pool, [identity.shard for identity in bound.identities]
-                )
+        epoch = f"{self._config.model.weights_epoch}+{nonce}"
+        self._change_model(weights_epoch=epoch)
         logger.info("hicache_ext: weights updated, epoch is now %s", epoch)
 
     # -- administration --------------------------------------------------------------------------------------------
@@ -760,7 +817,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
     @property
     def _unavailable(self) -> bool:
-        return self._closed or self._suspended_because is not None
+        return self._closed or not self._identified or self._suspended_because is not None
 
     def _report_failure(self, call: str, error: BaseException) -> None:
         """Count trouble that SGLang must not see; log it with its traceback, at most once a second."""

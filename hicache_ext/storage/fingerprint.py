@@ -1,84 +1,402 @@
-"""A digest of a model's weights that is quick to make and equal wherever equal files lie.
+"""A digest of every byte of a model's weight files, made on threads of its own while the model loads.
 
-Two models served under one name must not share KV. Hashing 140 GB at every start is out of the question; the headers
-of safetensors files plus a block from the start and the middle of every tensor tell fine-tunes, revisions and
-quantisations of one architecture apart within a second or so.
+Two models served under one name must not share KV, also where only a few rows of one tensor differ (trained tokens, an
+edited head): so nothing is sampled. Reading all bytes takes a while (docs/decisions/weights-identity.md has the rates),
+hence three things:
+
+- It runs in the background. Until it has ended, the backend stores and serves nothing.
+- What was read once is remembered: a record per file, found by the file's device, inode, size, mtime and ctime. The
+  kernel sets the ctime of a file whenever its bytes or its times are changed, and nobody can set it back.
+- The ranks of a node share the work: each locks the record of the file it reads, and takes another file meanwhile.
+
+The digest must be of the bytes that SGLang loads. So the files' facts are noted before the load begins (``__init__``)
+and compared afterwards (``loaded``) and when a file is read: one that changed meanwhile leaves the model unidentified.
+
+SHA-256 and not a faster checksum: whoever may publish a model or an adapter must not be able to make one whose digest
+is that of somebody else's.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import json
+import itertools
 import logging
 import os
-import struct
-from collections.abc import Iterator
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE = 4096
-_SAMPLES_OF_PLAIN_FILE = 64
-_MAX_SAFETENSORS_HEADER = 100_000_000
+PIECE = 8 * 1024 * 1024
+"""Bytes that are read and hashed at once; part of the format of a digest."""
+
+_DOMAIN = b"hicache_ext/weights/2\0"
+_THREADS = 8
+_NICENESS = 10
+"""Of the threads that read: the model's own loading goes first."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+_SHAPING_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Beside weights and modelling code (``*.py``): what says how weights become KV."""
+_SETTLED = 10.0
+"""Seconds for which a file must have been left alone before its digest is remembered: within the granularity of a
+clock two versions of a file may have equal times."""
+_TICK = 0.1
+"""More than that granularity on a local file system: a file is not read sooner after its last change."""
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
+_OTHERS_TURN = 0.2
+_LONGEST_TURN = 60.0
+"""Seconds without any progress after which a file is read although another process is said to be reading it."""
 
 
-def fingerprint_of(model_path: str, revision: str | None = None) -> str:
-    """32 hex digits for the model at ``model_path`` (a directory, or a name in the local hub cache); "" if unknown.
+class WeightsError(Exception):
+    """The files of a model cannot be identified; the message says why."""
 
-    Never raises: what cannot be read is logged and leaves the identity resting on name and revision.
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What changes whenever the bytes of a file do."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileFacts:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def settled(self, seconds: float) -> bool:
+        """Whether the last change is so long ago. A file system that keeps no ctime has no settled files."""
+        return 0 < self.ctime_ns < (time.time() - seconds) * 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """``name`` is what counts of its path: equal models have equal digests wherever they lie."""
+
+    name: str
+    path: Path
+    facts: FileFacts
+
+
+class ModelFingerprint:
+    """The digest of the files of one model. Thread-safe.
+
+    ``digest`` is 32 hexadecimal digits, None until ``done`` or where ``problem`` says why there is none.
     """
-    directory = _directory_of(model_path, revision)
-    if directory is None:
-        return ""
-    digest = hashlib.sha256(b"hicache_ext/fingerprint/1\0")
-    try:
-        config = directory / "config.json"
-        if config.exists():
-            digest.update(config.read_bytes())
-        weights = sorted(path for path in directory.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
-        if not weights:
-            return ""
-        for path in weights:
-            digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
-            with path.open("rb") as file:
-                for offset in _sample_offsets(path, file.fileno()):
-                    digest.update(os.pread(file.fileno(), _SAMPLE, offset))
-    except OSError as error:
-        logger.warning("no fingerprint of the model in %s: %s", directory, error)
-        return ""
-    return digest.hexdigest()[:32]
 
+    def __init__(self, model_path: str, revision: str | None = None, *, weights: bool = True) -> None:
+        """Notes which files there are. ``model_path``: a directory, a GGUF file, or a name in the local hub cache.
 
-def _sample_offsets(path: Path, fd: int) -> Iterator[int]:
-    size = os.fstat(fd).st_size
-    if path.suffix == ".safetensors":
-        length_field = os.pread(fd, 8, 0)
-        length = struct.unpack("<Q", length_field)[0] if len(length_field) == 8 else 0
-        if 0 < length < min(size, _MAX_SAFETENSORS_HEADER):
+        Without ``weights`` the files that hold them do not count, and may be absent (``--load-format dummy``).
+        """
+        self.model_path = model_path
+        self.revision = revision
+        self.digest: str | None = None
+        self.problem: str | None = None
+        self.done = threading.Event()
+        self._lock = threading.Lock()
+        self._started = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._records: RememberedDigests | None = None
+        self._read: dict[FileFacts, bytes] = {}
+        self._seconds = 0.0
+        self._files: list[_File] = []
+        try:
+            self._files = _files_of(model_path, revision, weights)
+        except (OSError, WeightsError) as error:
+            self.problem = str(error)
+
+    @property
+    def found(self) -> bool:
+        """Whether there are files to read."""
+        return bool(self._files)
+
+    def start(self, remember_in: Path | None = None) -> None:
+        """Begin to read, once; later calls may still say where to remember. Does not wait."""
+        with self._lock:
+            if self._records is None and remember_in is not None:
+                self._records = RememberedDigests(remember_in)
+            first, self._started = not self._started, True
+        if first and self.problem is None:
+            threading.Thread(target=self._run, name="hicache-weights", daemon=True).start()
+        elif first:
+            self._end()
+        elif self.done.is_set():
+            self._remember_all()
+
+    def loaded(self) -> None:
+        """The load of the model has ended: what was noted before it must still hold, now and when it was read."""
+        for file in self._files:
             try:
-                header = json.loads(os.pread(fd, length, 8))
-                spans = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
-            except (ValueError, KeyError, TypeError, AttributeError):
-                spans = []
-            if spans:
-                yield from range(0, 8 + length, _SAMPLE)
-                for begin, end in spans:
-                    yield 8 + length + begin
-                    yield 8 + length + (begin + end) // 2
+                unchanged = FileFacts.of(file.path.stat()) == file.facts
+            except OSError:
+                unchanged = False
+            if not unchanged:
+                self._fail(f"{file.path.name} changed while the model was loaded")
+                if self.done.is_set():
+                    self._end()
                 return
-    step = max(_SAMPLE, size // _SAMPLES_OF_PLAIN_FILE)
-    yield from range(0, size, step)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when it is known: now, or later on the thread that reads. It must not raise.
+
+        It is called once more where ``loaded`` finds afterwards that the digest is not of what was loaded.
+        """
+        with self._lock:
+            self._callbacks.append(callback)
+            done = self.done.is_set()
+        if done:
+            callback()
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        try:
+            digests = self._digests()
+            digest = hashlib.sha256(_DOMAIN)
+            for name, of_file in sorted(digests.items()):
+                digest.update(len(name).to_bytes(8, "little") + name.encode() + of_file)
+            self.digest = digest.hexdigest()[:32]
+            self._seconds = time.monotonic() - started
+            size = sum(file.facts.size for file in self._files)
+            read = sum(facts.size for facts in self._read)
+            logger.info(
+                "hicache_ext: the weights in %s are identified: %.1f GB, of which %.1f were read in %.1f s",
+                self.model_path,
+                size / 1e9,
+                read / 1e9,
+                self._seconds,
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model is unidentified and the server goes on
+            self._fail(str(error) or type(error).__name__)
+        self._end()
+        self._remember_all()
+
+    def _fail(self, problem: str) -> None:
+        self.problem = f"{problem} ({self.model_path})"
+        self.digest = None
+
+    def _end(self) -> None:
+        with self._lock:
+            if self.problem is not None:
+                self.digest = None
+            self.done.set()
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            callback()
+
+    def _digests(self) -> dict[str, bytes]:
+        """Of every file, by its name."""
+        digests: dict[str, bytes] = {}
+        waiting = self._files
+        last_progress = time.monotonic()
+        while waiting:
+            busy: list[_File] = []
+            for file in waiting:
+                digest = self._digest_of(file, patient=time.monotonic() - last_progress < _LONGEST_TURN)
+                if digest is None:
+                    busy.append(file)
+                else:
+                    digests[file.name] = digest
+                    last_progress = time.monotonic()
+            if len(busy) == len(waiting):
+                time.sleep(_OTHERS_TURN)
+            waiting = busy
+        return digests
+
+    def _digest_of(self, file: _File, *, patient: bool) -> bytes | None:
+        """None where another process is reading this file and ``patient``."""
+        if self._records is None or file.facts.size <= PIECE:
+            return self._read_whole(file)
+        with self._records.claim(file.facts) as record:
+            if record is None:
+                return None if patient else self._read_whole(file)
+            digest = record.read()
+            if digest is None:
+                settled = file.facts.settled(_SETTLED)
+                digest = self._read_whole(file)
+                if settled:
+                    record.write(digest)
+            return digest
+
+    def _read_whole(self, file: _File) -> bytes:
+        if not file.facts.settled(_TICK):
+            time.sleep(_TICK)
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if FileFacts.of(os.fstat(fd)) != file.facts:
+                raise WeightsError(f"{file.path.name} changed while the model was loaded")
+            digest = digest_of_file(fd, file.facts.size)
+            if FileFacts.of(os.fstat(fd)) != file.facts:
+                raise WeightsError(f"{file.path.name} changed while it was read")
+        finally:
+            os.close(fd)
+        self._read[file.facts] = digest
+        return digest
+
+    def _remember_all(self) -> None:
+        """What was read before it was known where to remember it."""
+        for facts, digest in list(self._read.items()):
+            if self._records is None or facts.size <= PIECE or not facts.settled(_SETTLED + self._seconds):
+                continue
+            with self._records.claim(facts) as record:
+                if record is not None and record.read() is None:
+                    record.write(digest)
 
 
-def _directory_of(model_path: str, revision: str | None) -> Path | None:
-    directory = Path(model_path)
-    if directory.is_dir():
-        return directory
+class RememberedDigests:
+    """Records of file digests in a directory, shared by processes. Errors of the medium mean: nothing remembered.
+
+    A record is one small file, locked by who reads the weights file it is about; the kernel takes the lock back when
+    that process dies. A record that is torn or damaged does not pass its check and counts as empty.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @contextmanager
+    def claim(self, facts: FileFacts) -> Iterator[_Record | None]:
+        """The record of a file for this process alone; None while another process has it."""
+        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            logger.debug("digests of weight files are not remembered in %s: %s", self._directory, error)
+            yield _Record(None, name)
+            return
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            except OSError:
+                pass  # a file system without locks: the worst is that two ranks read the same file
+            yield _Record(fd, name)
+        finally:
+            os.close(fd)
+
+
+class _Record:
+    """``<64 hex digits of the digest> <16 of a check>``; the check is over the record's own name, too."""
+
+    _LENGTH = 64 + 1 + 16
+
+    def __init__(self, fd: int | None, name: str) -> None:
+        self._fd = fd
+        self._name = name
+
+    def read(self) -> bytes | None:
+        if self._fd is None:
+            return None
+        try:
+            text = os.pread(self._fd, self._LENGTH + 1, 0)
+            digest = bytes.fromhex(text[:64].decode("ascii"))
+        except (OSError, ValueError):
+            return None
+        return digest if text == self._text(digest) else None
+
+    def write(self, digest: bytes) -> None:
+        if self._fd is None:
+            return
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, self._text(digest), 0)
+        except OSError as error:
+            logger.debug("the digest of a weights file is not remembered: %s", error)
+
+    def _text(self, digest: bytes) -> bytes:
+        check = hashlib.sha256(self._name.encode() + digest).hexdigest()[:16]
+        return f"{digest.hex()} {check}".encode()
+
+
+def digest_of_file(fd: int, size: int) -> bytes:
+    """SHA-256 over the size and the SHA-256 of each piece of ``PIECE`` bytes, which threads read and hash at once.
+
+    Raises OSError, and WeightsError for a file that is shorter than ``size``.
+    """
+    pieces = -(-size // PIECE)
+    digests: list[bytes] = [b""] * pieces
+    numbers = itertools.count()
+    problems: list[Exception] = []
+
+    def read_pieces() -> None:
+        _step_back()
+        buffer = memoryview(bytearray(min(PIECE, max(size, 1))))
+        while not problems and (number := next(numbers)) < pieces:
+            try:
+                piece = buffer[: min(PIECE, size - number * PIECE)]
+                _fill(fd, piece, number * PIECE)
+                digests[number] = hashlib.sha256(piece).digest()
+            except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
+                problems.append(error)
+
+    threads = [
+        threading.Thread(target=read_pieces, name="hicache-weights", daemon=True)
+        for _ in range(min(pieces, _THREADS, len(os.sched_getaffinity(0))))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return hashlib.sha256(_DOMAIN + size.to_bytes(8, "little") + b"".join(digests)).digest()
+
+
+def _fill(fd: int, piece: memoryview, offset: int) -> None:
+    filled = 0
+    while filled < len(piece):
+        count = os.preadv(fd, [piece[filled:]], offset + filled)
+        if count == 0:
+            raise WeightsError("a file of weights became shorter while it was read")
+        filled += count
+
+
+def _step_back() -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    except OSError:
+        pass
+
+
+def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_File]:
+    """The files that shape a model's KV. Raises WeightsError when there are no weights among them, and OSError."""
+    path = Path(model_path)
+    if not path.exists():
+        path = _snapshot_of(model_path, revision)
+    if path.is_file():
+        named = _parts_of(path)
+    else:
+        named = {file.name: file for file in path.iterdir() if file.name in _SHAPING_FILES or file.suffix == ".py"}
+        found = {file.name: file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES}
+        if weights and not found:
+            raise WeightsError(f"there are no weight files ({', '.join(_WEIGHT_SUFFIXES)}) in {path}")
+        named |= found if weights else {}
+    return [_File(name, file, FileFacts.of(file.stat())) for name, file in sorted(named.items())]
+
+
+def _parts_of(path: Path) -> dict[str, Path]:
+    """A GGUF file counts by its content alone; it may be one of several parts."""
+    part = _PART.fullmatch(path.name)
+    if part is None:
+        return {path.suffix: path}
+    beside = ((file, _PART.fullmatch(file.name)) for file in path.parent.iterdir())
+    return {file.name: file for file, other in beside if other is not None and other.groups() == part.groups()}
+
+
+def _snapshot_of(model_path: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
-    except Exception as error:  # noqa: BLE001 - a missing package, a missing snapshot and a bad name all mean "unknown"
-        logger.debug("no local snapshot of %s: %s", model_path, error)
-        return None
+    except Exception as error:  # a missing package, a missing snapshot and a bad name all mean "unknown"
+        raise WeightsError(f"there are no files of {model_path!r} on this node") from error

@@ -1,10 +1,12 @@
 """What SGLang's storage config does not carry, read from the launch arguments of the running server.
 
-One of the rooms that know SGLang: ``sglang.srt.runtime_context`` holds the resolved arguments in every scheduler.
+One of the rooms that know SGLang: ``sglang.srt.runtime_context`` holds arguments and what they were resolved to, in
+every scheduler, and the runner of the model what it found out while it loaded it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import ServerRole
@@ -21,25 +24,27 @@ logger = logging.getLogger(__name__)
 _ROLES: dict[str, ServerRole] = {"prefill": "prefill", "decode": "decode"}
 """SGLang's ``--disaggregation-mode``; "null" is a server that is not disaggregated."""
 
-_COMPUTE_ARGUMENTS = (
-    "dtype",
-    "quantization",
-    "quantization_param_path",
-    "json_model_override_args",
-    "torchao_config",
-)
-"""Launch arguments that change KV values although the weights are the same (rope overrides, quantised compute)."""
+_NAMES_OF_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+"""Values of ``--kv-cache-dtype`` that say no more than the dtype they stand for."""
+
+_COMPUTE_ARGUMENTS = ("json_model_override_args", "torchao_config", "modelopt_quant")
+"""Launch arguments that change KV values although the weights are the same, beside dtype and quantisation, which the
+runner of the model tells."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchFacts:
-    """``kv_cache_dtype`` is the argument as resolved by SGLang ("auto", "fp8_e4m3", ...), None outside a server.
+    """``kv_cache_dtype`` is what the KV pools hold ("float8_e4m3fn", "bfloat16", ...), None outside a server.
 
     ``role`` is what the server does in a disaggregated pair; ``metrics`` whether it has a Prometheus endpoint.
+    ``drafts`` are model path and revision of draft models; ``lora`` whether requests may name an adapter.
     """
 
     model_path: str | None = None
     revision: str | None = None
+    load_format: str = "auto"
+    drafts: tuple[tuple[str, str | None], ...] = ()
+    lora: bool = False
     kv_cache_dtype: str | None = None
     compute: str = ""
     role: ServerRole = "both"
@@ -51,26 +56,99 @@ class LaunchFacts:
 def read_launch_facts() -> LaunchFacts:
     """The facts of this process's server; empty outside one (tests, tools). Never raises."""
     try:
-        from sglang.srt.runtime_context import get_server_args
-
-        arguments: Any = get_server_args()
+        model_path = resolved("model_path")
     except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
         logger.debug("no server arguments: %s", error)
         return LaunchFacts()
-    compute = {}
-    for name in _COMPUTE_ARGUMENTS:
-        value = getattr(arguments, name, None)
-        if value not in (None, "", "{}", "auto"):
-            compute[name] = str(value)
+    draft = resolved("speculative_draft_model_path")
     return LaunchFacts(
-        model_path=getattr(arguments, "model_path", None),
-        revision=getattr(arguments, "revision", None),
-        kv_cache_dtype=getattr(arguments, "kv_cache_dtype", None),
-        compute=json.dumps(compute, sort_keys=True) if compute else "",
-        role=_ROLES.get(str(getattr(arguments, "disaggregation_mode", "")), "both"),
-        metrics=bool(getattr(arguments, "enable_metrics", False)),
+        model_path=model_path,
+        revision=resolved("revision"),
+        load_format=str(resolved("load_format") or "auto"),
+        drafts=((draft, resolved("speculative_draft_model_revision")),) if draft else (),
+        lora=bool(resolved("enable_lora")),
+        kv_cache_dtype=_kv_cache_dtype(_target()) or resolved("kv_cache_dtype"),
+        compute=_compute(),
+        role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
+        metrics=bool(resolved("enable_metrics")),
         config_file=_config_file(),
     )
+
+
+def resolved(argument: str) -> Any:
+    """What SGLang made of a launch argument; None for one that it does not have. Raises outside a server.
+
+    ``get_server_args()`` is what was typed: "auto" and the like. What it means lies in SGLang's namespaces.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+
+    arguments: Any = runtime_context.get_server_args()
+    path = namespace_of(type(arguments)).get(argument)
+    if path is None:
+        return getattr(arguments, argument, None)
+    first, *others = path.split(".")
+    bag = getattr(runtime_context, f"get_{first}")()
+    for name in others:
+        bag = getattr(bag, name)
+    return getattr(bag, argument)
+
+
+_runners: list[tuple[Any, bool]] = []
+
+
+def note_runner(runner: Any, *, draft: bool) -> None:
+    """SGLang's runner of a model that was loaded in this process: it alone knows some of what was resolved."""
+    _runners.append((runner, draft))
+
+
+def _target() -> Any:
+    return next((runner for runner, draft in _runners if not draft), None)
+
+
+def _kv_cache_dtype(runner: Any) -> str | None:
+    """What the pools of a runner hold: the tensors' dtype, and the name of its encoding where that says more."""
+    dtype = getattr(runner, "kv_cache_dtype", None)
+    if dtype is None:
+        return None
+    name, stored = str(getattr(runner, "kv_cache_dtype_str", "auto")), str(dtype).removeprefix("torch.")
+    return stored if name in _NAMES_OF_DTYPES else f"{name}/{stored}"
+
+
+def _compute() -> str:
+    compute = {name: str(value) for name in _COMPUTE_ARGUMENTS if (value := resolved(name)) not in (None, "", "{}")}
+    if resolved("load_format") == "dummy":
+        compute["load_format"] = "dummy"
+    if scales := resolved("quantization_param_path"):
+        compute["kv_scales"] = _digest_of_small_file(scales)
+    target = _target()
+    if target is None:
+        computed = {"dtype": resolved("dtype"), "quantization": resolved("quantization")}
+    else:
+        computed = _computed_as(target)
+    compute |= {name: value for name, value in computed.items() if value is not None}
+    # Drafts may be kept and computed in another dtype, in pools that look like the target's.
+    if drafts := sorted({json.dumps(_computed_as(runner), sort_keys=True) for runner, draft in _runners if draft}):
+        compute["drafts"] = ",".join(drafts)
+    return json.dumps(compute, sort_keys=True)
+
+
+def _computed_as(runner: Any) -> dict[str, str | None]:
+    """dtype and quantisation of a model's layers, as its loader resolved them, and what its KV is kept in."""
+    config = getattr(runner, "model_config", None)
+    dtype, quantization = getattr(config, "dtype", None), getattr(config, "quantization", None)
+    return {
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "quantization": None if quantization is None else str(quantization),
+        "kv": _kv_cache_dtype(runner),
+    }
+
+
+def _digest_of_small_file(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+    except OSError:
+        return path
 
 
 _given_as: ContextVar[str | None] = ContextVar("_given_as", default=None)
@@ -88,9 +166,7 @@ def configuration_given_as(argument: str | None) -> Iterator[None]:
 
 def _config_file() -> str | None:
     try:
-        from sglang.srt.runtime_context import get_memory
-
-        given = _given_as.get() or get_memory().hicache_storage_backend_extra_config
+        given = _given_as.get() or resolved("hicache_storage_backend_extra_config")
     except Exception as error:  # noqa: BLE001 - as above
         logger.debug("no storage configuration among the server arguments: %s", error)
         return None

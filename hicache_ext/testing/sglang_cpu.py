@@ -9,7 +9,7 @@ missing on CPU                              mended by
 ==========================================  ==========================================================================
 torchvision's operators (a CUDA build)      declaring the two schemas that its import needs
 ``sgl_kernel``                              a stub module with the one function that is called
-pinned host memory                          HiCache host pools and PD transfers are told not to pin
+pinned host memory                          HiCache host pools, PD transfers and LoRA are told not to pin
 host <-> device copy operations             the reference engine, through ``hicache_ext.kernels.sglang_hooks``
 CPU engine switch, CUDA events in PD        environment variables (only where unset)
 ==========================================  ==========================================================================
@@ -23,6 +23,7 @@ Tests that build host pools in their own process call :func:`prepare_process` be
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -96,6 +97,7 @@ def install_mends() -> None:
         os.environ.setdefault(name, value)
     _declare_torchvision_operators()
     _install_sgl_kernel_stub()
+    _leave_memory_unpinned()
     _register_hooks()
 
 
@@ -154,6 +156,24 @@ def _declare_torchvision_operators() -> None:
             "torchvision::qnms",
             "(Tensor dets, Tensor scores, float iou_threshold, float score_threshold) -> Tensor",
         )
+
+
+def _leave_memory_unpinned() -> None:
+    """LoRA asks for pinned tensors wherever it runs; without CUDA torch refuses to make them."""
+    for name in ("tensor", "empty", "zeros", "arange"):
+        original = getattr(torch, name)
+        if not hasattr(original, "__wrapped__"):
+            setattr(torch, name, _without_pinning(original))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
+def _without_pinning(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def unpinned(*arguments: Any, **named: Any) -> torch.Tensor:
+        named.pop("pin_memory", None)
+        return original(*arguments, **named)
+
+    return unpinned
 
 
 def _install_sgl_kernel_stub() -> None:

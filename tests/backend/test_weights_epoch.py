@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hicache_ext.storage import weights_hooks
-from hicache_ext.storage.fingerprint import fingerprint_of
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
-from hicache_ext.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.sglang
 
@@ -101,24 +98,3 @@ def test_a_decode_nodes_offload_stays_off_since_its_queue_is_not_flushed(open_ba
     update(flushes=True)
     assert backend.suspended_because is not None
     assert backend.batch_set_v1(KEYS, INDICES) == [False, False]
-
-
-def test_equal_weights_have_equal_fingerprints_wherever_they_lie(tmp_path: Path) -> None:
-    here = make_tiny_model(tmp_path / "here", seed=1)
-    there = make_tiny_model(tmp_path / "there", seed=1)
-    assert fingerprint_of(str(here)) == fingerprint_of(str(there)) != ""
-
-
-def test_a_change_in_any_tensor_or_in_the_config_changes_the_fingerprint(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", seed=1)
-    assert fingerprint_of(str(model)) != fingerprint_of(str(make_tiny_model(tmp_path / "other", seed=2)))
-    before = fingerprint_of(str(model))
-    config = model / "config.json"
-    config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0') + " ")
-    assert fingerprint_of(str(model)) != before
-
-
-def test_an_unreadable_model_has_no_fingerprint_and_raises_nothing(tmp_path: Path) -> None:
-    assert fingerprint_of(str(tmp_path / "nowhere")) == ""
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert fingerprint_of(str(tmp_path)) != ""

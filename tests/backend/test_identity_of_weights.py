@@ -1,0 +1,417 @@
+"""What decides whose KV a page is: the files that SGLang loaded, drafts and adapters, and resolved settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.page_hashes import namespaced_extra_key
+from hicache_ext.storage import adapters, fingerprint, launch_facts, model_weights
+from hicache_ext.storage.fingerprint import ModelFingerprint
+from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype
+from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
+from hicache_ext.testing.host_pools import mha_pools, page_indices
+from hicache_ext.testing.tiny_model import make_tiny_adapter, make_tiny_model
+
+pytestmark = pytest.mark.sglang
+
+KEYS = page_keys(2)
+INDICES = page_indices(PAGE_SIZE, [0, 1])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_weights, "_loaded", [])
+    monkeypatch.setattr(launch_facts, "_runners", [])
+    monkeypatch.setattr(adapters, "_digests", {})
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What SGLang does with a model: our AROUND hook around its load."""
+    monkeypatch.setattr(model_weights, "_configured", lambda: None)
+    monkeypatch.setattr(model_weights, "resolved", lambda name: "auto" if name == "load_format" else None)
+
+    def load_(path: Path, *, draft: bool = False, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        config = SimpleNamespace(model_path=str(path), revision=None)
+        runner = SimpleNamespace(model_config=config, is_draft_worker=draft)
+        model_weights.around_load(lambda runner: meanwhile(), runner)
+        return runner
+
+    return load_
+
+
+@pytest.fixture
+def serve(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A backend in a process that is told it is the server of a model."""
+
+    def serve_(model: Path, *, wait: bool = True, ours: dict[str, Any] | None = None, **facts: Any) -> Any:
+        from hicache_ext.storage import backend as module
+
+        monkeypatch.setattr(module, "read_launch_facts", lambda: LaunchFacts(model_path=str(model), **facts))
+        backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours)
+        if wait and backend._weights is not None:
+            for model_fingerprint in backend._weights._all:
+                assert model_fingerprint.done.wait(30)
+            assert wait_until(lambda: backend._identified or backend._weights.problem is not None)
+        return backend
+
+    return serve_
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    ended = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return True
+        ended.wait(0.01)
+    return False
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Files are not read before this is set."""
+    go = threading.Event()
+    read = fingerprint.digest_of_file
+
+    def wait_and_read(fd: int, size: int) -> bytes:
+        go.wait(30)
+        return read(fd, size)
+
+    monkeypatch.setattr(fingerprint, "digest_of_file", wait_and_read)
+    yield go
+    go.set()
+
+
+def test_until_the_weights_are_identified_nothing_is_stored_or_served(
+    tmp_path: Path, serve: Callable[..., Any], held: threading.Event
+) -> None:
+    backend = serve(make_tiny_model(tmp_path / "model"), wait=False)
+    assert backend.batch_set_v1(KEYS, INDICES) == [False, False]
+    assert backend.batch_exists(KEYS) == 0
+    assert list((tmp_path / "l3" / "identities").glob("*")) == []
+    held.set()
+    assert wait_until(lambda: backend._identified)
+    assert backend.batch_exists(KEYS) == 0
+    assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
+    assert backend.batch_exists(KEYS) == 2
+    assert len(list((tmp_path / "l3" / "identities").glob("*"))) == 1
+
+
+def test_servers_of_equal_weights_share_pages_and_those_of_others_do_not(
+    tmp_path: Path, serve: Callable[..., Any]
+) -> None:
+    model = make_tiny_model(tmp_path / "model", seed=1)
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    assert serve(model).batch_set_v1(KEYS, INDICES) == [True, True]
+    assert serve(copy).batch_exists(KEYS) == 2
+    assert serve(make_tiny_model(tmp_path / "other", seed=2)).batch_exists(KEYS) == 0
+
+
+def test_a_model_that_changed_while_it_was_loaded_is_never_served(
+    tmp_path: Path, serve: Callable[..., Any], load: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_tiny_model(tmp_path / "model", seed=1)
+    other = make_tiny_model(tmp_path / "other", seed=2)
+    load(model, meanwhile=lambda: shutil.copy(other / "model.safetensors", model / "model.safetensors"))
+    with pytest.raises(UnsupportedError, match=r"model\.safetensors changed while the model was loaded"):
+        serve(model)
+
+
+def test_weights_that_are_loaded_late_and_changed_until_then_end_the_service(
+    tmp_path: Path, serve: Callable[..., Any], load: Callable[..., Any]
+) -> None:
+    model = make_tiny_model(tmp_path / "model", seed=1)
+    runner = load(model)
+    backend = serve(model)
+    assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
+    shutil.copy(make_tiny_model(tmp_path / "other", seed=2) / "model.safetensors", model / "model.safetensors")
+    model_weights.after_late_load(None, runner)
+    assert backend.batch_exists(KEYS) == 0
+    assert backend.batch_set_v1(page_keys(2, "more"), INDICES) == [False, False]
+
+
+def test_files_that_sglang_fetches_during_the_load_are_noted_after_it(
+    tmp_path: Path, serve: Callable[..., Any], load: Callable[..., Any]
+) -> None:
+    model = tmp_path / "model"
+    load(model, meanwhile=lambda: make_tiny_model(model, seed=1))
+    backend = serve(model)
+    assert backend._identified
+
+
+def test_other_draft_weights_are_another_identity(
+    tmp_path: Path, serve: Callable[..., Any], load: Callable[..., Any]
+) -> None:
+    target = make_tiny_model(tmp_path / "target", seed=1)
+    load(target)
+    load(make_tiny_model(tmp_path / "draft", seed=2), draft=True)
+    assert serve(target).batch_set_v1(KEYS, INDICES) == [True, True]
+    assert serve(target).batch_exists(KEYS) == 2
+    model_weights._loaded[1].fingerprint = ModelFingerprint(str(make_tiny_model(tmp_path / "other draft", seed=3)))
+    assert serve(target).batch_exists(KEYS) == 0
+
+
+def test_the_draft_of_the_launch_arguments_counts_where_no_load_was_seen(
+    tmp_path: Path, serve: Callable[..., Any]
+) -> None:
+    target = make_tiny_model(tmp_path / "target", seed=1)
+    draft, other = (str(make_tiny_model(tmp_path / f"draft{seed}", seed=seed)) for seed in (2, 3))
+    assert serve(target, drafts=((draft, None),)).batch_set_v1(KEYS, INDICES) == [True, True]
+    assert serve(target, drafts=((other, None),)).batch_exists(KEYS) == 0
+    assert serve(target, drafts=((draft, None),)).batch_exists(KEYS) == 2
+
+
+def test_a_draft_in_the_targets_own_files_adds_nothing(
+    tmp_path: Path, serve: Callable[..., Any], load: Callable[..., Any]
+) -> None:
+    target = make_tiny_model(tmp_path / "target", seed=1)
+    load(target)
+    load(target, draft=True)
+    assert serve(target)._model.draft == ""
+
+
+@pytest.mark.parametrize("load_format", ["remote", "remote_instance", "presharded", "flash_rl", "something new"])
+def test_weights_from_elsewhere_than_the_models_files_are_refused_unless_named(
+    tmp_path: Path, serve: Callable[..., Any], load_format: str
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=f"--load-format {load_format}.*hicache_ext.model.fingerprint"):
+        serve(model, load_format=load_format)
+    backend = serve(model, load_format=load_format, ours={"model": {"fingerprint": "run 17"}})
+    assert backend._model.fingerprint == "run 17"
+    assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
+
+
+def test_a_model_without_files_is_refused_with_one_sentence(tmp_path: Path, serve: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"cannot be identified.*set hicache_ext\.model\.fingerprint"):
+        serve(tmp_path / "nowhere")
+
+
+def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
+    tmp_path: Path, serve: Callable[..., Any], held: threading.Event
+) -> None:
+    backend = serve(make_tiny_model(tmp_path / "model"), wait=False)
+    backend.advance_weights_epoch("nonce")
+    assert not backend._identified
+    held.set()
+    assert wait_until(lambda: backend._identified)
+    assert (backend._model.weights_epoch, len(backend._model.fingerprint)) == ("0+nonce", 32)
+    assert backend._pools["kv"].identities[0].model == backend._model
+
+
+def test_adapters_that_cannot_be_told_apart_stop_the_start(
+    tmp_path: Path, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hicache_ext.storage import backend as module
+
+    monkeypatch.setattr(module, "missing_adapter_hooks", lambda: ["sglang.some.target"])
+    with pytest.raises(UnsupportedError, match=r"sglang\.some\.target is not in force"):
+        serve(make_tiny_model(tmp_path / "model"), lora=True)
+
+
+# -- resolved settings -------------------------------------------------------------------------------------------------
+
+
+def runner_with(kv: str, dtype: torch.dtype, quantization: str | None = None) -> Any:
+    config = SimpleNamespace(dtype=torch.bfloat16, quantization=quantization)
+    return SimpleNamespace(kv_cache_dtype_str=kv, kv_cache_dtype=dtype, model_config=config)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchFacts]:
+    """The facts of a server that was launched with these arguments and resolved them to what its runner has."""
+
+    def launched_(runner: Any, draft: Any = None, **arguments: Any) -> LaunchFacts:
+        monkeypatch.setattr(launch_facts, "resolved", {"model_path": "m", **arguments}.get)
+        monkeypatch.setattr(launch_facts, "_runners", [(runner, False)] + ([(draft, True)] if draft else []))
+        return launch_facts.read_launch_facts()
+
+    return launched_
+
+
+def test_auto_and_the_name_it_stands_for_are_one_identity(launched: Callable[..., LaunchFacts]) -> None:
+    """A checkpoint with an FP8 cache: SGLang resolves auto to fp8_e4m3, and says so in the runner alone."""
+    typed = launched(runner_with("fp8_e4m3", torch.float8_e4m3fn), kv_cache_dtype="fp8_e4m3", dtype="bfloat16")
+    auto = launched(runner_with("fp8_e4m3", torch.float8_e4m3fn), kv_cache_dtype="auto", dtype="auto")
+    assert typed == auto
+    assert logical_dtype("uint8", auto.kv_cache_dtype, None) == "float8_e4m3fn/uint8"
+
+
+def test_encodings_of_one_width_are_different_identities(launched: Callable[..., LaunchFacts]) -> None:
+    kinds = [
+        ("fp8_e4m3", torch.float8_e4m3fn),
+        ("fp8_e4m3", torch.float8_e4m3fnuz),  # what ROCm calls by the same name
+        ("fp8_e5m2", torch.float8_e5m2),
+        ("mxfp8", torch.float8_e4m3fn),
+    ]
+    assert len({launched(runner_with(*kind)).kv_cache_dtype for kind in kinds}) == len(kinds)
+
+
+def test_what_changes_kv_without_changing_weights_counts(launched: Callable[..., LaunchFacts], tmp_path: Path) -> None:
+    plain = runner_with("auto", torch.bfloat16)
+    scales = tmp_path / "scales.json"
+    scales.write_text("1")
+    seen = [
+        launched(plain).compute,
+        launched(plain, json_model_override_args='{"rope_theta": 1}').compute,
+        launched(runner_with("auto", torch.bfloat16, "fp8")).compute,
+        launched(plain, quantization_param_path=str(scales)).compute,
+        launched(plain, runner_with("fp8_e4m3", torch.float8_e4m3fn)).compute,
+        launched(plain, runner_with("fp8_e5m2", torch.float8_e5m2)).compute,
+        launched(plain, load_format="dummy").compute,
+    ]
+    scales.write_text("2")
+    seen.append(launched(plain, quantization_param_path=str(scales)).compute)
+    assert len(set(seen)) == len(seen)
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_text("2")
+    assert launched(plain, quantization_param_path=str(elsewhere)).compute == seen[-1]
+
+
+def test_a_real_servers_namespaces_hold_what_was_resolved() -> None:
+    """``get_server_args()`` is what was typed; the namespaces are published from what it was resolved to."""
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.server_args import ServerArgs
+
+    asked = {"model_path", "revision", "load_format", "dtype", "quantization", "kv_cache_dtype", "enable_lora"}
+    asked |= {
+        "disaggregation_mode",
+        "enable_metrics",
+        "hicache_storage_backend_extra_config",
+        "quantization_param_path",
+    }
+    asked |= {"speculative_draft_model_path", "speculative_draft_model_revision", "json_model_override_args"}
+    assert asked <= set(namespace_of(ServerArgs))
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def loaded_adapter(path: Path) -> Any:
+    """An adapter as SGLang holds it, but for its stacking of projections."""
+    import json
+
+    from safetensors.torch import load_file
+
+    config = SimpleNamespace(hf_config=json.loads((path / "adapter_config.json").read_text()), added_tokens_config=None)
+    layers: list[dict[str, torch.Tensor]] = [{}, {}]
+    for name, tensor in load_file(path / "adapter_model.safetensors").items():
+        layers[int(name.split(".layers.")[1].split(".")[0])][name] = tensor
+    return SimpleNamespace(
+        config=config,
+        layers=[SimpleNamespace(weights=weights) for weights in layers],
+        embedding_layers={},
+        added_tokens_embeddings={},
+    )
+
+
+def test_adapters_of_equal_content_have_one_digest_wherever_they_lie(tmp_path: Path) -> None:
+    here, there = (loaded_adapter(make_tiny_adapter(tmp_path / name, seed=1)) for name in ("here", "there"))
+    assert here.config.hf_config != there.config.hf_config  # the path of the base model
+    assert adapters.adapter_digest(here, ()) == adapters.adapter_digest(there, ())
+
+
+def test_every_value_and_every_setting_of_an_adapter_counts(tmp_path: Path) -> None:
+    path = make_tiny_adapter(tmp_path / "adapter", seed=1)
+    seen = {adapters.adapter_digest(loaded_adapter(path), ())}
+
+    def also(change: Callable[[Any], None], modules: tuple[str, ...] = ()) -> None:
+        adapter = loaded_adapter(path)
+        change(adapter)
+        seen.add(adapters.adapter_digest(adapter, modules))
+
+    def one_value(adapter: Any) -> None:
+        next(iter(adapter.layers[1].weights.values())).view(-1)[7] += 1
+
+    def swapped_layers(adapter: Any) -> None:
+        adapter.layers[0].weights, adapter.layers[1].weights = adapter.layers[1].weights, adapter.layers[0].weights
+
+    def all_linear(adapter: Any) -> None:
+        adapter.config.hf_config["target_modules"] = "all-linear"
+
+    also(one_value)
+    also(swapped_layers)
+    also(lambda adapter: adapter.config.hf_config.update(lora_alpha=9))
+    also(lambda adapter: adapter.config.hf_config.update(use_rslora=True))
+    also(lambda adapter: adapter.embedding_layers.update(embed_tokens=torch.ones(2)))
+    also(lambda adapter: setattr(adapter.config, "added_tokens_config", {"<x>": 512}))
+    also(all_linear, ("q_proj",))
+    also(all_linear, ("q_proj", "k_proj"))
+    assert len(seen) == 9
+
+
+def manager_of(**loras: Any) -> Any:
+    return SimpleNamespace(loras=loras, target_modules=set(), memory_pool=None)
+
+
+def request(lora_id: str | None, extra_key: str | None = None) -> Any:
+    """As SGLang's constructor leaves it."""
+    made = SimpleNamespace(lora_id=lora_id, extra_key=extra_key)
+    if lora_id is not None:
+        made.extra_key = (extra_key or "") + lora_id
+    adapters.after_request(None, made)
+    return made
+
+
+def test_the_content_of_an_adapter_takes_the_place_of_sglangs_name_for_it(tmp_path: Path) -> None:
+    old = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
+    equal = loaded_adapter(make_tiny_adapter(tmp_path / "b", seed=1))
+    new = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=2))
+    adapters.after_start(None, manager_of(id1=old))
+    for lora_id, adapter in (("id2", equal), ("id3", new)):
+        adapters.after_load(None, manager_of(**{lora_id: adapter}), SimpleNamespace(lora_id=lora_id, lora_name="x"))
+    assert request("id1").extra_key == request("id2").extra_key != request("id3").extra_key
+    assert request("id1", "tenant").extra_key == "tenant" + request("id2").extra_key
+    assert request(None).extra_key is None
+
+
+def test_what_an_adapter_is_does_not_change_with_its_file(tmp_path: Path) -> None:
+    mapped = torch.ones(64)
+    adapter = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
+    adapter.layers[0].weights["o_proj"] = mapped
+    adapters.after_start(None, manager_of(id1=adapter))
+    mapped.zero_()
+    assert adapter.layers[0].weights["o_proj"].sum() == 64
+
+
+def test_an_adapter_that_cannot_be_identified_shares_pages_with_nobody() -> None:
+    broken = SimpleNamespace(config=None, layers=[], embedding_layers={}, added_tokens_embeddings={})
+    adapters.after_start(None, manager_of(id1=broken, id2=broken))
+    assert request("id1").extra_key == request("id1").extra_key
+    assert len({request(name).extra_key for name in ("id1", "id2", "never loaded")}) == 3
+
+
+def test_no_request_without_an_adapter_can_ask_for_an_adapters_pages() -> None:
+    digest = "0123456789abcdef" * 2
+    keys = [None, "", "tenant", digest, digest + "-", "tenant" + digest, digest.upper(), digest[:-1]]
+    without = [namespaced_extra_key(key) for key in keys]
+    with_adapter = [namespaced_extra_key(key, digest) for key in keys if key is not None]
+    assert len(set(without)) == len(keys)
+    assert not set(without) & set(with_adapter)
+    assert without[:3] == keys[:3]
+
+
+def test_sglang_has_what_the_hooks_are_on() -> None:
+    import inspect
+
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    assert {"lora_id", "extra_key"} <= set(inspect.signature(Req.__init__).parameters)
+    for method in ("init_state", "load_lora_weights", "load_lora_weights_from_tensors"):
+        assert hasattr(LoRAManager, method)
+    for method in ("load_model", "finalize_startup_weight_load"):
+        assert hasattr(ModelRunner, method)
+    assert dataclasses.is_dataclass(LaunchFacts)
