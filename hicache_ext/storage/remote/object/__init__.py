@@ -21,7 +21,7 @@ def open_object_tier(name: str, tier: ObjectTierConfig) -> PageStore:
         client,
         url=tier.url,
         shared=tier.scheme != "file",
-        timeout=tier.timeout,
+        timeout=tier.longest_call,
         concurrency=tier.concurrency,
         required=tier.required,
     )
