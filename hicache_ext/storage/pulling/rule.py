@@ -34,6 +34,11 @@ _MARGIN = 0.1
 """A pull must be expected to be cheaper by this share: what SGLang does around a read is in no tier's measurement."""
 _PROBE_PAGES = (1, 32)
 """Two sizes determine the line: what a read costs to start, and what each byte costs."""
+_PROBE_KEYS = 256
+"""Looked up at most. Fewer would let a long round trip be taken for dear keys where requests ask for that many."""
+_PROBE_LOOK_UPS = 2
+"""As many as reads: two surprises in a row end what was learnt (linear_cost.py), so that after one probe a tier that is
+fast again is known to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +201,14 @@ class PullRule:
         return seconds
 
     def _probe(self, unused: Sequence[MeasuredStore], asked: Asked, keys: Callable[[int], list[bytes]]) -> None:
-        """Look up and read a few pages from each of ``unused`` that was not measured lately.
+        """Look up what was asked for and read a few pages of it, from each of ``unused`` that was not measured lately.
 
         In the background, one probe at once. What a tier lacks measures its look-ups alone.
         """
         stale = [tier for tier in unused if tier.age() >= self._config.probe_interval]
         if not stale:
             return
-        probed = keys(min(asked.pages, _PROBE_PAGES[-1]))
+        probed = keys(min(asked.pages, _PROBE_KEYS))
         if not self._probing.acquire(blocking=False):
             return
 
@@ -223,7 +228,8 @@ class PullRule:
     def _measure(self, tier: MeasuredStore, keys: list[bytes], size: int) -> None:
         self.metrics.add("probe", tier.name)
         tier.probed()
-        present = tier.count_leading(keys)
+        for _ in range(_PROBE_LOOK_UPS):
+            present = tier.count_leading(keys)
         for pages in _PROBE_PAGES:
             chosen = keys[: min(pages, present)]
             if chosen:
