@@ -10,6 +10,7 @@ import pytest
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.config.model import ServerRole
 from hicache_ext.errors import ConfigError
+from hicache_ext.storage.mounts import Mount
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.store import GetResult, SetResult
 from hicache_ext.storage.tier_use import TierUse, tier_use
@@ -101,6 +102,20 @@ def test_promotion_is_switched_off_in_a_word(off: Any, role: ServerRole) -> None
     config = config_of({"nvme": NVME, "pool": POOL}, role, promote_to=off)
     assert tier_use(config).promote_to is None
     assert config.for_role(role).promote_to == config.promote_to == "off"
+
+
+def test_hints_without_a_tier_to_bring_the_pages_to_stop_the_start_before_anything_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which file systems are shared shows on the node alone."""
+    near = {"type": "file", "path": str(tmp_path / "near"), "capacity": "64MiB", "layout": "pages"}
+    config = config_of({"near": near, "pool": POOL}, "prefill", pd={"hints": {"enabled": True}})
+    assert tier_use(config).promote_to == "near"
+    mounts = [Mount("/", "nfs4", "server:/", {})]
+    monkeypatch.setattr("hicache_ext.storage.file.file_system.read_mounts", lambda _: mounts)
+    with pytest.raises(ConfigError, match="brings the pages to the tier promote_to, and there is none"):
+        open_tiers(config)
+    assert not (tmp_path / "near").exists()
 
 
 def test_no_tier_is_named_off() -> None:
