@@ -74,6 +74,7 @@ def _optional_text(value: object) -> str | None:
 
 PROMOTE_NOTHING = "off"
 _PROMOTE_ALLOWED = "the name of a tier, or off"
+_PROMOTE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]})
 
 
 def _promote_to(value: object) -> str:
@@ -185,7 +186,7 @@ class RoleConfig(ConfigModel):
     store_policies: Annotated[
         dict[str, StorePolicy], Field(default_factory=dict), Allowed(POLICIES_ALLOWED), checked(parse_policies)
     ]
-    promote_to: Annotated[str | None, Allowed(_PROMOTE_ALLOWED), checked(_promote_to)] = None
+    promote_to: Annotated[str | None, Allowed(_PROMOTE_ALLOWED), checked(_promote_to), _PROMOTE_SCHEMA] = None
     kernels: Annotated[KernelsConfig, Allowed("a mapping with " + listed(KernelsConfig.model_fields))] = KernelsConfig()
     prefetch: Annotated[PrefetchConfig, Allowed("a mapping with " + listed(PrefetchConfig.model_fields))] = (
         PrefetchConfig()
@@ -241,6 +242,7 @@ class HicacheExtConfig(ConfigModel):
         ),
         Allowed(_PROMOTE_ALLOWED),
         checked(_promote_to),
+        _PROMOTE_SCHEMA,
     ] = None
     model: Annotated[ModelConfig, Allowed("a mapping with " + listed(ModelConfig.model_fields))] = ModelConfig()
     pd: Annotated[

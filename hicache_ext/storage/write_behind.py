@@ -88,10 +88,10 @@ class WriteBehind:
         with self._condition:
             for position in positions:
                 key, size = batch.keys[position], batch.sizes[position]
-                while key in self._forgotten:
-                    self._condition.wait()
                 if key not in self._waiting:
                     self._wait_for_room(size)
+                while key in self._forgotten:
+                    self._condition.wait()
                 if self._closing or self._bytes + size > self._settings.capacity:
                     results.append(SetResult.EXISTS if key in self._waiting else SetResult.REJECTED)
                 elif key in self._waiting:

@@ -289,9 +289,11 @@ class ObjectPageStore:
                 half = (time.monotonic() + deadline) / 2
                 self._look_up_in_listing(digest, [k for k in keys if k.startswith(digest)], known, half)
         unknown = [key for key in dict.fromkeys(keys) if key not in known]
-        answers, _ = self._threads.run(
+        answers, in_time = self._threads.run(
             len(unknown), lambda i, call: self._present(unknown[i], call), deadline - time.monotonic()
         )
+        if not in_time:
+            self._metrics.add("error", "timeout")
         # What was not answered counts as absent: a miss, never a wrong promise.
         known.update(zip(unknown, (answer is True for answer in answers), strict=True))
         return [known[key] for key in keys]
@@ -328,9 +330,11 @@ class ObjectPageStore:
         with self._calls:
             first = keys[:_LIST_FROM]
             # Handed out in order and stopped at the first gap: no more than one round of requests behind it.
-            answers, _ = self._threads.run(
+            answers, in_time = self._threads.run(
                 len(first), lambda i, call: self._present_in_run(first[i], i, call), self._time_left()
             )
+            if not in_time:
+                self._metrics.add("error", "timeout")
             leading = _leading(answers)
             if leading == len(first) < len(keys):
                 leading += _leading(self._contains(keys[leading:], deadline))
