@@ -188,6 +188,8 @@ class Run:
         with self._servers[WITH_POOL].log_file.open("rb") as log:
             log.seek(self._log_read)
             text = log.read()
+        # The server may be in the middle of a line: that one is read whole the next time.
+        text = text[: text.rfind(b"\n") + 1]
         self._log_read += len(text)
         self.line.events += [(self.now(), said) for said in _BREAKER_LINE.findall(text.decode(errors="replace"))]
 
