@@ -36,9 +36,6 @@ _PROBE_PAGES = (1, 32)
 """Two sizes determine the line: what a read costs to start, and what each byte costs."""
 _PROBE_KEYS = 256
 """Looked up at most. Fewer would let a long round trip be taken for dear keys where requests ask for that many."""
-_PROBE_LOOK_UPS = 2
-"""As many as reads: two surprises in a row end what was learnt (linear_cost.py), so that after one probe a tier that is
-fast again is known to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +212,7 @@ class PullRule:
         def measure() -> None:
             try:
                 for tier in stale:
-                    self._measure(tier, probed, asked.page_bytes // asked.parts)
+                    self._measure(tier, probed, asked)
             except StoreClosedError:
                 pass  # the server is on its way out
             except Exception:
@@ -225,11 +222,17 @@ class PullRule:
 
         threading.Thread(target=measure, name="hicache-ext-pull-probe", daemon=True).start()
 
-    def _measure(self, tier: MeasuredStore, keys: list[bytes], size: int) -> None:
+    def _measure(self, tier: MeasuredStore, keys: list[bytes], asked: Asked) -> None:
         self.metrics.add("probe", tier.name)
         tier.probed()
-        for _ in range(_PROBE_LOOK_UPS):
+        present = tier.count_leading(keys)
+        if tier.look_up_cost.is_surprised:
+            # Asked again at once: two surprises end what was learnt, and one probe is enough to come back.
             present = tier.count_leading(keys)
+        looking, computing = tier.look_up_cost.predict(asked.pages), self._compute_seconds(asked.tokens)
+        if looking is not None and computing is not None and looking > computing:
+            return  # nothing that a read could take would pay
+        size = asked.page_bytes // asked.parts
         for pages in _PROBE_PAGES:
             chosen = keys[: min(pages, present)]
             if chosen:

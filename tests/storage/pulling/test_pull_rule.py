@@ -281,6 +281,24 @@ def test_one_probe_after_the_recovery_of_a_tier_is_enough_to_pull_again() -> Non
     assert ask(rule, tier, keys) == 64
 
 
+def test_a_probe_of_a_tier_whose_look_up_alone_is_too_dear_ends_there() -> None:
+    """A probe that is still waiting for a slow tier would keep the next one from seeing that it is fast again."""
+    inner = SlowLookUps("pool")
+    tier = MeasuredStore(inner)  # type: ignore[arg-type]
+    rule = rule_of(tier, prefill_rate=100_000.0, probe_interval=0.0)  # 10 ms for 1,024 tokens
+    tier.read_cost.observe(6400, 0.2)
+    for _ in range(20):
+        tier.look_up_cost.observe(64, 0.2)
+    inner.seconds = 0.2
+
+    def keys(count: int) -> list[bytes]:
+        return [bytes([number]) * 48 for number in range(count)]
+
+    assert ask(rule, tier, keys) == 0
+    wait_until(lambda: rule.metrics.value("probe", "pool") == 1 and not rule._probing.locked())
+    assert inner.askers == {"hicache-ext-pull-probe"} and not inner.reads
+
+
 def test_a_probe_looks_up_what_the_request_would_have_since_less_says_too_much_of_a_long_round_trip() -> None:
     inner = SlowLookUps("pool")
     tier = MeasuredStore(inner)  # type: ignore[arg-type]
