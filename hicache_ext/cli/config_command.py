@@ -12,6 +12,8 @@ from hicache_ext.config.render import as_inline_json, as_yaml, launch_flags
 from hicache_ext.config.sources import read_text
 from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError
+from hicache_ext.storage.sharing import sharing_of
+from hicache_ext.storage.tier_use import tier_use
 
 _FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
 _RENDERED_FILE = "hicache.yaml"
@@ -104,18 +106,19 @@ def _from_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _summary(checked: ExtraConfig) -> Iterator[str]:
     config = checked.hicache_ext
+    use = tier_use(config)
     yield f"  role: {config.role}"
     for name, tier in config.tiers.items():
-        yield f"  tier {name}: {tier.summary()}" + ("" if tier.required else " (not required)")
+        needed = "" if tier.required else " (not required)"
+        yield f"  tier {name}: {tier.summary()}{needed}, {sharing_of(tier)}"
     yield f"  retrieve from: {', '.join(config.retrieve_locations) or 'nowhere'}"
-    yield f"  store to: {', '.join(config.store_locations) or 'nowhere'}"
-    if config.promote_to:
-        yield f"  promote to: {config.promote_to}"
+    yield f"  store to: {use.store_words()}"
+    yield f"  promote to: {use.promotion_words()}"
     for name in config.roles if config.role == "auto" else ():
         view = config.for_role(name)
-        retrieve, store = ", ".join(view.retrieve_locations) or "nowhere", ", ".join(view.store_locations) or "nowhere"
-        promote = f", promote to {view.promote_to}" if view.promote_to else ""
-        yield f"  as {name}: retrieve from {retrieve}, store to {store}{promote}"
+        use = tier_use(view)
+        retrieve = ", ".join(view.retrieve_locations) or "nowhere"
+        yield f"  as {name}: retrieve from {retrieve}, store to {use.store_words()}, promote to {use.promotion_words()}"
 
 
 def _notes(checked: ExtraConfig, file: str, inline: bool) -> Iterator[str]:

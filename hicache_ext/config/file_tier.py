@@ -6,14 +6,15 @@ import os
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema, field_validator
+from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, checked, one_of
+from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import TierConfig
 from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size
-from hicache_ext.config.values import NO_LIMIT, duration, or_word, size, whole_number
+from hicache_ext.config.values import NO_LIMIT, duration, or_auto, or_word, size, whole_number
 from hicache_ext.errors import ConfigError
 
 SMALLEST_CAPACITY = 1024 * 1024
@@ -24,6 +25,7 @@ _CAPACITY_ALLOWED = "a size such as 512GiB, or 'unlimited'"
 _SIZES_ALLOWED = f"{SIZE_ALLOWED}, or 'unlimited'"
 _PATH_ALLOWED = "an absolute path, or a list of them"
 _THREADS_ALLOWED = f"1 to {MOST_THREADS}, or auto"
+_SHARED_ALLOWED = "true, false, or auto"
 _TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
 
 
@@ -71,6 +73,12 @@ def directory_relation(path: str, other: str) -> str:
     return "contains" if other.startswith(path + "/") else ""
 
 
+def _shared(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise refuse(value, _SHARED_ALLOWED)
+
+
 class FileTierConfig(TierConfig):
     """Local disks and shared file systems."""
 
@@ -116,7 +124,25 @@ class FileTierConfig(TierConfig):
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
     ] = None
 
+    shared: Annotated[
+        bool | None,
+        Field(
+            description="whether other machines have the same directory; auto goes by the file system",
+            json_schema_extra={"default": "auto"},
+        ),
+        Allowed(_SHARED_ALLOWED),
+        checked(or_auto(_shared)),
+        WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "auto"}]}),
+    ] = None
+
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
+
+    @field_validator("shared", mode="after")
+    @classmethod
+    def _slabs_belong_to_one_machine(cls, shared: bool | None, info: ValidationInfo) -> bool | None:
+        if shared and info.data.get("layout") == "slab":
+            raise as_pydantic_error(ConfigError("", "slabs belong to one machine", "false, or layout: pages"))
+        return shared
 
     def directories(self) -> tuple[str, ...]:
         return self.path

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext.config.file_tier import directory_relation
+from hicache_ext.config.file_tier import FileTierConfig, directory_relation
 from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.pd import HintsConfig, PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
@@ -22,6 +22,7 @@ from hicache_ext.config.schema import (
     one_of,
     true_or_false,
 )
+from hicache_ext.config.tier import TierConfig
 from hicache_ext.config.tiering import (
     POLICIES_ALLOWED,
     BackgroundConfig,
@@ -69,6 +70,16 @@ def _text(value: object) -> str:
 
 def _optional_text(value: object) -> str | None:
     return None if value is None else _text(value)
+
+
+PROMOTE_NOTHING = "off"
+_PROMOTE_ALLOWED = "the name of a tier, or off"
+_PROMOTE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]})
+
+
+def _promote_to(value: object) -> str:
+    # YAML 1.1 reads the bare word off as false. An empty value has always meant no promotion.
+    return PROMOTE_NOTHING if value is None or value is False else _text(value)
 
 
 def _fingerprint(value: object) -> str:
@@ -120,6 +131,8 @@ def _tp_lcm_size(value: object) -> int | None:
 
 
 def _check_tier_name(name: str) -> str:
+    if name == PROMOTE_NOTHING:
+        raise as_pydantic_error(ConfigError("", "this name has a meaning of its own in promote_to", "another name"))
     if not _TIER_NAME.fullmatch(name):
         raise as_pydantic_error(ConfigError("", "not a tier name", _TIER_NAME_ALLOWED))
     return name
@@ -173,7 +186,7 @@ class RoleConfig(ConfigModel):
     store_policies: Annotated[
         dict[str, StorePolicy], Field(default_factory=dict), Allowed(POLICIES_ALLOWED), checked(parse_policies)
     ]
-    promote_to: Annotated[str | None, Allowed("the name of a tier"), checked(_optional_text)] = None
+    promote_to: Annotated[str | None, Allowed(_PROMOTE_ALLOWED), checked(_promote_to), _PROMOTE_SCHEMA] = None
     kernels: Annotated[KernelsConfig, Allowed("a mapping with " + listed(KernelsConfig.model_fields))] = KernelsConfig()
     prefetch: Annotated[PrefetchConfig, Allowed("a mapping with " + listed(PrefetchConfig.model_fields))] = (
         PrefetchConfig()
@@ -214,7 +227,8 @@ class HicacheExtConfig(ConfigModel):
     store_policies: Annotated[
         dict[str, StorePolicy],
         Field(
-            description="sync: a write waits for the tier and counts; async: it goes there in the background",
+            description="sync: a write waits for the tier and counts; async: it goes there in the background; left out:"
+            " async for shared tiers behind a private one, except on decode nodes",
             default_factory=dict,
         ),
         Allowed(POLICIES_ALLOWED),
@@ -222,9 +236,13 @@ class HicacheExtConfig(ConfigModel):
     ]
     promote_to: Annotated[
         str | None,
-        Field(description="the tier to which pages found further out are written back"),
-        Allowed("the name of a tier"),
-        checked(_optional_text),
+        Field(
+            description="the tier to which pages found further out are written back, or off; left out: the nearest"
+            " private one that is read and written"
+        ),
+        Allowed(_PROMOTE_ALLOWED),
+        checked(_promote_to),
+        _PROMOTE_SCHEMA,
     ] = None
     model: Annotated[ModelConfig, Allowed("a mapping with " + listed(ModelConfig.model_fields))] = ModelConfig()
     pd: Annotated[
@@ -322,8 +340,8 @@ class HicacheExtConfig(ConfigModel):
     @classmethod
     def _promotion_is_possible(cls, value: str | None, info: ValidationInfo) -> str | None:
         tiers, locations = _tier_names(info), info.data.get("retrieve_locations")
-        if value is None:
-            return None
+        if value is None or value == PROMOTE_NOTHING:
+            return value
         if tiers and value not in tiers:
             raise as_pydantic_error(_no_such_tier(value, tiers, ""))
         if locations is None:
@@ -401,9 +419,17 @@ def _refuse_hints_that_go_nowhere(hints: HintsConfig, values: Mapping[str, Any])
         raise as_pydantic_error(
             ConfigError(".hints.over", problem, listed(allowed) or f"a tier of type {listed(_CARRIES_HINTS)}")
         )
-    if role == "prefill" and values["promote_to"] is None:
+    nearer = [tiers[name] for name in locations[:-1] if name in values.get("store_locations", ())]
+    if role == "prefill" and not _may_promote(values["promote_to"], nearer):
         problem = "a prefill node brings the pages to the tier promote_to, and there is none"
         raise as_pydantic_error(ConfigError(".hints.enabled", problem, "promote_to: the nearest of retrieve_locations"))
+
+
+def _may_promote(promote_to: str | None, nearer: Sequence[TierConfig]) -> bool:
+    """Whether there is a tier to promote to; where none is named it takes a private one that others are behind of."""
+    if promote_to is not None:
+        return promote_to != PROMOTE_NOTHING
+    return any(isinstance(tier, FileTierConfig) and not tier.shared for tier in nearer)
 
 
 def hints_over(hints: HintsConfig, locations: Sequence[str]) -> str | None:
@@ -421,7 +447,10 @@ def _view(role: ServerRole, shared: Mapping[str, Any], roles: Mapping[ServerRole
     values = {name: shared[name] for name in _SHARED} | {name: getattr(own, name) for name in own.model_fields_set}
     if "promote_to" not in own.model_fields_set and values["promote_to"] not in values["retrieve_locations"][:-1]:
         # Inherited, and of no use to a role that reads elsewhere.
-        values["promote_to"] = None
+        values["promote_to"] = shared["promote_to"] if shared["promote_to"] == PROMOTE_NOTHING else None
+    if values["promote_to"] is None:
+        # Left out; an empty value would be more than that.
+        del values["promote_to"]
     tiers = values["tiers"]
     view = HicacheExtConfig.model_validate({"role": role, **values}, context={"tier_names": tuple(tiers)})
     used = {*view.retrieve_locations, *view.store_locations}

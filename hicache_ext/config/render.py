@@ -36,7 +36,7 @@ hicache_ext:
       threads: auto                # 1 to 64, or auto: measured at start
       # ttl: 7d                    # pages written longer ago are misses; left out: kept until room is needed
       required: true               # false: the server starts even if this tier cannot, and opens it later
-      timeout: auto                # of one call: a duration | off | auto (5s on network file systems, else off)
+      timeout: auto                # of one call: a duration | off | auto (off on local disks, else 1s, writes 5s)
   retrieve_locations: [nvme]       # the order in which tiers are read
   store_locations: [nvme]          # the tiers a write goes to
   model:

@@ -12,7 +12,13 @@ from hicache_ext.config.problems import listed
 from hicache_ext.config.schema import Allowed, ConfigModel, checked, true_or_false
 from hicache_ext.config.values import duration, or_auto, or_off
 
+READ_TIMEOUT = 1.0
+"""Seconds, where none are configured, for what a first token may wait for."""
+WRITE_TIMEOUT = 5.0
+"""Seconds, where none are configured, for what no request waits for."""
+
 _TIMEOUT_ALLOWED = "a duration from 1ms to 1h, such as 2s"
+_REMOTE_TIMEOUT_ALLOWED = f"{_TIMEOUT_ALLOWED}, or auto"
 _OPTIONAL_TIMEOUT_ALLOWED = f"{_TIMEOUT_ALLOWED}, or off, or auto"
 
 
@@ -29,7 +35,7 @@ class TierConfig(ConfigModel):
     timeout: Annotated[
         float | None,
         Field(
-            description="the longest one call may take; auto: 5s on network file systems, off on local ones",
+            description="the longest one call may take; auto: off on local file systems, on others 1s, for writes 5s",
             json_schema_extra={"default": "auto"},
         ),
         Allowed(_OPTIONAL_TIMEOUT_ALLOWED),
@@ -62,9 +68,17 @@ class RemoteTierConfig(TierConfig):
     """A tier that is reached over the network."""
 
     timeout: Annotated[
-        float,
-        Field(description="the longest one call may take; pages not done by then are misses"),
-        Allowed(_TIMEOUT_ALLOWED),
-        checked(duration(0.001, 3600, _TIMEOUT_ALLOWED)),
+        float | None,
+        Field(
+            description="the longest one call may take, pages not done by then are misses; auto: 1s, for writes 5s",
+            json_schema_extra={"default": "auto"},
+        ),
+        Allowed(_REMOTE_TIMEOUT_ALLOWED),
+        checked(or_auto(duration(0.001, 3600, _REMOTE_TIMEOUT_ALLOWED))),
         WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
-    ] = 5.0
+    ] = None
+
+    @property
+    def longest_call(self) -> float:
+        """Seconds after which the store itself ends any call. The guards give most calls less."""
+        return WRITE_TIMEOUT if self.timeout is None else self.timeout

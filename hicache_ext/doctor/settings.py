@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hicache_ext.config import ExtraConfig
 from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.tier_use import tier_use
 
 _DEFAULT_THRESHOLD = 256
 """Tokens; SGLang 0.5.23."""
@@ -38,6 +39,8 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
     if config.role == "decode" and not inline:
         seen = "a decode node cannot read @FILE"
         yield Finding("role", Level.WARNING, seen, "pass the configuration inline: hicache-ext config render --inline")
+    for line in tier_use(config).lines():
+        yield Finding("tiers", Level.OK, line)
     for name in config.tiers:
         if name not in (*config.retrieve_locations, *config.store_locations):
             yield Finding(

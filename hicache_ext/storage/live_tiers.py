@@ -12,7 +12,9 @@ from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.pulling.measured_store import MeasuredStore
 from hicache_ext.storage.registry import open_tier
+from hicache_ext.storage.sharing import sharing_of
 from hicache_ext.storage.store import PageStore
+from hicache_ext.storage.tier_use import tier_use
 from hicache_ext.storage.tiered import TieredStore, TieringSettings
 
 logger = logging.getLogger(__name__)
@@ -66,15 +68,18 @@ def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> TieredSt
     held: dict[str, PageStore] = {name: tier.guarded.handle() for name, tier in tiers.items()}
     if config.pd.pull.mode == "adaptive":
         held = {name: MeasuredStore(store) for name, store in held.items()}
+    use = tier_use(config)
+    logger.info("hicache_ext: %s", "; ".join(use.lines()))
     return TieredStore(
         retrieve=[held[name] for name in config.retrieve_locations],
         store=[held[name] for name in config.store_locations],
-        promote_to=held.get(config.promote_to) if config.promote_to else None,
-        settings=TieringSettings.of(config),
+        promote_to=None if use.promote_to is None else held[use.promote_to],
+        settings=TieringSettings.of(config, use.async_tiers),
     )
 
 
 def _open(name: str, config: TierConfig) -> PageStore:
     if config.required:
         return open_tier(name, config)
-    return LateStore(name, config.type, lambda: open_tier(name, config), first_wait=_FIRST_WAIT)
+    shared = sharing_of(config).shared
+    return LateStore(name, config.type, lambda: open_tier(name, config), shared=shared, first_wait=_FIRST_WAIT)

@@ -40,6 +40,33 @@ NETWORK_FILE_SYSTEMS = {
 """Types as the kernel spells them where a server or other machines stand between a read and its bytes, and their names
 for people. FUSE counts, too: ``fuse``, ``fuseblk``, ``fuse.*``."""
 
+_LOCAL_FUSE = frozenset(
+    [
+        "fuseblk",
+        "fuse.bindfs",
+        "fuse.cryfs",
+        "fuse.encfs",
+        "fuse.exfat",
+        "fuse.fuse-overlayfs",
+        "fuse.gocryptfs",
+        "fuse.lxcfs",
+        "fuse.mergerfs",
+        "fuse.ntfs",
+        "fuse.ntfs-3g",
+        "fuse.overlayfs",
+        "fuse.portal",
+        "fuse.snapfuse",
+        "fuse.squashfuse",
+        "fuse.unionfs",
+        "fuse.unionfs-fuse",
+        "fuse.zfs",
+    ]
+)
+"""FUSE file systems over a disk or another directory of this machine. What else speaks FUSE is mostly a client (3FS,
+JuiceFS, GlusterFS, s3fs, sshfs)."""
+
+_MOST_LINKS = 40
+"""As the kernel has it."""
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -55,6 +82,16 @@ class Mount:
     @property
     def is_fuse(self) -> bool:
         return self.type.startswith("fuse")
+
+    @property
+    def is_network(self) -> bool:
+        """Whether a server or a daemon stands between a read and its bytes."""
+        return self.type in NETWORK_FILE_SYSTEMS or self.is_fuse
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines can have the same files."""
+        return self.type in NETWORK_FILE_SYSTEMS or (self.is_fuse and self.type not in _LOCAL_FUSE)
 
 
 def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
@@ -73,10 +110,7 @@ def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
 
 
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """The mount that the absolute ``path`` is or will be on; None when the table has none. Touches nothing.
-
-    Symbolic links are not followed: that would look at every part of the path.
-    """
+    """The mount that the absolute ``path`` is or will be on; None when the table has none. Touches nothing."""
     wanted = os.path.normpath(path).rstrip("/") + "/"
     found: Mount | None = None
     for mount in mounts:
@@ -86,13 +120,39 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
     return found
 
 
+def followed(path: str, mounts: Sequence[Mount]) -> str:
+    """The absolute ``path`` without the symbolic links in it, as far as local file systems go.
+
+    Behind the first directory that is on the network nothing is looked at.
+    """
+    done, links = "/", 0
+    parts = path.split("/")[::-1]
+    while parts:
+        at = os.path.normpath(os.path.join(done, parts.pop()))
+        mount = mount_of(at, mounts)
+        if mount is not None and mount.is_network:
+            return os.path.normpath(os.path.join(at, *reversed(parts)))
+        try:
+            target = os.readlink(at)
+        except OSError:
+            done = at  # a directory, or nothing yet
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            break
+        parts += target.split("/")[::-1]
+        done = "/" if target.startswith("/") else done
+    return done
+
+
 def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
-    """Whether a server or a daemon stands between a read of the absolute ``path`` and its bytes. Touches nothing."""
+    """Whether a server or a daemon stands between a read of the absolute ``path`` and its bytes. Asks no server."""
     try:
-        mount = mount_of(path, read_mounts(mountinfo))
+        mounts = read_mounts(mountinfo)
     except OSError:
         return False
-    return mount is not None and (mount.type in NETWORK_FILE_SYSTEMS or mount.is_fuse)
+    mount = mount_of(followed(path, mounts), mounts)
+    return mount is not None and mount.is_network
 
 
 def _directory(point: str) -> str:

@@ -16,6 +16,7 @@ from hicache_ext.errors import ConfigError
 from hicache_ext.storage.arrangement import ExchangeableStore
 from hicache_ext.storage.live_tiers import LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.store import PageStore, Resizable
+from hicache_ext.storage.tier_use import tier_use
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class ReloadableStore(ExchangeableStore):
 
     def __init__(self, config: HicacheExtConfig) -> None:
         """Opens the tiers. Raises StoreSetupError or ConfigError."""
+        tier_use(config)  # before anything is opened: it may refuse
         self._config = config
         self._reloading = threading.Lock()
         self._live = open_live_tiers(used_tiers(config))
@@ -50,6 +52,7 @@ class ReloadableStore(ExchangeableStore):
         """Raise ConfigError for what a reload to ``config`` would be refused for, as far as that shows beforehand."""
         if problems := list(self._problems(config)):
             raise config_error(problems)
+        tier_use(config)
 
     def reload(self, config: HicacheExtConfig) -> list[str]:
         """Put ``config`` in force; what has changed, one line each.

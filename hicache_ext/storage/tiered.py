@@ -52,10 +52,10 @@ class TieringSettings:
     prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
 
     @classmethod
-    def of(cls, config: HicacheExtConfig) -> TieringSettings:
+    def of(cls, config: HicacheExtConfig, async_tiers: Iterable[str]) -> TieringSettings:
         prefetch, background = config.prefetch, config.background
         return cls(
-            async_tiers=frozenset(name for name, policy in config.store_policies.items() if policy == "async"),
+            async_tiers=frozenset(async_tiers),
             store_queue=QueueSettings(background.store_buffer, background.drain),
             promotion_queue=QueueSettings(background.promotion_buffer, background.drain),
             prefetch=PrefetchSettings(prefetch.buffer, prefetch.lifetime, prefetch.streams),

@@ -20,6 +20,7 @@ from hicache_ext.storage.file.directory import load_document
 from hicache_ext.storage.prefetch import PrefetchSettings
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.store import GetResult, IdentityKeeper, PageBatch, PageStore
+from hicache_ext.storage.tier_use import tier_use
 from hicache_ext.storage.tiered import TieredStore, TieringSettings
 
 _PAGES_AT_ONCE = 64
@@ -236,7 +237,7 @@ def _is_usable(document: Mapping[str, Any]) -> bool:
 def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:
     """The tier to warm and the tiers behind it."""
     locations = list(config.retrieve_locations)
-    target = to or config.promote_to or (locations[0] if locations else "")
+    target = to or tier_use(config).promote_to or (locations[0] if locations else "")
     if target not in locations:
         raise WarmError(f"tier {target!r} is not in retrieve_locations, so that nothing would ever read it there")
     behind = locations[locations.index(target) + 1 :]

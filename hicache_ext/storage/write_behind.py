@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.errors import StoreClosedError
@@ -24,14 +24,21 @@ from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 64
+_PATIENCE = 5.0
+"""Seconds; a store with a deadline ends its call by then, and what it did not take leaves the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """``capacity`` in bytes of payload; ``drain`` in seconds: how long close() goes on writing."""
+    """``capacity`` in bytes of payload; ``drain`` in seconds: how long close() goes on writing.
+
+    ``patience``: seconds for which an offer waits for room while nothing leaves the queue. A batch may be larger than
+    the queue: without any, its end would be dropped however fast the store is.
+    """
 
     capacity: int = 256 * 1024 * 1024
     drain: float = 5.0
+    patience: float = 0.0
 
 
 class WriteBehind:
@@ -67,14 +74,22 @@ class WriteBehind:
         """Keys of the batch under way that were forgotten meanwhile: removed again once it is written."""
         self._closing = False
         self._deadline = 0.0
+        self._batches_done = 0
+        self._stalled = False
+        """An offer has waited in vain: nobody waits again before something has left the queue."""
         self._thread: threading.Thread | None = None
 
     def offer(self, batch: PageBatch, positions: Iterable[int]) -> list[SetResult]:
-        """Copy the pages at ``positions`` into the queue: STORED, EXISTS (waiting already) or REJECTED (no room)."""
+        """Copy the pages at ``positions`` into the queue: STORED, EXISTS (waiting already) or REJECTED (no room).
+
+        Waits for room as ``patience`` says.
+        """
         results: list[SetResult] = []
         with self._condition:
             for position in positions:
                 key, size = batch.keys[position], batch.sizes[position]
+                if key not in self._waiting:
+                    self._wait_for_room(size)
                 while key in self._forgotten:
                     self._condition.wait()
                 if self._closing or self._bytes + size > self._settings.capacity:
@@ -92,6 +107,22 @@ class WriteBehind:
         if dropped := results.count(SetResult.REJECTED):
             self._metrics.add("dropped_pages", self._queue, dropped)
         return results
+
+    def _wait_for_room(self, size: int) -> None:
+        """While the queue moves; the condition is held."""
+        capacity = self._settings.capacity
+        if not self._settings.patience or size > capacity:
+            return
+        done, deadline = self._batches_done, time.monotonic() + self._settings.patience
+        while self._bytes + size > capacity and not self._closing and not self._stalled:
+            self._start()
+            self._publish_levels()
+            self._condition.notify_all()
+            self._condition.wait(max(0.0, deadline - time.monotonic()))
+            if self._batches_done != done:
+                done, deadline = self._batches_done, time.monotonic() + self._settings.patience
+            elif time.monotonic() >= deadline:
+                self._stalled = True
 
     def payload(self, key: bytes) -> bytes | None:
         """The page, while it waits."""
@@ -208,6 +239,8 @@ class WriteBehind:
             removed |= unwanted
 
     def _finish_batch(self, keys: Sequence[bytes]) -> None:
+        self._batches_done += 1
+        self._stalled = False
         for key in keys:
             self._bytes -= len(self._waiting.pop(key))
         self._under_way.clear()
@@ -231,7 +264,8 @@ class AsyncStore(DelegatingStore):
 
     def __init__(self, inner: PageStore, settings: QueueSettings | None = None) -> None:
         super().__init__(inner)
-        self._queue = WriteBehind(inner, settings or QueueSettings(), queue="async", metrics=inner.metrics)
+        settings = replace(settings or QueueSettings(), patience=_PATIENCE)
+        self._queue = WriteBehind(inner, settings, queue="async", metrics=inner.metrics)
         self._closed = False
 
     def get(self, batch: PageBatch) -> list[GetResult]:

@@ -15,21 +15,21 @@ from tests.campaigns.pool_trouble_report import write_report
 def arguments(tmp_path):
     pytest.importorskip("matplotlib", reason="missing: matplotlib")
     return SimpleNamespace(
-        trouble=20, healthy=10, period=1, tokens=64, timeout=5, delay=2, seed=1, report=tmp_path / "pool-trouble.md"
+        trouble=20, healthy=10, period=1, tokens=64, timeout=1, delay=2, seed=1, report=tmp_path / "pool-trouble.md"
     )
 
 
-def a_line(*, with_pool=0.05, recovered=3.0, right=True):
+def a_line(*, with_pool=0.05, recovered=3.0, right=True, deadline_costs=1.0):
     """10 s healthy, 20 s killed whose first request waits for the deadline, 10 s healthy."""
-    line = TimeLine(timeout=5, tokens=64, events=[(15.0, "is left out: it was killed")], counters={"get miss": 3})
+    line = TimeLine(timeout=1, tokens=64, events=[(15.0, "is left out: it was killed")], counters={"get miss": 3})
     line.phases = [Phase("healthy", 0, 10, 0.5), Phase("killed", 10, 30), Phase("healthy", 30, 40, recovered)]
     for second in range(40):
         phase = next(phase for phase in line.phases if phase.begin <= second < phase.end)
         for server in (WITH_POOL, WITHOUT):
             deadline = server == WITH_POOL and second == 10
-            seconds = 5.0 if deadline else with_pool if server == WITH_POOL else 0.05
+            seconds = deadline_costs if deadline else with_pool if server == WITH_POOL else 0.05
             line.observations.append(
-                Observation(second + 0.1, phase.name, server, True, seconds, 32, right or second != 20)
+                Observation(second + 0.1, phase.name, server, True, seconds, 32, right or second != 20, second)
             )
     return line
 
@@ -38,7 +38,8 @@ def test_the_deadline_itself_does_not_count_and_everything_is_written(arguments)
     text, well = write_report(a_line(), arguments, 40.0)
     assert well
     assert arguments.report.read_text() == text
-    assert "| 10 s: killed | 40 | 50.0 | 50.0 | 1.00 | 1.00 | 5,000 |" in text
+    assert "| 10 s: killed | 40 | 50.0 | 50.0 | 1.00 | 1.00 | 1,000 |" in text
+    assert "| 10 s: killed | 1,000 | 50.0 | 950 |" in text
     assert "Wrong answers: 0 of 80." in text and "1 of 1 times" in text and "15 s: is left out" in text
     document = json.loads(arguments.report.with_suffix(".json").read_text())
     assert document["ratios_after_the_first_deadline"] == {"killed": pytest.approx(1.0)}
@@ -52,8 +53,10 @@ def test_the_deadline_itself_does_not_count_and_everything_is_written(arguments)
         ({"with_pool": 0.065}, "Ratio above 1.2 after the first deadline: killed."),
         ({"recovered": None}, "Back in use without a restart: 0 of 1 times."),
         ({"right": False}, "Wrong answers: 2 of 80."),
+        ({"deadline_costs": 1.3}, "A first token more than 1.2 s behind the other server's: killed."),
     ],
 )
 def test_what_was_not_wanted_is_said_and_fails(arguments, trouble, sentence):
     text, well = write_report(a_line(**trouble), arguments, 40.0)
     assert not well and sentence in text
+    assert "All that is wanted was seen: NO." in text

@@ -5,8 +5,9 @@
 Two servers of the same configuration, a disk tier, one of them with a pool behind it: a real redis-server, reached
 through a proxy that can make the connection bad. Both get the same bursts of requests at a steady pace, in turn, the
 order changing each time. Half of the prompts were computed earlier and lie in the pool alone; half are new. What is
-asked while the pool is in trouble should cost what it costs without a pool, once the first deadline is over, the
-answers should be the same, and the pool should come back without a restart.
+asked while the pool is in trouble should cost what it costs without a pool, once the first deadline is over, no first
+token should ever wait much longer than it does on the other server, the answers should be the same, and the pool should
+come back without a restart.
 
 Writes the report, beside it a JSON file with every request, and a plot. Needs redis-server and matplotlib.
 """
@@ -30,6 +31,7 @@ import yaml
 from hicache_ext.bench.harness import terminated_in_order
 from hicache_ext.cli.stats_command import Samples, read_samples
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.config.tier import READ_TIMEOUT
 from hicache_ext.testing.redis_servers import RedisServer
 from hicache_ext.testing.server import Generation, SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
@@ -44,6 +46,7 @@ _WARM_UP_REQUESTS = 10
 _LONGEST_RECOVERY = 90.0
 _LONGEST_EXPECTED_RECOVERY = 40.0
 """The longest pause between two probes of a breaker is 30 s, and then calls come back over 5 s."""
+_LONGEST_DRAIN = 60.0
 _TROUBLES = 5
 _BREAKER_LINE = re.compile(r"tier pool (is left out: [^;]*|answers again after [^;]*|is in full use again)")
 
@@ -71,11 +74,14 @@ class Observation:
     stored_tokens: int
     """Tokens of the prompt that came from storage."""
     right: bool
+    burst: int = 0
+    """The same prompts were asked for in the same burst of the other server."""
 
 
 @dataclass(slots=True)
 class TimeLine:
     timeout: float
+    """Of the pool, for what a first token waits for."""
     tokens: int
     observations: list[Observation] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
@@ -164,6 +170,7 @@ class Run:
                         first_token=answer.time_to_first_token,
                         stored_tokens=answer.cached.storage,
                         right=answer.output_ids == right[number],
+                        burst=self._bursts,
                     )
                 )
         self._note_events()
@@ -181,6 +188,8 @@ class Run:
         with self._servers[WITH_POOL].log_file.open("rb") as log:
             log.seek(self._log_read)
             text = log.read()
+        # The server may be in the middle of a line: that one is read whole the next time.
+        text = text[: text.rfind(b"\n") + 1]
         self._log_read += len(text)
         self.line.events += [(self.now(), said) for said in _BREAKER_LINE.findall(text.decode(errors="replace"))]
 
@@ -188,7 +197,8 @@ class Run:
 def run(arguments: argparse.Namespace, directory: Path) -> TimeLine:
     """The whole time line. Raises ServerError or RuntimeError when a server does not come up."""
     model = make_tiny_model(directory / "model")
-    line = TimeLine(timeout=arguments.timeout, tokens=arguments.tokens)
+    timeout = READ_TIMEOUT if arguments.timeout is None else arguments.timeout
+    line = TimeLine(timeout=timeout, tokens=arguments.tokens)
     prompts = Prompts(arguments.seed, arguments.tokens)
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(directory / "redis"))
@@ -216,17 +226,19 @@ def run(arguments: argparse.Namespace, directory: Path) -> TimeLine:
 
 
 def _start_servers(
-    stack: ExitStack, model: Path, directory: Path, proxy: TroubleProxy, timeout: float
+    stack: ExitStack, model: Path, directory: Path, proxy: TroubleProxy, timeout: float | None
 ) -> dict[str, SglangServer]:
     """Both at once; they differ in the pool and in the directory of their disk tier."""
     servers: dict[str, SglangServer] = {}
-    pool = {"pool": {"type": "redis", "url": f"redis://127.0.0.1:{proxy.port}", "timeout": f"{timeout:g}s"}}
-    for name, tiers, more in ((WITH_POOL, pool, {"promote_to": "nvme"}), (WITHOUT, {}, {})):
+    pool = {"type": "redis", "url": f"redis://127.0.0.1:{proxy.port}"}
+    if timeout is not None:
+        pool["timeout"] = f"{timeout:g}s"
+    for name, tiers in ((WITH_POOL, {"pool": pool}), (WITHOUT, {})):
         place = directory / name.replace(" ", "-")
         place.mkdir()
         disk = {"type": "file", "path": str(place / "nvme"), "capacity": "4GiB", "layout": "pages"}
         config = place / "hicache.yaml"
-        config.write_text(yaml.safe_dump(ExtraConfig.around({"tiers": {"nvme": disk, **tiers}, **more})))
+        config.write_text(yaml.safe_dump(ExtraConfig.around({"tiers": {"nvme": disk, **tiers}})))
         servers[name] = SglangServer(
             model,
             log_file=place / "server.log",
@@ -252,8 +264,19 @@ def _seed(servers: dict[str, SglangServer], directory: Path, prompts: Prompts, c
     with ThreadPoolExecutor(_SEEDING_THREADS) as threads:
         prompts.add_known(known, list(threads.map(lambda prompt: server.generate(prompt, _OUTPUT_TOKENS), known)))
     server.flush_cache()
+    _wait_until_written(server)
     for file in (directory / WITH_POOL.replace(" ", "-") / "nvme").glob("pages/*/*/*.page"):
         file.unlink()
+
+
+def _wait_until_written(server: SglangServer) -> None:
+    """The pool is written in the background, behind the disk."""
+    deadline = time.monotonic() + _LONGEST_DRAIN
+    time.sleep(2)  # metrics are exported once a second
+    while waiting := read_samples(server.get("/metrics")).total("hicache_ext_queue_pages", tier="pool"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{waiting:g} pages still wait to be written to the pool")
+        time.sleep(0.5)
 
 
 def _known_prompts_needed(arguments: argparse.Namespace) -> int:
@@ -306,7 +329,7 @@ def main() -> int:
     )
     parser.add_argument("--period", type=float, default=0.7, help="seconds from burst to burst (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=768, help="of each prompt (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=5.0, help="of the pool, seconds (default: the tier's own)")
+    parser.add_argument("--timeout", type=float, help="of the pool, seconds (default: the tier's own)")
     parser.add_argument("--delay", type=float, default=2.0, help="seconds a call when slow (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--directory", type=Path, help="where servers and tiers work (default: the temporary one)")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.campaigns.pool_trouble import Observation, Phase, TimeLine
 
 WANTED = 1.2
+MOST_EXTRA = 1.2
+"""Seconds that a first token may wait longer than on the server without a pool, at any moment."""
 HEALTHY = "healthy"
 _WITH_POOL, _WITHOUT = "with pool", "without"
 
@@ -28,16 +30,21 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
     recoveries = [phase for phase in line.phases[1:] if phase.name == HEALTHY]
     unrecovered = [phase for phase in recoveries if phase.recovered is None]
     slower = {name: ratio for name, ratio in ratios.items() if ratio > WANTED}
-    well = not wrong and not unrecovered and not slower
+    worst_table, extra = _worst(line)
+    late = {name: seconds for name, seconds in extra.items() if seconds > MOST_EXTRA}
+    well = not wrong and not unrecovered and not slower and not late
     verdict = [  # Markdown joins lines that follow each other: hence the list.
         f"Wrong answers: {wrong} of {len(line.observations)}.",
         f"Back in use without a restart: {len(recoveries) - len(unrecovered)} of {len(recoveries)} times.",
         f"Ratio above {WANTED} after the first deadline: {', '.join(slower) if slower else 'none'}.",
+        f"A first token more than {MOST_EXTRA} s behind the other server's: {', '.join(late) if late else 'none'}.",
+        f"All that is wanted was seen: {'yes' if well else 'NO'}.",
     ]
     command = (
         f"python -m tests.campaigns.pool_trouble --trouble {arguments.trouble:g} --healthy {arguments.healthy:g} "
-        f"--period {arguments.period:g} --tokens {arguments.tokens} --timeout {arguments.timeout:g} "
-        f"--delay {arguments.delay:g} --seed {arguments.seed}"
+        f"--period {arguments.period:g} --tokens {arguments.tokens} "
+        + ("" if arguments.timeout is None else f"--timeout {arguments.timeout:g} ")
+        + f"--delay {arguments.delay:g} --seed {arguments.seed}"
     )
     facts = (
         f"`{command}`: {seconds:.0f} s, {os.cpu_count()} cores, Linux {platform.release().partition('-')[0]}, "
@@ -48,7 +55,8 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
         "# A pool in trouble, under load",
         facts,
         "Two SGLang servers (CPU, tiny model) with a disk tier each, one of them with a Redis pool behind it "
-        f"(`timeout` {line.timeout:g} s, guards as by default), get the same bursts of two {line.tokens}-token "
+        f"(`timeout` {line.timeout:g} s{'' if arguments.timeout else ', the default'}, guards and policies as by "
+        f"default), get the same bursts of two {line.tokens}-token "
         "prompts: one that lies in the pool alone, and one that is new. Times to first token in ms, medians; *after "
         f"the deadline* counts the requests sent later than {line.timeout:g} s after the trouble began, which is when "
         f"the ratio is to be at most {WANTED}.",
@@ -56,6 +64,10 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
         "time that SGLang takes to see a hit and fetch it. That is what the pull rule is for (docs/pd.md); it is off "
         "here. While one server waits for a deadline the other is asked nothing.",
         table.markdown(),
+        worst_table.markdown(),
+        "*Longer than the same request* compares each request with the same prompt, asked of the other server in the "
+        "same burst: the wait that the pool's trouble added to the unluckiest first token. A pool that is asked while "
+        "it hangs costs what is left of one call's time, which is learnt from its earlier calls (docs/guards.md).",
         "![Time to first token of both servers over time](pool-trouble.png)" if arguments.report else "",
         "\n".join(f"- {sentence}" for sentence in verdict),
         f"What the pool's tier counted: {counters}.",
@@ -113,6 +125,32 @@ def _table(line: TimeLine) -> tuple[Table, dict[str, float]]:
     return Table("Time to first token, after the deadline", headers, tuple(rows)), ratios
 
 
+def _worst(line: TimeLine) -> tuple[Table, dict[str, float]]:
+    """The worst first token of each phase, and by how much it was later than the same request of the other server."""
+    rows: list[tuple[str, ...]] = []
+    extra: dict[str, float] = {}
+    for phase in line.phases:
+        seen = [one for one in line.observations if phase.begin <= one.at < phase.end]
+        first_tokens = {
+            server: {(one.burst, one.known): one.first_token for one in seen if one.server == server}
+            for server in (_WITH_POOL, _WITHOUT)
+        }
+        pool, alone = first_tokens[_WITH_POOL], first_tokens[_WITHOUT]
+        most = max((pool[request] - alone[request] for request in pool.keys() & alone.keys()), default=0.0)
+        rows.append(
+            (
+                f"{phase.begin:.0f} s: {phase.name}",
+                number(max(pool.values(), default=0.0) * 1000),
+                number(max(alone.values(), default=0.0) * 1000),
+                number(most * 1000),
+            )
+        )
+        if phase.name != HEALTHY:
+            extra[phase.name] = most
+    headers = ("phase", "worst with pool", "worst without", "longer than the same request")
+    return Table("Worst first token of each phase, ms, the first deadline included", headers, tuple(rows)), extra
+
+
 def _later(line: TimeLine, phase: Phase) -> list[Observation]:
     """The requests of a phase; of a trouble those after the first deadline."""
     begin = phase.begin + (0 if phase.name == HEALTHY else line.timeout)
@@ -141,6 +179,7 @@ def _document(line: TimeLine, ratios: dict[str, float], command: str, directory:
         "date": today(),
         "machine": machine_facts(directory, ("sglang", "torch", "redis")),
         "ratios_after_the_first_deadline": ratios,
+        "most_seconds_longer_than_the_same_request": _worst(line)[1],
         "phases": [asdict(phase) for phase in line.phases],
         "events": line.events,
         "counters": line.counters,

@@ -15,6 +15,8 @@ import yaml
 from hicache_ext import __version__
 from hicache_ext.cli.main import COMMANDS, main
 from hicache_ext.config import ExtraConfig, example_config, load_config
+from hicache_ext.storage.file import file_system
+from hicache_ext.storage.mounts import Mount
 
 
 @pytest.fixture
@@ -24,15 +26,49 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def _local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tests run on, in the eyes of the command all paths are on one local disk."""
+    table = [Mount("/", "ext4", "/dev/root", {})]
+    monkeypatch.setattr(file_system, "read_mounts", lambda _: table)
+
+
 def test_check_says_ok_and_what_the_file_means(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", str(file)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"OK: {file}",
         "  role: both",
-        "  tier nvme: file, capacity 512GiB, /mnt/nvme0/hicache",
+        "  tier nvme: file, capacity 512GiB, /mnt/nvme0/hicache, private (ext4 is local)",
         "  retrieve from: nvme",
-        "  store to: nvme",
+        "  store to: nvme (sync, default)",
+        "  promote to: nothing (default: nothing lies further out)",
     ]
+
+
+def test_check_says_for_every_tier_how_it_is_written_what_is_promoted_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = {
+        "nvme": {"type": "file", "path": "/mnt/nvme", "capacity": "1GiB"},
+        "pool": {"type": "redis", "url": "redis://pool:6379"},
+        "cold": {"type": "object", "url": "s3://bucket/prefix"},
+    }
+    roles = {"decode": {"retrieve_locations": [], "store_locations": ["nvme", "pool"]}, "prefill": {"promote_to": None}}
+    file = tmp_path / "hicache.yaml"
+    section = {"tiers": tiers, "store_policies": {"cold": "sync"}, "roles": roles}
+    file.write_text(yaml.safe_dump(ExtraConfig.around(section), sort_keys=False))
+    assert main(["config", "check", str(file)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    written = "nvme (sync, default), pool (async, default: shared, behind nvme), cold (sync, configured)"
+    assert f"  store to: {written}" in printed
+    assert "  promote to: nvme (default: the nearest private tier)" in printed
+    assert (
+        "  as decode: retrieve from nowhere, store to nvme (sync, default), pool (sync, default),"
+        " promote to nothing (default on decode nodes)" in printed
+    )
+    prefill = f"  as prefill: retrieve from nvme, pool, cold, store to {written}, promote to nothing (configured)"
+    assert prefill in printed
+    assert "  tier pool: redis, 8MiB in flight, redis://pool:6379, shared (reached over the network)" in printed
 
 
 def test_check_prints_one_sentence_per_mistake_and_exits_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +232,7 @@ def test_check_says_what_each_role_does(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text(yaml.safe_dump(ExtraConfig.around(section)))
     assert main(["config", "check", str(file)]) == 0
     output = capsys.readouterr().out
-    assert "  as decode: retrieve from nowhere, store to pool\n" in output
-    assert "  as prefill: retrieve from nvme, pool, store to nvme, pool, promote to nvme\n" in output
+    assert "  as decode: retrieve from nowhere, store to pool (sync, default), promote to " in output
+    assert "  as prefill: retrieve from nvme, pool, store to nvme (sync, default), pool (sync, default), " in output
+    assert "promote to nvme (configured)\n" in output
     assert "note: a decode node cannot read @FILE" in output

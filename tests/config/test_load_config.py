@@ -77,6 +77,7 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
         "io": "auto",
         "threads": None,
         "ttl": None,
+        "shared": None,
     }
 
 

@@ -38,7 +38,7 @@ def test_the_least_one_writes_is_a_client_of_a_standalone_pool():
     import socket
 
     least = tier()
-    assert (least.segment_size, least.protocol, least.replica_num, least.timeout) == (0, "tcp", 1, 5.0)
+    assert (least.segment_size, least.protocol, least.replica_num, least.timeout) == (0, "tcp", 1, None)
     assert (least.metadata_server, least.local_hostname) == ("P2PHANDSHAKE", socket.gethostname())
     assert least.summary() == "mooncake, master 10.0.0.1:50051, tcp"
 
@@ -93,7 +93,10 @@ def test_templates_are_replaced(monkeypatch):
         ),
         ({"prefix": "a/b"}, f"prefix: the text 'a/b' is not accepted; allowed: {NAME}"),
         ({"group": "all"}, "group: the text 'all' is not accepted; allowed: none, page"),
-        ({"timeout": 0}, "timeout: the number 0 is less than 1ms; allowed: a duration from 1ms to 1h, such as 2s"),
+        (
+            {"timeout": 0},
+            "timeout: the number 0 is less than 1ms; allowed: a duration from 1ms to 1h, such as 2s, or auto",
+        ),
     ],
 )
 def test_a_wrong_setting_has_one_sentence(settings, sentence):

@@ -87,6 +87,7 @@ def test_hints_go_over_the_pool_unless_another_tier_is_named() -> None:
     assert hints_over(prefill.pd.hints, prefill.retrieve_locations) == "pool"
     decode = with_hints("decode", shared, promote_to="near", roles=roles)
     assert hints_over(decode.pd.hints, decode.store_locations) == "pool"
+    assert with_hints("prefill", shared, roles=roles).pd.hints.enabled  # promoted to near by default
     named = with_hints("prefill", {**shared, "lake": MOONCAKE}, promote_to="near", hints={"over": "pool"})
     assert hints_over(named.pd.hints, named.retrieve_locations) == "pool"
     assert with_hints(
@@ -98,6 +99,18 @@ def test_hints_go_over_the_pool_unless_another_tier_is_named() -> None:
     ("role", "tiers", "section", "sentence"),
     [
         ("prefill", {"pool": POOL}, {}, "pd.hints.enabled: a prefill node brings the pages to the tier promote_to"),
+        (
+            "prefill",
+            {"near": NEAR, "pool": POOL},
+            {"promote_to": "off"},
+            "pd.hints.enabled: a prefill node brings the pages to the tier promote_to",
+        ),
+        (
+            "prefill",
+            {"near": NEAR, "pool": POOL},
+            {"store_locations": ["pool"]},
+            "pd.hints.enabled: a prefill node brings the pages to the tier promote_to",
+        ),
         ("decode", {"pool": MOONCAKE}, {}, "pd.hints.over: tier 'pool' is of type mooncake, which carries no hints"),
         ("decode", {"pool": POOL}, {"hints": {"over": "poll"}}, "pd.hints.over: 'poll' is not in store_locations"),
         (

@@ -31,7 +31,7 @@ def test_an_address_is_enough():
     tier = load(url="redis://pool")
     assert tier.servers == (("redis", "pool", 6379),)
     assert (tier.cluster, tier.database, tier.prefix, tier.connections) == ("auto", 0, "hicache_ext:", 4)
-    assert (tier.in_flight, tier.ttl, tier.timeout, tier.required, tier.tls) == (8 << 20, None, 5.0, True, False)
+    assert (tier.in_flight, tier.ttl, tier.timeout, tier.required, tier.tls) == (8 << 20, None, None, True, False)
 
 
 def test_everything_can_be_said(monkeypatch):
@@ -129,7 +129,7 @@ def test_the_summary_and_the_repr_hold_no_secret(monkeypatch):
         ),
         ({"ttl": 0}, f"{P}.ttl: the number 0 is less than 1s; allowed: {TTL}"),
         ({"ttl": "250ms"}, f"{P}.ttl: the text '250ms' is less than 1s; allowed: {TTL}"),
-        ({"timeout": 0}, f"{P}.timeout: the number 0 is less than 1ms; allowed: {TIMEOUT}"),
+        ({"timeout": 0}, f"{P}.timeout: the number 0 is less than 1ms; allowed: {TIMEOUT}, or auto"),
         (
             {"tls_ca": "/etc/ca.pem"},
             f"{P}.tls_ca: TLS is used only with rediss://; allowed: a rediss:// address",

@@ -121,11 +121,17 @@ class _PoolConfig(RemoteTierConfig):
     type: Annotated[Literal["pool"], Allowed("pool")] = "pool"
 
 
-@pytest.mark.parametrize("value", ["off", False, "auto", None, 0, "2h", True])
+@pytest.mark.parametrize("value", ["off", False, 0, "2h", True])
 def test_a_remote_tier_always_has_a_timeout(value: Any) -> None:
     with pytest.raises(ValidationError) as raised:
         _PoolConfig(timeout=value)
-    assert str(as_config_error(raised.value)).endswith(f"; allowed: {TIMEOUT}")
+    assert str(as_config_error(raised.value)).endswith(f"; allowed: {TIMEOUT}, or auto")
+
+
+@pytest.mark.parametrize("value", ["auto", None])
+def test_a_remote_tier_without_a_timeout_of_its_own_has_the_default_one(value: Any) -> None:
+    assert (_PoolConfig(timeout=value).timeout, _PoolConfig(timeout=value).longest_call) == (None, 5.0)
+    assert _PoolConfig(timeout="2s").longest_call == 2.0
 
 
 @pytest.mark.parametrize("off", ["off", False])

@@ -14,7 +14,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble
 from hicache_ext.storage.file.device_probe import Measured, measured_device, takes_direct
 from hicache_ext.storage.file.expiry import record_ttl
-from hicache_ext.storage.file.file_system import LayoutChoice, choose_layout, file_system_of
+from hicache_ext.storage.file.file_system import LayoutChoice, choose_layout, file_system_of, sharing_of_paths
 from hicache_ext.storage.file.io_plan import IoPlan, choose_io
 from hicache_ext.storage.file.spread import PathStore, SpreadStore
 from hicache_ext.storage.store import PageStore
@@ -43,6 +43,9 @@ def _open_path(name: str, tier: FileTierConfig, metrics: TierMetrics, path: Path
     chosen = _layout(tier, path)
     if chosen.layout == "slab" and tier.capacity is None:
         raise StoreSetupError(name, f"{str(path)!r} holds slabs, which need a capacity", ["set capacity to a size"])
+    if chosen.layout == "slab" and tier.shared:
+        problem = f"{str(path)!r} holds slabs, which belong to one machine, and shared is true"
+        raise StoreSetupError(name, problem, ["leave shared out, or name another directory"])
     try:
         path.mkdir(parents=True, exist_ok=True)
         plan = _plan(name, tier, path, chosen)
@@ -61,14 +64,23 @@ def _open_path(name: str, tier: FileTierConfig, metrics: TierMetrics, path: Path
     else:
         from hicache_ext.storage.file.pages import PageFileStore
 
-        store = PageFileStore(name, path, capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+        store = PageFileStore(
+            name,
+            path,
+            capacity=share,
+            plan=plan,
+            ttl=tier.ttl,
+            shared=sharing_of_paths(tier.path, tier.shared).shared,
+            metrics=metrics,
+            trouble=trouble,
+        )
     record_ttl(name, path, tier.ttl)
     return store
 
 
 def _layout(tier: FileTierConfig, path: Path) -> LayoutChoice:
     if tier.layout == "auto":
-        return choose_layout(path, tier.capacity)
+        return choose_layout(path, tier.capacity, shared=bool(tier.shared))
     return LayoutChoice(tier.layout, "as configured")
 
 

@@ -15,7 +15,6 @@ from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code, 
 from hicache_ext.storage.store import PageStore
 from hicache_ext.storage.trial import try_store
 
-_SHARED = frozenset({"nfs", "nfs4", "lustre", "ceph", "fuse.glusterfs", "beegfs", "gpfs", "cifs", "9p", "fuse.3fs"})
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 
 _TRIAL_PAGE = 1 << 20
@@ -60,8 +59,9 @@ def _moves() -> Finding:
 
 
 def _file_system(path: Path, layout: str) -> Finding:
-    kind = file_system_of(path).type
-    if layout == "slab" and kind in _SHARED:
+    file_system = file_system_of(path)
+    kind = file_system.type
+    if layout == "slab" and file_system.shared:
         remedy = "use layout: pages; the index of slabs needs locks that a shared file system does not keep"
         return Finding("file system", Level.ERROR, f"{path}: {kind}, shared between machines", remedy)
     if kind in _MEMORY:

@@ -12,11 +12,12 @@ import ctypes
 import errno
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hicache_ext.storage.mounts import MOUNTINFO, NETWORK_FILE_SYSTEMS, Mount, mount_of, read_mounts
+from hicache_ext.storage.mounts import MOUNTINFO, NETWORK_FILE_SYSTEMS, Mount, followed, mount_of, read_mounts
 
 Layout = Literal["pages", "slab"]
 
@@ -38,6 +39,19 @@ class FileSystem:
     """Why it counts as local or not, for a log line."""
     in_place: bool = True
     """Not known to write changed blocks elsewhere."""
+    shared: bool = False
+    """Other machines can have the same files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Whether other machines have the same pages, and why, for people."""
+
+    shared: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'shared' if self.shared else 'private'} ({self.reason})"
 
 
 WHY_IN_PLACE = "writes changed blocks elsewhere, and on a full disk the mapped index of slabs would end the server"
@@ -50,19 +64,37 @@ class LayoutChoice:
 
 
 def file_system_of(path: Path, mountinfo: Path = MOUNTINFO) -> FileSystem:
-    """The file system that ``path``, or the nearest directory above it that is there, is on. Never raises."""
+    """The file system that the absolute ``path`` is or will be on. Never raises, and never asks a server."""
     try:
         mounts = read_mounts(mountinfo)
     except OSError as error:
         return FileSystem("unknown", False, f"{mountinfo} cannot be read: {error.strerror or error}")
-    return _judge(Path(os.path.realpath(path)), mounts, depth=0)
+    return _judge(Path(followed(str(path), mounts)), mounts, depth=0)
 
 
-def choose_layout(path: Path, capacity: int | None, mountinfo: Path = MOUNTINFO) -> LayoutChoice:
+def sharing_of_paths(
+    paths: Sequence[str], told: bool | None = None, *, slabs: bool = False, mountinfo: Path = MOUNTINFO
+) -> Sharing:
+    """Of a tier in these directories; ``told`` is what its configuration says. Asks no server."""
+    if told is not None:
+        return Sharing(told, "as configured")
+    if slabs:
+        return Sharing(False, "slabs belong to one machine")
+    # A page may be on any of the paths: all of them must be shared.
+    found = [file_system_of(Path(path), mountinfo) for path in paths]
+    decisive = next((one for one in found if not one.shared), found[0])
+    return Sharing(decisive.shared, decisive.reason)
+
+
+def choose_layout(
+    path: Path, capacity: int | None, mountinfo: Path = MOUNTINFO, *, shared: bool = False
+) -> LayoutChoice:
     """What ``layout: auto`` means for ``path``. A directory that is a tier already keeps its layout. Never raises."""
     kept = _layout_of_manifest(path)
     if kept is not None:
         return LayoutChoice(kept, "the directory has that layout already")
+    if shared:
+        return LayoutChoice("pages", "shared is true, and slabs belong to one machine")
     if capacity is None:
         return LayoutChoice("pages", "capacity is unlimited, and slabs are preallocated")
     file_system = file_system_of(path, mountinfo)
@@ -83,11 +115,13 @@ def _judge(path: Path, mounts: list[Mount], depth: int) -> FileSystem:
     if mount.type in _LOCAL:
         return FileSystem(mount.type, True, f"{mount.type} is local", mount.type not in _WRITES_ELSEWHERE)
     if name := NETWORK_FILE_SYSTEMS.get(mount.type):
-        return FileSystem(mount.type, False, f"{mount.type} ({name}) may be shared between machines")
+        return FileSystem(mount.type, False, f"{mount.type} ({name}) may be shared between machines", shared=True)
     if mount.type == "overlay":
         return _judge_overlay(mount, mounts, depth)
     if mount.is_fuse:
-        return FileSystem(mount.type, False, f"{mount.type} ({mount.source}) is a FUSE file system, maybe shared")
+        words = "maybe shared" if mount.is_shared else "over this machine's own"
+        reason = f"{mount.type} ({mount.source}) is a FUSE file system, {words}"
+        return FileSystem(mount.type, False, reason, shared=mount.is_shared)
     return FileSystem(mount.type, False, f"{mount.type} is not known to be local")
 
 
@@ -97,8 +131,8 @@ def _judge_overlay(mount: Mount, mounts: list[Mount], depth: int) -> FileSystem:
     if upper is None:
         return FileSystem("overlay", False, "overlay without an upper layer cannot be written")
     if depth == 0 and os.path.isdir(upper):
-        below = _judge(Path(os.path.realpath(upper)), mounts, depth + 1)
-        return FileSystem("overlay", below.local, f"overlay over {below.reason}", below.in_place)
+        below = _judge(Path(followed(upper, mounts)), mounts, depth + 1)
+        return FileSystem("overlay", below.local, f"overlay over {below.reason}", below.in_place, below.shared)
     # The kernel takes no NFS, and what container runtimes put there is their host's own disk.
     return FileSystem("overlay", True, "overlay, whose upper layer is a disk of the host")
 

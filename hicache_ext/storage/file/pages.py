@@ -75,11 +75,13 @@ class PageFileStore:
         threads: int | None = None,
         plan: IoPlan | None = None,
         ttl: float | None = None,
+        shared: bool = False,
         metrics: TierMetrics | None = None,
         trouble: Trouble = no_trouble,
     ) -> None:
         """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
 
+        ``shared``: other machines have the directory, too.
         ``threads`` and the modes of ``plan`` as io_plan.py has them. ``trouble`` hears of every error of the disk.
         Raises StoreSetupError when the directory cannot be used.
         """
@@ -88,6 +90,7 @@ class PageFileStore:
         self._plan = plan or IoPlan()
         self._flags = page_io.Flags.of(self._plan)
         self._ttl = ttl
+        self._shared = shared
         self._trouble = trouble
         self._capacity = capacity
         self._directory = PageDirectory(path, name)
@@ -123,7 +126,7 @@ class PageFileStore:
         return StoreInfo(
             name=self._name,
             type="file",
-            shared=False,
+            shared=self._shared,
             details={
                 "layout": "pages",
                 "capacity": self._capacity,

@@ -146,7 +146,9 @@ class SpreadStore:
         known = [capacity for capacity in capacities if capacity is not None]
         details["capacity"] = sum(known) if len(known) == len(capacities) else None
         details["out_of_service"] = [str(path) for path in self.out_of_service()]
-        return StoreInfo(name=self._name, type="file", shared=any(info.shared for info in described), details=details)
+        # A page may be on any path.
+        shared = bool(described) and all(info.shared for info in described)
+        return StoreInfo(name=self._name, type="file", shared=shared, details=details)
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
         hints.post_hint(self._parts[0].path, hint, limits)

@@ -3,7 +3,9 @@
 CLOSED: all calls go through. A call that ran into the deadline opens the breaker at once, because the next one would
 cost as much again; so do failed or slow calls when they are half of the recent ones, and reads whose pages were damaged
 when they are half of the recent reads: writes and look-ups say nothing about that.
-OPEN: no call goes through; somebody probes the tier in the background (breaker_store.py), more and more seldom.
+OPEN: no call goes through; somebody probes the tier in the background (breaker_store.py), more and more seldom. A call
+that ran into a deadline which was only learnt leaves a *doubt*: the tier hangs, or it was slower than it used to be. It
+is then probed at once, and a good probe before the first regular one closes the breaker without a slow start.
 HALF_OPEN, the slow start: after a good probe a share of the calls goes through that grows over ``slow_start`` seconds,
 so that a store that has just come up is not run over. One bad call opens the breaker again.
 """
@@ -25,6 +27,8 @@ _LEAST_BAD_CALLS = 3
 _BAD_SHARE = 0.5
 _FIRST_SHARE = 0.1
 """Of the calls, at the beginning of the slow start."""
+_PAUSE_IN_DOUBT = 0.1
+"""Seconds until the first probe in doubt; a client may first have to connect anew."""
 
 
 class BreakerState(enum.Enum):
@@ -40,6 +44,8 @@ class Outcome(enum.Enum):
     SLOW = "slow"
     FAILED = "failed"
     TIMEOUT = "timeout"
+    LATE = "late"
+    """Cut by a learnt deadline: the tier hangs, or was slower than it used to be."""
     UNKNOWN = "unknown"
     """Nothing: the call may not have reached the medium."""
 
@@ -78,6 +84,7 @@ class Breaker:
         """How often, since it was last closed."""
         self._generation = 0
         """Raised at each change of state: what began before says nothing about the tier after it."""
+        self._in_doubt = False
 
     @property
     def state(self) -> BreakerState:
@@ -87,6 +94,8 @@ class Breaker:
     def probe_interval(self) -> float:
         """Seconds until the first probe of this opening: longer each time the tier came back and failed again."""
         with self._lock:
+            if self._in_doubt:
+                return min(_PAUSE_IN_DOUBT, self._settings.probe_interval)
             return min(LONGEST_PROBE_INTERVAL, self._settings.probe_interval * 2.0 ** min(16, max(0, self._opened - 1)))
 
     def admit(self) -> int | None:
@@ -132,8 +141,11 @@ class Breaker:
             self._recent.append((now, bad))
             if not bad:
                 return
-            if self._state is BreakerState.CLOSED and outcome is not Outcome.TIMEOUT and not _is_too_much(self._recent):
+            at_once = outcome in (Outcome.TIMEOUT, Outcome.LATE)
+            if self._state is BreakerState.CLOSED and not at_once and not _is_too_much(self._recent):
                 return
+            # A tier that has just come back was in no doubt before.
+            self._in_doubt = outcome is Outcome.LATE and self._state is BreakerState.CLOSED
             self._change(BreakerState.OPEN)
             self._opened += 1
         self._on_change(BreakerState.OPEN, reason)
@@ -156,14 +168,24 @@ class Breaker:
         with self._lock:
             if self._state is not BreakerState.OPEN:
                 return
-            self._change(BreakerState.HALF_OPEN)
-            self._recovering_since = self._clock()
-            self._credit = 1.0  # the first call goes through, so that a tier that is asked seldom comes back, too
-        self._on_change(BreakerState.HALF_OPEN, "")
+            state = BreakerState.CLOSED if self._in_doubt else BreakerState.HALF_OPEN
+            if self._in_doubt:
+                self._close()
+            else:
+                self._change(BreakerState.HALF_OPEN)
+                self._recovering_since = self._clock()
+                self._credit = 1.0  # the first call goes through, so that a tier that is asked seldom comes back, too
+        self._on_change(state, "")
+
+    def end_doubt(self) -> None:
+        """No probe went well for as long as the first regular one is waited for: it is no hiccup."""
+        with self._lock:
+            self._in_doubt = False
 
     def _close(self) -> None:
         self._change(BreakerState.CLOSED)
         self._opened = 0
+        self._in_doubt = False
 
     def _change(self, state: BreakerState) -> None:
         self._state = state

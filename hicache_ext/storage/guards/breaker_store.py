@@ -10,9 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.call_deadline import call_limit, ending_within
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.guards.breaker import (
     LONGEST_PROBE_INTERVAL,
@@ -21,6 +23,7 @@ from hicache_ext.storage.guards.breaker import (
     BreakerState,
     Outcome,
 )
+from hicache_ext.storage.guards.time_limit import AT_LIMIT
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -31,9 +34,10 @@ _PROBE_KEY = b"hicache_ext/prob" + bytes(32)
 """A page that nobody stores."""
 _SLOWEST_BANDWIDTH = 100e6
 """Bytes a second. What moves at less is hardly worth fetching: it would take longer than computing it again."""
-_TIMEOUT_SHARE = 0.9
-"""A look-up that took this part of the timeout ran into it; it cannot say so itself."""
+_SLOWEST_LOOK_UP = 0.001
+"""Seconds a key that is found, beyond ``slow_call``: a page of tokens takes several times as long to compute."""
 _CLOSE_WAIT = 10.0
+_NOT_ANSWERED = frozenset({"timeout", "error", "rejected"})
 _LEVELS = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 """The states as the gauge ``breaker_state`` has them: the higher, the less is asked of the tier."""
 
@@ -49,7 +53,7 @@ class BreakerStore(DelegatingStore):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout``: of one call of ``inner``, None where it has none."""
+        """``timeout``: of a read or look-up of ``inner`` that nobody gave less, None where it has none."""
         super().__init__(inner)
         self._settings = settings
         self._timeout = timeout
@@ -107,7 +111,7 @@ class BreakerStore(DelegatingStore):
             lambda: self.inner.contains(keys),
             absent,
             absent,
-            lambda present, seconds: self._judged_answer(any(present), seconds),
+            lambda present, seconds: self._judged_answer(sum(present), seconds),
             len(keys),
         )
 
@@ -116,7 +120,7 @@ class BreakerStore(DelegatingStore):
             lambda: self.inner.count_leading(keys),
             0,
             0,
-            lambda leading, seconds: self._judged_answer(leading > 0, seconds),
+            self._judged_answer,
             len(keys),
         )
 
@@ -125,7 +129,7 @@ class BreakerStore(DelegatingStore):
             lambda: self.inner.remove(keys),
             0,
             0,
-            lambda removed, seconds: self._judged_answer(removed > 0, seconds),
+            self._judged_answer,
             len(keys),
         )
 
@@ -173,10 +177,16 @@ class BreakerStore(DelegatingStore):
 
     def _judged_transfer(self, results: Sequence[str], batch: PageBatch, seconds: float) -> tuple[Outcome, str]:
         timeouts, errors = results.count("timeout"), results.count("error")
-        answered = len(results) - timeouts - errors - results.count("rejected")
+        answered = sum(result not in _NOT_ANSWERED for result in results)
         if timeouts and not answered:
-            return Outcome.TIMEOUT, f"a call did not end within {seconds:.2g} s"
+            return _ran_out_of_time("call", seconds)
         if timeouts:
+            arrived = sum(
+                size for size, result in zip(batch.sizes, results, strict=True) if result not in _NOT_ANSWERED
+            )
+            if arrived >= seconds * _SLOWEST_BANDWIDTH:
+                # Slow for a batch of this size, and what came in time is of use.
+                return Outcome.GOOD, ""
             return Outcome.SLOW, f"{timeouts} of {len(results)} pages did not arrive within {seconds:.2g} s"
         if errors and errors >= answered:
             return Outcome.FAILED, f"{errors} of {len(results)} pages failed"
@@ -192,11 +202,13 @@ class BreakerStore(DelegatingStore):
         if damaged or good:
             self._breaker.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")
 
-    def _judged_answer(self, found: bool, seconds: float) -> tuple[Outcome, str]:
+    def _judged_answer(self, found: int, seconds: float) -> tuple[Outcome, str]:
         """Of a look-up: failures look like absence, so that only time and success speak."""
-        if self._timeout is not None and seconds >= self._timeout * _TIMEOUT_SHARE:
-            return Outcome.TIMEOUT, f"a look-up did not end within {seconds:.2g} s"
-        if seconds > self._settings.slow_call:
+        limit = call_limit()
+        timeout = self._timeout if limit is None else limit.seconds
+        if not found and timeout is not None and seconds >= timeout * AT_LIMIT:
+            return _ran_out_of_time("look-up", seconds)
+        if seconds > self._settings.slow_call + found * _SLOWEST_LOOK_UP:
             return Outcome.SLOW, f"a look-up took {seconds:.2g} s"
         return (Outcome.GOOD, "") if found else (Outcome.UNKNOWN, "")
 
@@ -243,16 +255,18 @@ class BreakerStore(DelegatingStore):
         while True:
             interval = self._breaker.probe_interval
             while not self._closing.wait(interval):
+                if interval >= self._settings.probe_interval:
+                    self._breaker.end_doubt()
                 healthy = self._is_healthy()
                 self.metrics.add("breaker_probe", "good" if healthy else "bad")
                 if healthy:
                     self._slow_start_cut.clear()
                     self._breaker.recover()
-                    if not self._closing.is_set():
+                    if self.state is BreakerState.HALF_OPEN and not self._closing.is_set():
                         self._slow_start_cut.wait(self._settings.slow_start)
                         self._breaker.end_slow_start()
                     break
-                interval = min(LONGEST_PROBE_INTERVAL, max(interval, self._settings.probe_interval) * 2)
+                interval = min(LONGEST_PROBE_INTERVAL, interval * 2)
             with self._lock:
                 if self._closing.is_set() or self.state is not BreakerState.OPEN:
                     self._prober = None
@@ -263,12 +277,21 @@ class BreakerStore(DelegatingStore):
         key, size = self._suspect or (_PROBE_KEY, 1)
         begun = self._clock()
         try:
-            (result,) = self.inner.get(PageBatch([key], [[memoryview(bytearray(size))]]))
+            with nullcontext() if self._timeout is None else ending_within(self._timeout):
+                (result,) = self.inner.get(PageBatch([key], [[memoryview(bytearray(size))]]))
         except Exception as error:  # noqa: BLE001 - whatever it raises, it is not well
             logger.debug("hicache_ext: tier %s: the probe raised %r", self.name, error)
             return False
         quick = self._clock() - begun <= self._settings.slow_call + size / _SLOWEST_BANDWIDTH
         return quick and result in (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+
+
+def _ran_out_of_time(what: str, seconds: float) -> tuple[Outcome, str]:
+    limit = call_limit()
+    reason = f"a {what} did not end within {seconds:.2g} s"
+    if limit is not None and limit.learnt:
+        return Outcome.LATE, f"{reason}, the limit learnt from earlier ones"
+    return Outcome.TIMEOUT, reason
 
 
 def breaker_of(store: Any) -> BreakerStore | None:

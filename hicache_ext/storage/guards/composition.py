@@ -1,8 +1,9 @@
 """Which guards a tier gets, and in what order they stand around it.
 
-From SGLang inwards: exists budget, negative cache, circuit breaker, concurrency limit, deadline, retry, store. What
-needs no store is answered before the breaker; what the breaker refuses takes no place of the limit; retries share the
-deadline of their call, and run where nothing of SGLang's waits.
+From SGLang inwards: exists budget, negative cache, time limit, circuit breaker, concurrency limit, deadline, retry,
+store. What needs no store is answered before the breaker; what the breaker refuses takes no place of the limit; waiting
+for that and retries share the time of their call. The breaker's probes begin behind the time limit: they have the whole
+timeout, however little calls have learnt to take.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hicache_ext.config.tier import RemoteTierConfig, TierConfig
+from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, RemoteTierConfig, TierConfig
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
@@ -18,10 +19,10 @@ from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.guards.time_limit import TimeLimitStore
 from hicache_ext.storage.mounts import is_on_network
 from hicache_ext.storage.store import PageStore
 
-NETWORK_TIMEOUT = 5.0
 REMOTE_RETRIES = 1
 NEGATIVE_LIFE = 1.0
 CONCURRENCY = 16
@@ -33,7 +34,9 @@ class GuardPlan:
     """The guards of one tier, every "auto" resolved. None, 0 and 0.0 leave a guard out. Seconds and bytes."""
 
     timeout: float | None = None
-    """Of one call."""
+    """Of a read or a look-up."""
+    write_timeout: float | None = None
+    """None: as ``timeout``."""
     store_keeps_timeout: bool = False
     bounce_memory: int = 0
     retries: int = 0
@@ -51,13 +54,14 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
     """
     guards = tier.guards
     remote = isinstance(tier, RemoteTierConfig) or any(is_on_network(path) for path in tier.directories())
-    timeout = tier.timeout if tier.timeout is not None else NETWORK_TIMEOUT if remote else math.inf
+    timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
     limited = timeout != math.inf
     guarded = remote or limited
     breaker = guards.breaker if guards.breaker is not None else guarded
     budget = guards.exists_budget if guards.exists_budget is not None else EXISTS_BUDGET if guarded else math.inf
     return GuardPlan(
         timeout=timeout if limited else None,
+        write_timeout=WRITE_TIMEOUT if remote and tier.timeout is None else None,
         store_keeps_timeout=tier.keeps_timeout,
         bounce_memory=guards.bounce_memory,
         retries=guards.retries if guards.retries is not None else REMOTE_RETRIES if remote else 0,
@@ -71,14 +75,17 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
 def guarded(store: PageStore, plan: GuardPlan) -> PageStore:
     """``store`` with its guards around it; closing that closes ``store``."""
     timeout = plan.timeout
+    write_timeout = plan.write_timeout if plan.write_timeout is not None else timeout
     if plan.retries:
-        store = RetryStore(store, plan.retries, timeout if timeout is not None else math.inf)
-    if timeout is not None and not plan.store_keeps_timeout:
-        store = DeadlineStore(store, timeout, plan.bounce_memory)
+        store = RetryStore(store, plan.retries, write_timeout if write_timeout is not None else math.inf)
+    if write_timeout is not None and not plan.store_keeps_timeout:
+        store = DeadlineStore(store, write_timeout, plan.bounce_memory)
     if plan.concurrency is not None:
         store = ConcurrencyLimitStore(store, plan.concurrency, timeout / 2 if timeout is not None else None)
     if plan.breaker is not None:
         store = BreakerStore(store, plan.breaker, timeout)
+    if timeout is not None and write_timeout is not None:
+        store = TimeLimitStore(store, timeout, write_timeout, plan.breaker.slow_call if plan.breaker else None)
     if plan.negative_cache:
         store = NegativeCacheStore(store, plan.negative_cache)
     if plan.exists_budget is not None:

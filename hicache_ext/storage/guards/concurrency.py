@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
@@ -41,7 +43,12 @@ class ConcurrencyLimitStore(DelegatingStore):
 
     @contextmanager
     def _admitted(self, pages: int) -> Iterator[bool]:
-        admitted = self._free.acquire(timeout=0 if must_answer_at_once() else self._patience)
+        patience = self._patience
+        if must_answer_at_once():
+            patience = 0.0
+        elif patience is not None:
+            patience = max(0.0, call_deadline(patience) - time.monotonic())
+        admitted = self._free.acquire(timeout=patience)
         if not admitted:
             self.metrics.add("rejected", "concurrency", pages)
         try:

@@ -9,6 +9,8 @@ further calls are REJECTED at once.
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import logging
 import threading
 import time
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.call_threads import CallThreads
 from hicache_ext.storage.copying import gather, scatter
 from hicache_ext.storage.delegating import DelegatingStore
@@ -43,7 +46,7 @@ class _TooLate(Exception):
 
 
 class DeadlineStore(DelegatingStore):
-    """Ends each call of ``inner`` within ``timeout`` seconds. Threads: any."""
+    """Ends each call of ``inner`` within ``timeout`` seconds, or less where it is given less. Threads: any."""
 
     def __init__(self, inner: PageStore, timeout: float, bounce_memory: int) -> None:
         """``bounce_memory``: bytes. A page larger than that is REJECTED."""
@@ -67,7 +70,7 @@ class DeadlineStore(DelegatingStore):
     def get(self, batch: PageBatch) -> list[GetResult]:
         results = [GetResult.TIMEOUT] * len(batch)
         with self._calls:
-            deadline = time.monotonic() + self._timeout
+            deadline = call_deadline(self._timeout)
             try:
                 for portion in self._portions(batch, results, GetResult.REJECTED):
                     self._get_portion(batch.select(portion), portion, results, deadline)
@@ -95,7 +98,7 @@ class DeadlineStore(DelegatingStore):
     def set(self, batch: PageBatch) -> list[SetResult]:
         results = [SetResult.TIMEOUT] * len(batch)
         with self._calls:
-            deadline = time.monotonic() + self._timeout
+            deadline = call_deadline(self._timeout)
             try:
                 for portion in self._portions(batch, results, SetResult.REJECTED):
                     self._set_portion(batch.select(portion), portion, results, deadline)
@@ -190,7 +193,7 @@ class DeadlineStore(DelegatingStore):
     def _answer(self, call: str, work: Callable[[], T], otherwise: T) -> T:
         with self._calls:
             try:
-                return self._ended(work, time.monotonic() + self._timeout)
+                return self._ended(work, call_deadline(self._timeout))
             except _TooLate:
                 self._count("timeout", call)
             except _Refused:
@@ -239,7 +242,8 @@ class DeadlineStore(DelegatingStore):
                 if most_stuck is not None and self._stuck >= most_stuck:
                     raise _Refused
             try:
-                call = self._threads.start(work, end_late)
+                # What is known of this call (its limit) goes along.
+                call = self._threads.start(functools.partial(contextvars.copy_context().run, work), end_late)
             except RuntimeError:
                 raise _Refused from None
         except _Refused:

@@ -32,12 +32,17 @@ class LateStore:
         type_name: str,
         opener: Callable[[], PageStore],
         *,
+        shared: bool = False,
         first_wait: float,
         first_pause: float = FIRST_PAUSE,
     ) -> None:
-        """Waits up to ``first_wait`` seconds for the first attempt. Raises ConfigError if that says so."""
+        """Waits up to ``first_wait`` seconds for the first attempt. Raises ConfigError if that says so.
+
+        ``shared``: what the store will say of itself, which has to be known before it is open.
+        """
         self._name = name
         self._type = type_name
+        self._shared = shared
         self._opener = opener
         self._first_pause = first_pause
         self._own_metrics = TierMetrics(name)
@@ -124,7 +129,7 @@ class LateStore:
     def describe(self) -> StoreInfo:
         if self._store is not None:
             return self._store.describe()
-        return StoreInfo(self._name, self._type, False, {"state": "not open", "problem": self._last_problem})
+        return StoreInfo(self._name, self._type, self._shared, {"state": "not open", "problem": self._last_problem})
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._lock:

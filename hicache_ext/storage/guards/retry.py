@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from hicache_ext.storage.call_deadline import call_limit
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
@@ -30,7 +31,7 @@ class RetryStore(DelegatingStore):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``timeout``: seconds that a whole call may take."""
+        """``timeout``: seconds that a whole call may take, where nobody gives it less."""
         super().__init__(inner)
         self._retries = retries
         self._timeout = timeout
@@ -44,7 +45,9 @@ class RetryStore(DelegatingStore):
         return self._moved(batch, self.inner.set, SetResult.ERROR, "set")
 
     def _moved(self, batch: PageBatch, move: Callable[[PageBatch], list[R]], error: R, call: str) -> list[R]:
-        latest = self._clock() + self._timeout * _LATEST_BEGIN
+        limit = call_limit()
+        seconds = self._timeout if limit is None else min(self._timeout, limit.seconds)
+        latest = self._clock() + seconds * _LATEST_BEGIN
         results = move(batch)
         for attempt in range(self._retries):
             failed = _positions(results, error)

@@ -229,7 +229,7 @@ class Attachment:
         Bounded by the tier's timeout: the client of a call that has not ended by then is not closed, which would crash
         the process.
         """
-        deadline = time.monotonic() + self.engine.tier.timeout
+        deadline = time.monotonic() + self.engine.tier.longest_call
         with self._condition:
             if self._closed:
                 return

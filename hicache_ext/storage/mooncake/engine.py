@@ -78,7 +78,7 @@ class Engine:
         """Imports the library. Raises StoreSetupError when it is not installed."""
         self._name = name
         self.tier = tier
-        for variable, value in environment(tier.timeout).items():
+        for variable, value in environment(tier.longest_call).items():
             os.environ.setdefault(variable, value)
         try:
             from mooncake import store as library
@@ -109,7 +109,7 @@ class Engine:
         The port is probed first, because the library's own attempts take seconds. Setup runs on a thread of its own:
         when it does not end in time the thread is left behind, and closes whatever it still gets.
         """
-        if not self.master_answers(self.tier.timeout):
+        if not self.master_answers(self.tier.longest_call):
             raise StoreSetupError(
                 self._name, f"no Mooncake master answers at {self.tier.master}", ["start it, or set required: false"]
             )
@@ -140,7 +140,7 @@ class Engine:
         # A daemon: a setup that never ends must not keep the interpreter from ending.
         thread = threading.Thread(target=set_up, name=f"hicache-{self._name}-setup", daemon=True)
         thread.start()
-        seconds = self.tier.timeout + _SETUP_SECONDS + self.tier.segment_size * _SETUP_SECONDS_PER_BYTE
+        seconds = self.tier.longest_call + _SETUP_SECONDS + self.tier.segment_size * _SETUP_SECONDS_PER_BYTE
         thread.join(seconds)
         with lock:
             abandoned = not outcome

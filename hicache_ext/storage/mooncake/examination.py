@@ -30,7 +30,7 @@ _METRIC = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 def examine(tier: MooncakeTierConfig, attachment: Attachment) -> list[Finding]:
     """Never raises; bounded by the tier's time-outs."""
     findings = [_version()]
-    if attachment.engine.master_answers(tier.timeout):
+    if attachment.engine.master_answers(tier.longest_call):
         findings.append(Finding("master", Level.OK, f"{tier.master} accepts connections"))
     else:
         findings.append(Finding("master", Level.ERROR, f"{tier.master} does not answer", "start mooncake_master"))
@@ -118,7 +118,7 @@ def _capacity(tier: MooncakeTierConfig) -> Iterator[Finding]:
     try:
         # Proxies of the environment are not for the cluster's own servers.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{tier.metrics}/metrics", timeout=tier.timeout) as response:
+        with opener.open(f"http://{tier.metrics}/metrics", timeout=tier.longest_call) as response:
             text = response.read(1 << 22).decode(errors="replace")
     except (OSError, ValueError) as error:
         yield Finding("capacity", Level.WARNING, f"{tier.metrics} does not answer ({error})", "check metrics")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.copying import gather, scatter
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import Workers
@@ -514,7 +515,7 @@ class MooncakeStore:
         self._copying.close()
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._attachment.engine.tier.timeout
+        return call_deadline(self._attachment.engine.tier.longest_call)
 
     def _object_name(self, key: bytes) -> str:
         return f"{self._tier.prefix}/{key[: envelope.IDENTITY_LENGTH].hex()}/{key[envelope.IDENTITY_LENGTH :].hex()}"

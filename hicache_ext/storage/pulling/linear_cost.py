@@ -50,6 +50,11 @@ class LinearCost:
         self._xx = self._xx * _DECAY + amount * amount
         self._xy = self._xy * _DECAY + amount * seconds
 
+    @property
+    def is_surprised(self) -> bool:
+        """The last observation was far off what was expected; whether that lasts, the next one says."""
+        return self._last_surprise != 0
+
     def predict(self, amount: float) -> float | None:
         """Seconds for ``amount``; None before the first observation."""
         with self._lock:

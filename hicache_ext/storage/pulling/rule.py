@@ -34,6 +34,8 @@ _MARGIN = 0.1
 """A pull must be expected to be cheaper by this share: what SGLang does around a read is in no tier's measurement."""
 _PROBE_PAGES = (1, 32)
 """Two sizes determine the line: what a read costs to start, and what each byte costs."""
+_PROBE_KEYS = 256
+"""Looked up at most. Fewer would let a long round trip be taken for dear keys where requests ask for that many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,21 +198,21 @@ class PullRule:
         return seconds
 
     def _probe(self, unused: Sequence[MeasuredStore], asked: Asked, keys: Callable[[int], list[bytes]]) -> None:
-        """Look up and read a few pages from each of ``unused`` that was not measured lately.
+        """Look up what was asked for and read a few pages of it, from each of ``unused`` that was not measured lately.
 
         In the background, one probe at once. What a tier lacks measures its look-ups alone.
         """
         stale = [tier for tier in unused if tier.age() >= self._config.probe_interval]
         if not stale:
             return
-        probed = keys(min(asked.pages, _PROBE_PAGES[-1]))
+        probed = keys(min(asked.pages, _PROBE_KEYS))
         if not self._probing.acquire(blocking=False):
             return
 
         def measure() -> None:
             try:
                 for tier in stale:
-                    self._measure(tier, probed, asked.page_bytes // asked.parts)
+                    self._measure(tier, probed, asked)
             except StoreClosedError:
                 pass  # the server is on its way out
             except Exception:
@@ -220,10 +222,17 @@ class PullRule:
 
         threading.Thread(target=measure, name="hicache-ext-pull-probe", daemon=True).start()
 
-    def _measure(self, tier: MeasuredStore, keys: list[bytes], size: int) -> None:
+    def _measure(self, tier: MeasuredStore, keys: list[bytes], asked: Asked) -> None:
         self.metrics.add("probe", tier.name)
         tier.probed()
         present = tier.count_leading(keys)
+        if tier.look_up_cost.is_surprised:
+            # Asked again at once: two surprises end what was learnt, and one probe is enough to come back.
+            present = tier.count_leading(keys)
+        looking, computing = tier.look_up_cost.predict(asked.pages), self._compute_seconds(asked.tokens)
+        if looking is not None and computing is not None and looking > computing:
+            return  # nothing that a read could take would pay
+        size = asked.page_bytes // asked.parts
         for pages in _PROBE_PAGES:
             chosen = keys[: min(pages, present)]
             if chosen:

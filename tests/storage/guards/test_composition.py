@@ -50,11 +50,21 @@ def test_a_local_disk_has_no_guards_so_that_reads_go_straight_into_host_pages() 
 
 
 def test_a_network_file_system_and_a_pool_get_all_of_them() -> None:
-    everything = ["ExistsBudget", "NegativeCache", "Breaker", "ConcurrencyLimit", "Deadline", "Retry"]
+    everything = ["ExistsBudget", "NegativeCache", "TimeLimit", "Breaker", "ConcurrencyLimit", "Deadline", "Retry"]
     for tier in (file_tier(path="/nfs/cache"), file_tier(path=["/mnt/a", "/nfs/b"]), PoolConfig()):
         store = guarded(MemoryPageStore(), plan_guards(tier))
         assert names(store) == everything
         store.close()
+
+
+def test_what_a_first_token_waits_for_ends_after_a_second_and_a_write_after_five() -> None:
+    for tier in (file_tier(path="/nfs/cache"), PoolConfig()):
+        assert (plan_guards(tier).timeout, plan_guards(tier).write_timeout) == (1.0, 5.0)
+
+
+def test_a_configured_timeout_bounds_every_call() -> None:
+    for tier in (file_tier(path="/nfs/cache", timeout="3s"), PoolConfig(timeout="3s"), file_tier(timeout="3s")):
+        assert (plan_guards(tier).timeout, plan_guards(tier).write_timeout) == (3.0, None)
 
 
 def test_a_store_that_keeps_its_timeout_reads_straight_into_host_pages() -> None:
@@ -65,7 +75,7 @@ def test_a_store_that_keeps_its_timeout_reads_straight_into_host_pages() -> None
 
 def test_a_timeout_on_a_local_disk_brings_what_makes_it_useful() -> None:
     store = guarded(MemoryPageStore(), plan_guards(file_tier(timeout="2s")))
-    assert names(store) == ["ExistsBudget", "Breaker", "ConcurrencyLimit", "Deadline"]
+    assert names(store) == ["ExistsBudget", "TimeLimit", "Breaker", "ConcurrencyLimit", "Deadline"]
     store.close()
 
 
@@ -101,7 +111,7 @@ def test_every_key_reaches_its_guard() -> None:
 def test_every_guard_can_be_left_out() -> None:
     off = {"retries": 0, "breaker": False, "negative_cache": "off", "exists_budget": False}
     store = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig(guards=off)))
-    assert names(store) == ["ConcurrencyLimit"]
+    assert names(store) == ["TimeLimit", "ConcurrencyLimit"]
 
 
 def test_guards_forward_optional_abilities() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from hicache_ext.config import MooncakeTierConfig
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.storage.call_deadline import ending_within
 from hicache_ext.storage.mooncake import attachment as attachment_module
 from hicache_ext.storage.mooncake import pages as pages_module
 from hicache_ext.storage.mooncake.attachment import Attachment, address_of
@@ -454,6 +455,20 @@ def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(
     assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.TIMEOUT] * 3
     wait_until(lambda: store._attachment._abandoned == 0)
     assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.REJECTED] * 3
+    store.close()
+
+
+def test_a_call_ends_by_the_limit_that_it_was_given(tier, engine):
+    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    keys = page_keys(3)
+    store_pages(store, keys)
+    engine.tier = tier.model_copy(update={"timeout": 3600.0})
+    go_on = threading.Event()
+    engine.client.batch_get_into_multi_buffers = lambda names, *_: [go_on.wait(60) and -800 for _ in names]
+    with ending_within(0.05):
+        assert read_pages(store, keys)[0] == [GetResult.TIMEOUT] * 3
+    assert not go_on.is_set()
+    go_on.set()
     store.close()
 
 

@@ -262,6 +262,60 @@ def test_a_tier_whose_look_ups_alone_cost_too_much_is_not_asked_until_a_probe_sa
     assert inner.askers == {threading.current_thread().name, "hicache-ext-pull-probe"}
 
 
+def test_one_probe_after_the_recovery_of_a_tier_is_enough_to_pull_again() -> None:
+    """In the report of 2026-11-21 two of three requests after the recovery were computed, 901 ms against 647."""
+    inner = FakeTier("pool")
+    tier = MeasuredStore(inner)  # type: ignore[arg-type]
+    rule = rule_of(tier, prefill_rate=1000.0, probe_interval=0.0)  # 1.02 s for 1,024 tokens
+    for _ in range(20):  # a long slow phase
+        for pages in (1, 32):
+            tier.read_cost.observe(100 * pages, 1.8)
+        tier.look_up_cost.observe(64, 1.8)
+
+    def keys(count: int) -> list[bytes]:
+        return [bytes([number]) * 48 for number in range(count)]
+
+    assert ask(rule, tier, keys) == 0
+    wait_until(lambda: len(inner.reads) == 2 and not rule._probing.locked())
+    assert rule.metrics.value("probe", "pool") == 1
+    assert ask(rule, tier, keys) == 64
+
+
+def test_a_probe_of_a_tier_whose_look_up_alone_is_too_dear_ends_there() -> None:
+    """A probe that is still waiting for a slow tier would keep the next one from seeing that it is fast again."""
+    inner = SlowLookUps("pool")
+    tier = MeasuredStore(inner)  # type: ignore[arg-type]
+    rule = rule_of(tier, prefill_rate=100_000.0, probe_interval=0.0)  # 10 ms for 1,024 tokens
+    tier.read_cost.observe(6400, 0.2)
+    for _ in range(20):
+        tier.look_up_cost.observe(64, 0.2)
+    inner.seconds = 0.2
+
+    def keys(count: int) -> list[bytes]:
+        return [bytes([number]) * 48 for number in range(count)]
+
+    assert ask(rule, tier, keys) == 0
+    wait_until(lambda: rule.metrics.value("probe", "pool") == 1 and not rule._probing.locked())
+    assert inner.askers == {"hicache-ext-pull-probe"} and not inner.reads
+
+
+def test_a_probe_looks_up_what_the_request_would_have_since_less_says_too_much_of_a_long_round_trip() -> None:
+    inner = SlowLookUps("pool")
+    tier = MeasuredStore(inner)  # type: ignore[arg-type]
+    rule = rule_of(tier, prefill_rate=1000.0, probe_interval=0.0)  # 1.02 s for 1,024 tokens
+    tier.read_cost.observe(6400, 1e-6)
+    for _ in range(20):
+        tier.look_up_cost.observe(64, 1.8)
+    inner.seconds = 0.3  # in proportion, half as many keys would stand for 0.6 s, and a quarter for 1.2 s
+
+    def keys(count: int) -> list[bytes]:
+        return [bytes([number]) * 48 for number in range(count)]
+
+    assert ask(rule, tier, keys) == 0
+    wait_until(lambda: len(inner.reads) == 2 and not rule._probing.locked())
+    assert tier.look_up_cost.predict(64) == pytest.approx(0.3, rel=0.3)
+
+
 def test_a_chain_that_is_looked_up_in_portions_is_judged_as_a_whole() -> None:
     near, far = tier_with(0.02, 1e-9, "near"), tier_with(0.02, 1e-9, "far")  # 20 ms to start a read
     near.look_up_cost.observe(64, 0.001)

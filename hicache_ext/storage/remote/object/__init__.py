@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache_ext.storage.remote.object.client import make_client
+from hicache_ext.storage.sharing import sharing_of
 from hicache_ext.storage.store import PageStore
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ def open_object_tier(name: str, tier: ObjectTierConfig) -> PageStore:
         name,
         client,
         url=tier.url,
-        shared=tier.scheme != "file",
-        timeout=tier.timeout,
+        shared=sharing_of(tier).shared,
+        timeout=tier.longest_call,
         concurrency=tier.concurrency,
         required=tier.required,
     )

@@ -53,7 +53,7 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
         "client_options": _client_options(name, tier),
         "retry_config": {
             "max_retries": RETRIES,
-            "retry_timeout": timedelta(seconds=tier.timeout),
+            "retry_timeout": timedelta(seconds=tier.longest_call),
             "backoff": {"init_backoff": _FIRST_PAUSE, "max_backoff": _LONGEST_PAUSE, "base": 2},
         },
     }
@@ -96,8 +96,8 @@ def _s3_endpoint(tier: ObjectTierConfig, virtual: bool) -> str | None:
 
 def _client_options(name: str, tier: ObjectTierConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "timeout": timedelta(seconds=tier.timeout),
-        "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT, tier.timeout)),
+        "timeout": timedelta(seconds=tier.longest_call),
+        "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT, tier.longest_call)),
         "allow_http": tier.allow_http,
     }
     if tier.ca_file:

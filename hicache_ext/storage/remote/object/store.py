@@ -20,6 +20,7 @@ import numpy as np
 from hicache_ext import envelope
 from hicache_ext.errors import StoreError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.copying import gather, scatter
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import CallGate
@@ -200,7 +201,7 @@ class ObjectPageStore:
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._calls:
             answers, in_time = self._threads.run(
-                len(batch), lambda i, call: self._get_page(batch.keys[i], batch.buffers[i], call), self._timeout
+                len(batch), lambda i, call: self._get_page(batch.keys[i], batch.buffers[i], call), self._time_left()
             )
         missing = GetResult.ERROR if in_time else GetResult.TIMEOUT
         results = [missing if answer is None else answer for answer in answers]
@@ -278,7 +279,7 @@ class ObjectPageStore:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._calls:
-            return self._contains(keys, time.monotonic() + self._timeout)
+            return self._contains(keys, call_deadline(self._timeout))
 
     def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         known: dict[bytes, bool] = {}
@@ -288,9 +289,11 @@ class ObjectPageStore:
                 half = (time.monotonic() + deadline) / 2
                 self._look_up_in_listing(digest, [k for k in keys if k.startswith(digest)], known, half)
         unknown = [key for key in dict.fromkeys(keys) if key not in known]
-        answers, _ = self._threads.run(
+        answers, in_time = self._threads.run(
             len(unknown), lambda i, call: self._present(unknown[i], call), deadline - time.monotonic()
         )
+        if not in_time:
+            self._metrics.add("error", "timeout")
         # What was not answered counts as absent: a miss, never a wrong promise.
         known.update(zip(unknown, (answer is True for answer in answers), strict=True))
         return [known[key] for key in keys]
@@ -323,13 +326,15 @@ class ObjectPageStore:
             known.update((key, self._may_be_served(key)) for key in keys if key in stored)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        deadline = time.monotonic() + self._timeout
+        deadline = call_deadline(self._timeout)
         with self._calls:
             first = keys[:_LIST_FROM]
             # Handed out in order and stopped at the first gap: no more than one round of requests behind it.
-            answers, _ = self._threads.run(
-                len(first), lambda i, call: self._present_in_run(first[i], i, call), self._timeout
+            answers, in_time = self._threads.run(
+                len(first), lambda i, call: self._present_in_run(first[i], i, call), self._time_left()
             )
+            if not in_time:
+                self._metrics.add("error", "timeout")
             leading = _leading(answers)
             if leading == len(first) < len(keys):
                 leading += _leading(self._contains(keys[leading:], deadline))
@@ -358,7 +363,7 @@ class ObjectPageStore:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        deadline = time.monotonic() + self._timeout
+        deadline = call_deadline(self._timeout)
         with self._calls:
             self._create.find_out_again(self.within, self._timeout / 4)
             answers, in_time = self._threads.run(
@@ -420,7 +425,9 @@ class ObjectPageStore:
     def remove(self, keys: Sequence[bytes]) -> int:
         wanted = list(dict.fromkeys(keys))
         with self._calls:
-            answers, _ = self._threads.run(len(wanted), lambda i, call: self._remove(wanted[i], call), self._timeout)
+            answers, _ = self._threads.run(
+                len(wanted), lambda i, call: self._remove(wanted[i], call), self._time_left()
+            )
         return sum(answer is True for answer in answers)
 
     def _remove(self, key: bytes, call: Call[bool]) -> bool:
@@ -490,6 +497,9 @@ class ObjectPageStore:
             self._metrics.add("error", reason.reason)
             logger.warning("tier %s: nothing is cleared, its identities cannot be listed: %s", self._name, reason)
         return found if done else []
+
+    def _time_left(self) -> float:
+        return call_deadline(self._timeout) - time.monotonic()
 
     def wait_until_cleared(self, timeout: float) -> bool:
         """Wait for the deletion of what was cleared; for tools and tests."""

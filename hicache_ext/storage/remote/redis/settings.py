@@ -77,7 +77,7 @@ class RedisSettings:
             connections=tier.connections,
             in_flight=tier.in_flight,
             ttl=tier.ttl,
-            timeout=tier.timeout,
+            timeout=tier.longest_call,
             tls=TlsSettings(tier.tls_ca, tier.tls_certificate, tier.tls_key, tier.tls_verify) if tier.tls else None,
         )
 

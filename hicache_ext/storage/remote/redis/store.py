@@ -17,6 +17,7 @@ from typing import Any
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.hints.board import BoardLimits
@@ -336,9 +337,8 @@ class RedisPageStore:
                 continue
             wanted = sum([call.size for call in calls]) // _SHARE
             count = max(1, min(self._settings.connections, wanted, len(calls)))
-            for turn in range(count):
-                begin, end = (len(calls) * turn // count, len(calls) * (turn + 1) // count)
-                by_turn.append((turn, node, node.pages, calls[begin:end]))
+            # Dealt out like cards: what has come when a call is cut is then nearly a leading run, which is what counts.
+            by_turn += [(turn, node, node.pages, calls[turn::count]) for turn in range(count)]
         by_turn.sort(key=lambda share: share[0])
         return [share[1:] for share in by_turn]
 
@@ -411,7 +411,7 @@ class RedisPageStore:
         return page_name(self._page_names, key)
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._settings.timeout
+        return call_deadline(self._settings.timeout)
 
     def _entered(self) -> CallGate:
         # The sockets of the parent are not the child's to speak on, and its threads have not come along.

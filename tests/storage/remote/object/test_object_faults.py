@@ -12,6 +12,7 @@ from pathlib import Path
 import obstore.store
 import pytest
 
+from hicache_ext.storage.call_deadline import ending_within
 from hicache_ext.storage.remote.object.store import ObjectPageStore
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 from hicache_ext.testing.conformance.pages import (
@@ -143,6 +144,26 @@ def test_a_hanging_server_costs_one_deadline_and_leaves_memory_alone(store: Obje
     proxy.released.set()
     _eventually(lambda: read_pages(store, keys, [2000])[0] == [GetResult.HIT] * 12)
     assert pages.snapshot() == before
+
+
+def test_a_hanging_server_costs_the_limit_of_the_call_where_that_is_less(
+    store: ObjectPageStore, proxy: FaultProxy
+) -> None:
+    keys = page_keys(12)
+    store_pages(store, keys, [2000])
+    proxy.break_with("hang")
+    begun = time.monotonic()
+    with ending_within(TIMEOUT):
+        assert set(read_pages(store, keys, [2000])[0]) == {GetResult.TIMEOUT}
+    # Somebody who remembers what is absent (guards/negative_cache.py) must know that nobody could be asked.
+    trouble = store.metrics.value("error", "timeout")
+    with ending_within(TIMEOUT):
+        assert store.count_leading(keys) == 0
+    assert store.metrics.value("error", "timeout") > trouble
+    with ending_within(TIMEOUT):
+        assert store.contains(keys) == [False] * 12
+    assert store.metrics.value("error", "timeout") > trouble + 1
+    assert time.monotonic() - begun < PATIENCE
 
 
 def test_a_late_reply_is_dropped(s3_server: S3Server, prefix: str) -> None:

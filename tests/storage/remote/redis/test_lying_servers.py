@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 
 import pytest
 
+from hicache_ext.storage.call_deadline import ending_within
 from hicache_ext.storage.remote.redis.settings import RedisSettings
 from hicache_ext.storage.remote.redis.store import RedisPageStore
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult
@@ -170,4 +173,32 @@ def test_a_wrong_answer_to_a_look_up_is_absence(sent):
         assert store.count_leading(keys) == 0
         assert store.remove(keys) == 0
         assert store.metrics.total("error") > 0
+        store.close()
+
+
+def test_a_read_that_is_cut_ends_by_the_limit_of_its_call_and_what_came_is_a_leading_run():
+    """SGLang uses the leading run alone: pages that came behind a gap would have been sent in vain."""
+    size, answered = 32 * 1024, 5
+    keys = page_keys(40)
+    values = {key: bulk(write_page_object(key, payload_of(key, size), header_length=128)) for key in keys}
+    go_on = threading.Event()
+    on_connection: Counter[int] = Counter()
+
+    def answer(words: list[bytes]) -> bytes | None:
+        on_connection[threading.get_ident()] += 1
+        if on_connection[threading.get_ident()] > answered:
+            go_on.wait(60)
+            return None
+        return values[bytes.fromhex(words[1].decode().replace("hicache_ext:page:", "").replace(":", ""))]
+
+    with FakeServer(answer) as server:
+        store = open_store(server, connections=4)
+        pages = HostPages([[size]] * 40, fill=0x77)
+        begun = time.monotonic()
+        with ending_within(1.0):
+            results = store.get(PageBatch(keys, pages.buffers))
+        assert time.monotonic() - begun < PATIENCE
+        assert results == [GetResult.HIT] * 20 + [GetResult.TIMEOUT] * 20
+        assert [pages.payload(number) for number in range(20)] == [payload_of(key, size) for key in keys[:20]]
+        go_on.set()
         store.close()

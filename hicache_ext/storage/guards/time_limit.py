@@ -1,0 +1,93 @@
+"""The time limit of each call: what is configured, or less where the tier's own calls have shown that less will do.
+
+This guard only says by when a call must have ended (call_deadline.py). Who keeps to it is the store, or the deadline
+guard for a store that cannot. Reads and look-ups are on the way to a first token; writes are not, and may take longer.
+Each kind learns apart from the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from hicache_ext.storage.call_deadline import ending_within
+from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.storage.guards.learnt_limit import LearntLimit
+from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+
+LEAST_READ = 0.25
+"""Seconds. Less would cut calls for nothing: a busy machine, a server that forks, a connection that is made anew."""
+LEAST_WRITE = 1.0
+AT_LIMIT = 0.9
+"""A call that took this part of its limit ran into it; a look-up cannot say so itself."""
+
+T = TypeVar("T")
+
+
+class TimeLimitStore(DelegatingStore):
+    """Gives each call of ``inner`` its time. Threads: any."""
+
+    def __init__(
+        self,
+        inner: PageStore,
+        timeout: float,
+        write_timeout: float,
+        slow_call: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``timeout`` of a read or a look-up. ``slow_call``: what the breaker around ``inner`` takes for slow.
+
+        No call gets less than half of that, so that it is the one number to raise for a tier whose calls differ much.
+        None: there is no breaker to try a tier again that was cut off too early, and nothing is learnt.
+        """
+        super().__init__(inner)
+        self._learns = slow_call is not None
+        least = (slow_call or 0.0) / 2
+        self._clock = clock
+        self._reads = LearntLimit(timeout, max(LEAST_READ, least), clock)
+        self._look_ups = LearntLimit(timeout, max(LEAST_READ, least), clock)
+        self._writes = LearntLimit(write_timeout, max(LEAST_WRITE, least), clock)
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        return self._limited(
+            self._reads,
+            sum(batch.sizes),
+            lambda: self.inner.get(batch),
+            lambda results: batch.bytes_of(GetResult.HIT, results),
+        )
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        return self._limited(
+            self._writes,
+            sum(batch.sizes),
+            lambda: self.inner.set(batch),
+            lambda results: batch.bytes_of(SetResult.STORED, results),
+        )
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._limited(
+            self._look_ups,
+            len(keys),
+            lambda: self.inner.contains(keys),
+            lambda present: len(keys) if any(present) else 0,
+        )
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        return self._limited(self._look_ups, len(keys), lambda: self.inner.count_leading(keys), lambda leading: leading)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        with ending_within(self._writes.longest):
+            return self.inner.remove(keys)
+
+    def _limited(self, limit: LearntLimit, amount: int, call: Callable[[], T], seen: Callable[[T], int]) -> T:
+        """``seen``: the amount that an answer says something about. What is absent takes no time, and what failed says
+        nothing about it."""
+        seconds = limit.seconds(amount) if self._learns else limit.longest
+        begun = self._clock()
+        with ending_within(seconds, learnt=seconds < limit.longest):
+            answer = call()
+        taken = self._clock() - begun
+        if observed := amount if taken >= seconds * AT_LIMIT else seen(answer):
+            limit.observe(observed, taken)
+        return answer
