@@ -20,6 +20,7 @@ from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, table
 from hicache_ext.bench.multiturn_targets import ARMS, Answer, Endpoint, RunningPair, Target, rig_target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.bench.output_files import add_output_arguments, write_outputs
+from hicache_ext.packages import need
 
 _PACKAGES = ("hicache-ext", "sglang", "torch")
 
@@ -160,6 +161,7 @@ def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
             raise BenchmarkError(f"--pair {text}: want NAME=PREFILL_URL,DECODE_URL,BOOTSTRAP_HOST:PORT")
         targets.append(RunningPair(name, prefill, decode, host, int(port)))
     if arguments.arm:
+        need("sglang", "torch")
         from hicache_ext.testing.tiny_model import make_tiny_model  # torch
 
         model = make_tiny_model(directory / "model")
