@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -91,7 +92,10 @@ def _file_to_name(file: str) -> str:
 def _from_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.path or arguments.capacity is None:
         raise ConfigError("", "--path and --capacity are both needed to make a tier", "--path PATH --capacity SIZE")
-    path = arguments.path if len(arguments.path) > 1 else arguments.path[0]
+    # A relative path means one below where the command runs, as in any command; the server runs elsewhere. A template
+    # that begins a path stands for the whole beginning.
+    paths = [path if path.startswith("{") else os.path.abspath(path) for path in arguments.path]
+    path = paths if len(paths) > 1 else paths[0]
     name = arguments.name or "disk"
     capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
     return ExtraConfig.around(

@@ -162,6 +162,8 @@ def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
     document = json.loads(report.read_text())
     assert {entry["summary"]["rounds"] for entry in document["results"]} == {1}
     assert document["shortened"][0] in text.read_text()
+    assert {line.split("|")[2].strip() for line in text.read_text().splitlines() if line.startswith("| one ")} == {"1"}
+    assert "the column says how many were measured, of 7 that were asked for" in text.read_text().replace("\n", " ")
     assert "no time for more than 1 rounds" in capsys.readouterr().out
 
 

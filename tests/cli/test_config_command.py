@@ -164,7 +164,6 @@ def test_render_gives_a_decode_node_its_own_flags(capsys: pytest.CaptureFixture[
             "--path and --capacity are both needed to make a tier; allowed: --path PATH --capacity SIZE",
         ),
         (["--role", "decode"], "--path and --capacity are both needed to make a tier; allowed: "),
-        (["--path", "a", "--capacity", "1GiB"], "hicache_ext.tiers.disk.path: 'a' is not an absolute path; allowed: "),
         (["x.yaml", "--role", "both"], "FILE cannot be combined with --path, --capacity, --role or --name; allowed: "),
         (["none.yaml"], "none.yaml: there is no such file"),
     ],
@@ -174,6 +173,16 @@ def test_render_refuses_what_would_not_start(
 ) -> None:
     assert main(["config", "render", *options]) == 2
     assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_render_takes_a_relative_path_as_below_this_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISK", "/mnt/disk")
+    assert main(["config", "render", "--path", "kv", "--path", "{env:DISK}/kv", "--capacity", "1GiB"]) == 0
+    document = yaml.safe_load(capsys.readouterr().out)
+    assert document["hicache_ext"]["tiers"]["disk"]["path"] == [str(tmp_path / "kv"), "{env:DISK}/kv"]
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
