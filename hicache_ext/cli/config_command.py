@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     render.add_argument("--capacity", metavar="SIZE", help="of the whole tier, e.g. 512GiB, or unlimited")
     render.add_argument("--role", metavar="ROLE", help="prefill, decode or both (default both)")
     render.add_argument("--name", metavar="NAME", help="name of the tier (default disk)")
-    render.add_argument("--inline", action="store_true", help="one line of JSON, to be given to SGLang in place of @FILE")
+    render.add_argument("--inline", action="store_true", help="one line of JSON, for SGLang in place of @FILE")
     render.set_defaults(run=_render)
 
     schema = actions.add_parser("schema", help="print the JSON Schema, for editors")

@@ -167,6 +167,15 @@ def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
     assert "no time for more than 1 rounds" in capsys.readouterr().out
 
 
+def test_a_run_that_could_measure_nothing_does_not_end_with_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = Engine("redis", lambda directory: nullcontext(), (), missing="missing: redis-server")
+    monkeypatch.setattr(pool_command, "all_engines", lambda: [absent])
+    assert main(["bench", "pool", "--quick"]) == 1
+    assert "not measured: redis: missing: redis-server" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_quick_run_measures_object_stores_and_writes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
