@@ -124,7 +124,7 @@ def test_every_engine_and_contender_is_there_or_says_what_is_missing() -> None:
         assert all(c.missing is None or c.missing.startswith("missing: ") for c in engine.contenders)
 
 
-def test_a_missing_engine_is_reported_and_the_others_are_measured(
+def test_a_missing_engine_is_reported_and_a_run_that_measured_nothing_does_not_end_with_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def serve(directory: Path) -> object:
@@ -133,7 +133,7 @@ def test_a_missing_engine_is_reported_and_the_others_are_measured(
     gone = Engine("redis", serve, (), missing="missing: redis-server")
     monkeypatch.setattr(pool_command, "all_engines", lambda: [gone])
     report = tmp_path / "pool.json"
-    assert main(["bench", "pool", "--quick", "--json", str(report)]) == 0
+    assert main(["bench", "pool", "--quick", "--json", str(report)]) == 1
     assert "redis: missing: redis-server" in capsys.readouterr().out
     assert json.loads(report.read_text())["results"][0]["not_measured"] == "missing: redis-server"
 
@@ -165,15 +165,6 @@ def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
     assert {line.split("|")[2].strip() for line in text.read_text().splitlines() if line.startswith("| one ")} == {"1"}
     assert "the column says how many were measured, of 7 that were asked for" in text.read_text().replace("\n", " ")
     assert "no time for more than 1 rounds" in capsys.readouterr().out
-
-
-def test_a_run_that_could_measure_nothing_does_not_end_with_0(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    absent = Engine("redis", lambda directory: nullcontext(), (), missing="missing: redis-server")
-    monkeypatch.setattr(pool_command, "all_engines", lambda: [absent])
-    assert main(["bench", "pool", "--quick"]) == 1
-    assert "not measured: redis: missing: redis-server" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hicache_ext.config import load_config
+from hicache_ext.config import load_config, tier_types
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.page_hashes import page_hashes
@@ -96,6 +96,11 @@ def test_documented_extras_are_those_that_pip_can_install() -> None:
         if command.text.startswith("pip install"):
             assert re.fullmatch(r"pip install ('?)(\.|hicache-ext)(\[\w+\])?\1", command.text), command
             assert set(re.findall(r"\[(\w+)\]", command.text)) <= set(extras), command
+
+
+def test_the_picture_of_the_tiers_has_every_type_of_tier() -> None:
+    picture = (ROOT / "docs" / "tiers.svg").read_text()
+    assert [name for name in tier_types() if f">{name} tier<" not in picture] == []
 
 
 # -- the environments --------------------------------------------------------------------------------------------------
