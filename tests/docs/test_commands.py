@@ -197,12 +197,11 @@ def workplace(tmp_path: Path) -> Path:
         },
         "promote_to": "nvme",
     }
-    (tmp_path / "hicache.yaml").write_text(yaml.safe_dump(ExtraConfig.around(section)))
-    config = load_config(section_document := ExtraConfig.around(section))
-    assert section_document["hicache_ext"] == section
+    file = tmp_path / "hicache.yaml"
+    file.write_text(yaml.safe_dump(ExtraConfig.around(section)))
     described = PoolIdentity("kv", "MHATokenToKVPoolHost", "bfloat16", "page_first", PAGE_SIZE, (700, 324))
     identity = PageIdentity(ModelIdentity("example/model"), described, Shard())
-    open_tier("nvme", config.tiers["nvme"]).close()
+    open_tier("nvme", load_config(file).tiers["nvme"]).close()
     store = PageFileStore("pool", tmp_path / "kv" / "pool", capacity=None)
     store.register_identity(identity.digest(), identity.document())
     hashes = page_hashes(TOKENS, PAGE_SIZE)
