@@ -63,7 +63,10 @@ hicache_ext_get_total{tier="nvme",tp_rank="0",pp_rank="0",dp_rank="0",reason="mi
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_block_says_what_it_is_so_that_no_command_hides_in_one_without_a_language(document: str) -> None:
-    assert set(block_languages((ROOT / document).read_text())) <= LANGUAGES
+    others = set(block_languages((ROOT / document).read_text())) - LANGUAGES
+    assert not others, (
+        f"{document}: blocks are labelled {others}; use {LANGUAGES}: sh for commands, text for what is none"
+    )
 
 
 def test_every_documented_command_has_a_rule_that_says_how_it_is_run() -> None:
