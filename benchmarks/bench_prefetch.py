@@ -49,6 +49,7 @@ from hicache_ext.bench.harness import (
     Table,
     can_plot,
     command_line,
+    fresh_directory,
     interleaved,
     machine_facts,
     number,
@@ -57,7 +58,7 @@ from hicache_ext.bench.harness import (
     today,
     write_json,
 )
-from hicache_ext.errors import HicacheExtError
+from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.prefetch import PrefetchSettings
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, StoreInfo
@@ -235,17 +236,9 @@ def main() -> int:
     arguments = _parse()
     _prepare_sglang()
     begun = time.monotonic()
-    with (
-        terminated_in_order(),
-        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench-prefetch-") as text,
-    ):
-        directory = Path(text)
+    with terminated_in_order(), fresh_directory(arguments.directory or Path(tempfile.gettempdir())) as directory:
         facts = machine_facts(directory, ("sglang",))
-        try:
-            measured = _measure(arguments, directory)
-        except HicacheExtError as error:
-            print(error, file=sys.stderr)
-            return 1
+        measured = _measure(arguments, directory)
     print(f"{time.monotonic() - begun:.0f} s in all")
     if arguments.report:
         _write_report(arguments, measured, facts)
@@ -496,4 +489,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_traceback(main))

@@ -12,11 +12,13 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hicache_ext.cli.main import without_traceback
 from hicache_ext.config import format_size, parse_size
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
@@ -28,7 +30,7 @@ _SEGMENTS = 2
 _PLAN = GuardPlan(timeout=60.0, bounce_memory=256 << 20)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=None, help="where to measure; a temporary one if left out")
     parser.add_argument("--sizes", nargs="+", default=["32KiB", "128KiB", "1MiB"], help="of a page")
@@ -51,6 +53,7 @@ def main() -> None:
         print(f"{row['page']:>8} exists {row['exists_direct']:9.1f} us {row['exists_bounced']:10.1f} us")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2))
+    return 0
 
 
 def _measure(directory: Path, size: int, rounds: int) -> dict[str, float | str]:
@@ -91,4 +94,4 @@ def _measure(directory: Path, size: int, rounds: int) -> dict[str, float | str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(without_traceback(main))

@@ -37,6 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
 from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
 from hicache_ext.storage.file.slab.index import SlabIndex
@@ -433,4 +434,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(without_traceback(main))

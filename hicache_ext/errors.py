@@ -6,6 +6,7 @@
     |-- ConfigError            the user's configuration is wrong; raised at start only
     |-- UnsupportedError       a pool, layout or SGLang version that cannot be served; raised at start only
     |-- FormatError            bytes that are not a page of ours (envelope.py)
+    |-- MissingPackageError    a command needs a package that is not installed (packages.py)
     `-- StoreError             a tier could not be opened or used
         |-- StoreClosedError   a call after close()
         `-- StoreSetupError    a tier cannot start (directory, server, credentials)

@@ -112,6 +112,7 @@ def test_labels_are_unescaped():
     ("words", "sentence"),
     [
         (["ftp://x"], "URL: 'ftp://x' is not an address; allowed: such as http://127.0.0.1:30000"),
+        (["http://[::1"], "URL: 'http://[::1' is not an address; allowed: such as http://127.0.0.1:30000"),
         (["http://127.0.0.1:1"], "http://127.0.0.1:1/metrics cannot be read: "),
         (["x", "--interval", "1"], "--interval: the text '1' has no unit"),
         (["x", "--interval", "1us"], "--interval: '1us' is not accepted; allowed: a duration from 100ms"),

@@ -27,6 +27,7 @@ from hicache_ext.bench.harness import (
 )
 from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
 from hicache_ext.config.units import format_size, parse_size
+from hicache_ext.packages import need
 
 if TYPE_CHECKING:
     from hicache_ext.bench.file_contenders import Contender
@@ -185,14 +186,13 @@ def _write(arguments: argparse.Namespace, settings: Settings, machine: dict[str,
 
 
 def _prepare_sglang() -> None:
+    """The benchmark compares with SGLang, over its host pools. Raises ImportError or MissingPackageError without it."""
+    need("sglang", "torch")
     logging.getLogger("sglang").setLevel(logging.ERROR)
-    try:
-        from hicache_ext.testing.sglang_cpu import prepare_process
+    from hicache_ext.testing.sglang_cpu import prepare_process
 
-        prepare_process()
-        import sglang.srt.mem_cache.hicache_storage  # noqa: F401
-    except ImportError as error:
-        raise BenchmarkError(f"this benchmark compares with SGLang, over its host pools: {error}") from error
+    prepare_process()
+    import sglang.srt.mem_cache.hicache_storage  # noqa: F401
 
 
 @dataclass(frozen=True, slots=True)

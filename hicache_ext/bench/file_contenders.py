@@ -19,20 +19,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hicache_ext.bench.file_report import HICACHE_FILE
 from hicache_ext.bench.harness import BenchmarkError
-from hicache_ext.config import FileTierConfig
+from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.envelope import payload_checksum
 from hicache_ext.errors import ConfigError, HicacheExtError
-from hicache_ext.storage.file import open_file_tier, vectored
-from hicache_ext.storage.host_pool import HostPages
+from hicache_ext.storage.file import vectored
+from hicache_ext.storage.registry import open_tier
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE_SIZE = 16
 """Tokens per page."""
@@ -64,6 +66,9 @@ class HostBuffers:
     """
 
     def __init__(self, geometry: str, payload: int, batch: int) -> None:
+        import torch
+
+        from hicache_ext.storage.host_pool import HostPages
         from hicache_ext.testing.host_pools import mha_pools, mla_pools, page_indices
 
         layers, small = divmod(payload, LAYER_BYTES)
@@ -286,8 +291,9 @@ def _tier(directory: Path, capacity: int, threads: int, layout: str, io: str) ->
 
 
 def _missing_layout(name: str, directory: Path) -> str | None:
+    document = ExtraConfig.around({"tiers": {"bench": _tier(directory, 64 << 20, 1, *LAYOUTS[name])}})
     try:
-        open_file_tier("bench", FileTierConfig.model_validate(_tier(directory, 64 << 20, 1, *LAYOUTS[name]))).close()
+        open_tier("bench", load_config(document).tiers["bench"]).close()
     except ConfigError as error:
         return f"not in this version: {error}"
     except (HicacheExtError, ImportError) as error:

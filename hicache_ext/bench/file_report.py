@@ -22,22 +22,23 @@ _TITLES = {
     "read-cold": "read, page cache dropped",
     "mixed": "read and write at once (p50/p99: the reads)",
 }
-_TRANSFER_HEADERS = ("", "GB/s", "[quartiles]", "CPU s/GB", "p50 ms", "p99 ms", "x HiCacheFile", "x raw limit")
-_EXISTS_HEADERS = ("", "ms", "[quartiles]", "us CPU/key", "x HiCacheFile", "x os.stat")
+_MEASURED = ("", "rounds")
+_TRANSFER_HEADERS = (*_MEASURED, "GB/s", "[quartiles]", "CPU s/GB", "p50 ms", "p99 ms", "x HiCacheFile", "x raw limit")
+_EXISTS_HEADERS = (*_MEASURED, "ms", "[quartiles]", "us CPU/key", "x HiCacheFile", "x os.stat")
 
 _METHOD = """\
 Every contender moves the same pages between the same SGLang host pool and the same file system, in a directory of its
-own that is deleted afterwards. Rounds are interleaved, {warm_ups} warm-up round thrown away, {rounds} measured:
-medians, quartiles in brackets. A batch is one call, as SGLang's controller makes it; p50 and p99 are of a batch of
-{batch} pages (fewer where a note says so). What was read is compared byte for byte outside the timed part. Writes end
-in the page cache, for every contender; dirty pages are written back between the modes. CPU is this process's. Which
-pages were read the slab layout writes into its index in pauses, after the call: that is in no figure of a read. At
-capacity, half of the bytes written fit. The raw limit is the best of preadv/pwritev with 1, 2 and 4 threads over one
-preallocated file: no envelope, no checksum, no index. "Raw and checksum" makes and compares our checksums besides, and
-is what is left to anything in Python that checks what it returns; "raw, O_DIRECT" goes past the page cache, without the
-kernel's reading ahead. Neither counts as the raw limit. A first pass also pays for the page cache's first touch of its
-memory, which in a virtual machine can cost more than all the rest. GB are 10^9 bytes of payload. Ratios above 1 are
-faster.
+own that is deleted afterwards. Rounds are interleaved, {warm_ups} warm-up round thrown away; the column says how many
+were measured, of {rounds} that were asked for: medians, quartiles in brackets. A batch is one call, as SGLang's
+controller makes it; p50 and p99 are of a batch of {batch} pages (fewer where a note says so). What was read is
+compared byte for byte outside the timed part. Writes end in the page cache, for every contender; dirty pages are
+written back between the modes. CPU is this process's. Which pages were read the slab layout writes into its index in
+pauses, after the call: that is in no figure of a read. At capacity, half of the bytes written fit. The raw limit is
+the best of preadv/pwritev with 1, 2 and 4 threads over one preallocated file: no envelope, no checksum, no index.
+"Raw and checksum" makes and compares our checksums besides, and is what is left to anything in Python that checks
+what it returns; "raw, O_DIRECT" goes past the page cache, without the kernel's reading ahead. Neither counts as the
+raw limit. A first pass also pays for the page cache's first touch of its memory, which in a virtual machine can cost
+more than all the rest. GB are 10^9 bytes of payload. Ratios above 1 are faster.
 """
 
 
@@ -134,6 +135,7 @@ def _transfer_cells(row: Row) -> tuple[str, ...]:
     rate = row.summary.rate
     return (
         row.contender,
+        str(row.summary.rounds),
         number(rate.median / 1e9),
         f"[{number(rate.lower / 1e9)} {number(rate.upper / 1e9)}]",
         number(row.summary.cpu_per_work.median * 1e9),
@@ -147,6 +149,7 @@ def _exists_cells(row: Row, chain: int) -> tuple[str, ...]:
     rate = row.summary.rate
     return (
         row.contender,
+        str(row.summary.rounds),
         number(chain / rate.median * 1e3),
         f"[{number(chain / rate.upper * 1e3)} {number(chain / rate.lower * 1e3)}]",
         number(row.summary.cpu_per_work.median * 1e6),

@@ -186,8 +186,11 @@ def terminated_in_order() -> Iterator[None]:
 
 @contextmanager
 def fresh_directory(parent: Path) -> Iterator[Path]:
-    """A new empty directory inside ``parent``, deleted at the end: no run finds what another has stored."""
-    path = Path(tempfile.mkdtemp(prefix="hicache-bench-", dir=parent))
+    """A new empty directory inside ``parent``, deleted at the end: no run finds what another has stored.
+
+    Absolute, since the path of a tier has to be.
+    """
+    path = Path(tempfile.mkdtemp(prefix="hicache-bench-", dir=parent)).absolute()
     try:
         yield path
     finally:

@@ -19,7 +19,8 @@ from hicache_ext.bench.harness import (
 from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, tables
 from hicache_ext.bench.multiturn_targets import ARMS, Answer, Endpoint, RunningPair, Target, rig_target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
-from hicache_ext.bench.output_files import add_output_arguments, write_outputs
+from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
+from hicache_ext.packages import need
 
 _PACKAGES = ("hicache-ext", "sglang", "torch")
 
@@ -41,8 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api", choices=("generate", "openai"), default="generate", help="of the endpoints")
     parser.add_argument("--model", default="default", help="model name for --api openai")
-    parser.add_argument("--users", type=int, default=default.users)
-    parser.add_argument("--turns", type=int, default=default.turns)
+    parser.add_argument("--users", type=positive, default=default.users)
+    parser.add_argument("--turns", type=positive, default=default.turns)
     parser.add_argument("--system-tokens", type=int, default=default.system_tokens, help="shared by all users")
     parser.add_argument("--question-tokens", type=int, nargs=2, default=default.question_tokens, metavar=("FROM", "TO"))
     parser.add_argument("--answer-tokens", type=int, nargs=2, default=default.answer_tokens, metavar=("FROM", "TO"))
@@ -160,6 +161,7 @@ def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
             raise BenchmarkError(f"--pair {text}: want NAME=PREFILL_URL,DECODE_URL,BOOTSTRAP_HOST:PORT")
         targets.append(RunningPair(name, prefill, decode, host, int(port)))
     if arguments.arm:
+        need("sglang", "torch")
         from hicache_ext.testing.tiny_model import make_tiny_model  # torch
 
         model = make_tiny_model(directory / "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
@@ -285,17 +286,17 @@ def _events(url: str, body: Mapping[str, Any]) -> Any:
 
 
 def _post(url: str, body: Mapping[str, Any] | None) -> Any:
-    request = urllib.request.Request(
-        url,
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-        method="POST",
-    )
     try:
+        request = urllib.request.Request(
+            url,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+            method="POST",
+        )
         return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
         raise BenchmarkError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from error
-    except OSError as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise BenchmarkError(f"{url} cannot be reached: {error}") from error
 
 

@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import Panel, can_plot, command_line, plot, write_json
+from hicache_ext.bench.harness import Panel, command_line, plot, write_json
+from hicache_ext.packages import need
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables, without paths of this machine")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", type=_plot_file, metavar="FILE.png", help="draw it (needs matplotlib)")
+    parser.add_argument(
+        "--markdown", type=new_file, metavar="FILE", help="write the tables, without paths of this machine"
+    )
 
 
 def write_outputs(
@@ -32,10 +35,22 @@ def write_outputs(
         replaced = {**(hidden or {}), **{path: name for path, name in given.items() if path is not None}}
         arguments.markdown.write_text(markdown(command_line(hidden=replaced)))
     if arguments.plot:
-        if can_plot():
-            plot(arguments.plot, panels())
-        else:
-            print("no plot: matplotlib is not installed")
+        plot(arguments.plot, panels())
+
+
+def new_file(text: str) -> Path:
+    """An argument that names a file to write. Looked at before anything is measured, and not when it is over."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory")
+    return path
+
+
+def _plot_file(text: str) -> Path:
+    need("matplotlib")
+    return new_file(text)
 
 
 def positive(text: str) -> int:

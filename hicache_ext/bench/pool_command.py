@@ -94,7 +94,8 @@ class Settings:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write; 0, or 1 when a contender failed or answered wrongly (it then has no figures)."""
+    """Measure, print, write; 0, or 1 when nothing could be measured, or a contender failed or answered wrongly (it then
+    has no figures)."""
     settings = Settings.of(arguments)
     machine = machine_facts(Path.cwd(), _PACKAGES)
     started = time.monotonic()
@@ -120,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     _write(arguments, settings, machine, results)
     for failure in results.failures:
         print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if results.failures else 0
+    return 1 if results.failures or not results.samples else 0
 
 
 def _measure_engine(engine: Engine, place: Any, settings: Settings, clock: Clock, results: Results) -> None:

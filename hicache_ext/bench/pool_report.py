@@ -9,19 +9,19 @@ from typing import Any
 from hicache_ext.bench.harness import Panel, Sample, Summary, Table, number, ratio
 from hicache_ext.config.units import format_size
 
-_HEADERS = ("", "MB/s", "[quartiles]", "CPU s/GB", "p50 ms", "p99 ms", "x own client")
+_HEADERS = ("", "rounds", "MB/s", "[quartiles]", "CPU s/GB", "p50 ms", "p99 ms", "x own client")
 
 _METHOD = """\
 Each tier against its engine's own client in the same run: the same pages, between host memory of this process and a
-server that is another process, over loopback. Rounds are interleaved, {warm_ups} warm-up round thrown away, {rounds}
-measured: medians, quartiles in brackets. A batch of {batch} pages is one call; with several threads each makes its own
-calls at the same time. What was read is compared byte for byte outside the timed part. The engines' own clients do
-without header and checksum, and without the copy into host memory where they receive into buffers of their own;
-redis-py sends from memoryviews, without a copy. Bare sockets send the bytes of the requests and look at nothing, on as
-many connections as our tier: what the server itself can do. Raw Mooncake through memory of its own moves a page as one
-buffer and copies it once, as our tier does. Ratios are to neither. CPU is this process's, not the server's. MB are 10^6
-bytes of payload. The ratio is to the best of the engine's own clients at that point; above 1 is faster. Client and
-server share the machine's CPUs.
+server that is another process, over loopback. Rounds are interleaved, {warm_ups} warm-up round thrown away; the
+column says how many were measured, of {rounds} that were asked for: medians, quartiles in brackets. A batch of
+{batch} pages is one call; with several threads each makes its own calls at the same time. What was read is compared
+byte for byte outside the timed part. The engines' own clients do without header and checksum, and without the copy
+into host memory where they receive into buffers of their own; redis-py sends from memoryviews, without a copy. Bare
+sockets send the bytes of the requests and look at nothing, on as many connections as our tier: what the server itself
+can do. Raw Mooncake through memory of its own moves a page as one buffer and copies it once, as our tier does. Ratios
+are to neither. CPU is this process's, not the server's. MB are 10^6 bytes of payload. The ratio is to the best of the
+engine's own clients at that point; above 1 is faster. Client and server share the machine's CPUs.
 """
 
 
@@ -89,6 +89,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     rate = row.summary.rate
     return (
         row.contender,
+        str(row.summary.rounds),
         number(rate.median / 1e6),
         f"[{number(rate.lower / 1e6)} {number(rate.upper / 1e6)}]",
         number(row.summary.cpu_per_work.median * 1e9),

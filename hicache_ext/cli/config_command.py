@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     render.add_argument("--capacity", metavar="SIZE", help="of the whole tier, e.g. 512GiB, or unlimited")
     render.add_argument("--role", metavar="ROLE", help="prefill, decode or both (default both)")
     render.add_argument("--name", metavar="NAME", help="name of the tier (default disk)")
-    render.add_argument("--inline", action="store_true", help="one line of JSON: decode nodes cannot read @FILE")
+    render.add_argument("--inline", action="store_true", help="one line of JSON, for SGLang in place of @FILE")
     render.set_defaults(run=_render)
 
     schema = actions.add_parser("schema", help="print the JSON Schema, for editors")
@@ -50,7 +51,7 @@ def _check(arguments: argparse.Namespace) -> int:
     inline = file.lstrip().startswith("{")
     print("OK" if inline else f"OK: {file}")
     print("\n".join(_summary(checked)))
-    for note in _notes(checked, file, inline):
+    for note in _notes(checked, inline):
         print(f"note: {note}")
     return 0
 
@@ -91,7 +92,10 @@ def _file_to_name(file: str) -> str:
 def _from_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.path or arguments.capacity is None:
         raise ConfigError("", "--path and --capacity are both needed to make a tier", "--path PATH --capacity SIZE")
-    path = arguments.path if len(arguments.path) > 1 else arguments.path[0]
+    # A relative path means one below where the command runs, as in any command; the server runs elsewhere. A template
+    # that begins a path stands for the whole beginning.
+    paths = [path if path.startswith("{") else os.path.abspath(path) for path in arguments.path]
+    path = paths if len(paths) > 1 else paths[0]
     name = arguments.name or "disk"
     capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
     return ExtraConfig.around(
@@ -121,11 +125,10 @@ def _summary(checked: ExtraConfig) -> Iterator[str]:
         yield f"  as {name}: retrieve from {retrieve}, store to {use.store_words()}, promote to {use.promotion_words()}"
 
 
-def _notes(checked: ExtraConfig, file: str, inline: bool) -> Iterator[str]:
+def _notes(checked: ExtraConfig, inline: bool) -> Iterator[str]:
     config = checked.hicache_ext
-    if not inline and (config.role == "decode" or (config.role == "auto" and "decode" in config.roles)):
-        yield f"a decode node cannot read @FILE; launch it with {launch_flags(_file_to_name(file), 'decode')}"
-    if not inline and checked.allocator:
+    if not inline and checked.allocator and config.role != "decode":
+        # On a decode node this package's hook reads the file before SGLang builds its pools (pd/sglang_hooks.py).
         yield "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
     for name in config.tiers:
         if name not in (*config.retrieve_locations, *config.store_locations):

@@ -18,9 +18,9 @@ from pathlib import Path
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_flags
+from hicache_ext.packages import need
 from hicache_ext.storage.file.inspection import open_inspector
 from hicache_ext.testing.server import ServerError, SglangServer
-from hicache_ext.testing.tiny_model import make_tiny_model
 
 TURNS = 6
 RESTART_AFTER = 3
@@ -62,6 +62,7 @@ class Turn:
 
 def run(arguments: argparse.Namespace) -> int:
     """Hold the conversation twice and print the comparison; 0 when every answer is the same."""
+    need("sglang", "torch")
     try:
         return _demonstrate(arguments)
     except ServerError as error:
@@ -120,6 +121,8 @@ def _model(given: str | None, directory: Path) -> tuple[str, tuple[str, ...]]:
     """The model to serve and the server arguments it needs."""
     if given is not None:
         return given, ()
+    from hicache_ext.testing.tiny_model import make_tiny_model  # torch
+
     made = make_tiny_model(directory / "model-8x512", layers=8, hidden_size=512, heads=8, kv_heads=4, head_dim=64)
     # In 16 bits a prefix computed in other batch shapes rounds differently, and random weights turn that into other
     # tokens, with any cache or none of ours. In 32 bits equal answers can be demanded.

@@ -12,11 +12,12 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hicache_ext import __version__
 from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.packages import MissingPackageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +56,45 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``hicache-ext``; the exit code. Expected errors are sentences on stderr, never tracebacks."""
+    """Run ``hicache-ext``; the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parsed = _parser(words[0] if words else "").parse_args(words)
-    try:
+
+    def run() -> int:
+        parsed = _parser(words[0] if words else "").parse_args(words)
         code: int = parsed.run(parsed)
-        # Flushed here, so that a reader who has gone is met inside this try and not while the interpreter exits.
-        sys.stdout.flush()
+        return code
+
+    return without_traceback(run)
+
+
+def without_traceback(run: Callable[[], int]) -> int:
+    """The exit code of a command line. What users meet (wrong input, a missing package, a full disk, a reader of the
+    output who has gone, Ctrl-C) is a sentence on stderr or silence; a traceback is a bug of this package."""
+    try:
+        try:
+            return run()
+        finally:
+            # Flushed here, so that a reader who has gone is met inside this try and not while the interpreter exits.
+            # Also for SystemExit: argparse ends with it after --help.
+            sys.stdout.flush()
     except HicacheExtError as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError | MissingPackageError) else 1
+    except ImportError as error:
+        missing = MissingPackageError.behind(error)
+        if missing is None:
+            raise
+        print(missing, file=sys.stderr)
+        return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
-    return code
+    except OSError as error:
+        place = "" if error.filename is None else f"{error.filename}: "
+        print(f"{place}{error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:

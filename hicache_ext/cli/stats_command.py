@@ -244,7 +244,10 @@ def _counted_by(samples: Samples, source: str) -> list[tuple[str, str]]:
 
 def _metrics_url(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:  # half an IPv6 address
+        parts = urllib.parse.SplitResult("", "", "", "", "")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("URL", f"{text!r} is not an address", "such as http://127.0.0.1:30000")
     path = parts.path.rstrip("/")

@@ -12,7 +12,7 @@ from typing import Any
 from hicache_ext.cli.namespace import add_namespace_arguments, seed_of
 from hicache_ext.config import load_config, rounded_size
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.warming import WarmError, read_identities, warm_prompts
+from hicache_ext.storage.warming import read_identities, warm_prompts
 
 _PROGRESS_INTERVAL = 0.1
 
@@ -24,7 +24,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--tokens", metavar="FILE", help="token ids: numbers, or JSON (a list, or a list of lists); '-': standard input"
     )
-    what.add_argument("--prompt", metavar="FILE", help="text exactly as the server gets it; needs --model")
+    what.add_argument(
+        "--prompt",
+        metavar="FILE",
+        help="text as the server gets it; needs --model and the package transformers",
+    )
     parser.add_argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
     parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
     parser.add_argument(
@@ -99,10 +103,8 @@ def _read(file: str, key: str) -> str:
 def _tokenize(text: str, model: str | None) -> list[int]:
     if model is None:
         raise ConfigError("--model", "--prompt needs a tokenizer", "the directory or name of the model, or --tokens")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise WarmError("--prompt needs the package transformers (pip install transformers); or use --tokens") from None
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         return list(tokenizer.encode(text))

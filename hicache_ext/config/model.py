@@ -480,7 +480,7 @@ class ExtraConfig(ConfigModel):
     tp_lcm_size: Annotated[int | None, Allowed("a positive whole number"), checked(_tp_lcm_size)] = None
     allocator: Annotated[
         Literal["shm"] | None,
-        Field(description="page-aligned host memory; SGLang honours it only in inline JSON"),
+        Field(description="page-aligned host memory; SGLang honours it only in inline JSON, and on decode nodes"),
         Allowed("shm"),
         one_of("shm"),
     ] = None

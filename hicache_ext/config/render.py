@@ -74,13 +74,11 @@ def as_yaml(document: Mapping[str, Any]) -> str:
 
 
 def as_inline_json(document: Mapping[str, Any]) -> str:
-    """``document`` as one line of JSON: the only form that SGLang reads on a decode node."""
+    """``document`` as one line of JSON, for the launch flag itself: what a server reads that is given no file."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def launch_flags(file: str, role: str) -> str:
     """The flags of ``sglang launch_server`` for the configuration in ``file``."""
-    if role == "decode":
-        command = shlex.join(["hicache-ext", "config", "render", "--inline", file])
-        return f'{_DECODE_FLAGS} {_STORAGE_FLAGS} "$({command})"'
-    return f"--enable-hierarchical-cache {_STORAGE_FLAGS} {shlex.quote('@' + file)}"
+    role_flags = _DECODE_FLAGS if role == "decode" else "--enable-hierarchical-cache"
+    return f"{role_flags} {_STORAGE_FLAGS} {shlex.quote('@' + file)}"

@@ -29,16 +29,13 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
     if checked.allocator is None:
         seen = "host pages are not page-aligned"
         yield Finding("allocator", Level.NOTE, seen, "allocator: shm in inline JSON aligns them, for direct I/O")
-    elif not inline:
+    elif not inline and config.role != "decode":
         seen = "SGLang ignores 'allocator' in a file"
         yield Finding(
             "allocator", Level.WARNING, seen, "pass the configuration inline: hicache-ext config render --inline"
         )
     else:
         yield Finding("allocator", Level.OK, checked.allocator)
-    if config.role == "decode" and not inline:
-        seen = "a decode node cannot read @FILE"
-        yield Finding("role", Level.WARNING, seen, "pass the configuration inline: hicache-ext config render --inline")
     for line in tier_use(config).lines():
         yield Finding("tiers", Level.OK, line)
     for name in config.tiers:

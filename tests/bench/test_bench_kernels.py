@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache_ext.bench import kernel_command
+from hicache_ext.bench import kernel_run
 from hicache_ext.bench.kernel_report import OUTSTANDING
 from hicache_ext.bench.kernel_submit import LAYOUTS, SubmitCase, measure
 from hicache_ext.cli.main import main
@@ -27,7 +27,7 @@ def test_every_engine_submits_every_run_of_every_layer(layout: str) -> None:
 def test_without_a_gpu_it_measures_submission_and_says_that_the_rest_is_outstanding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_command, "LAYOUTS", ("page_first_direct",))
+    monkeypatch.setattr(kernel_run, "LAYOUTS", ("page_first_direct",))
     page, figures = tmp_path / "kernels.md", tmp_path / "kernels.json"
     assert main(["bench", "kernels", "--quick", "--markdown", str(page), "--json", str(figures)]) == 0
     assert OUTSTANDING in capsys.readouterr().out

@@ -150,3 +150,9 @@ def test_tables_and_panels_have_every_arm(server: tuple[str, type[FakeServer]]) 
     results = [converse(Endpoint(name, url, "generate"), WORKLOAD) for name in ("first", "second")]
     assert all("second" in table.text() for table in tables(results))
     assert all(set(panel.lines) == {"first", "second"} for panel in panels(results))
+
+
+@pytest.mark.parametrize("url", ["nowhere", "http://[::1", "http://127.0.0.1:port"])
+def test_an_endpoint_that_is_no_address_is_a_sentence(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "multiturn", "--endpoint", f"a={url}", "--users", "1", "--turns", "1"]) == 1
+    assert f"{url}/generate cannot be reached: " in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_every_engine_and_contender_is_there_or_says_what_is_missing() -> None:
         assert all(c.missing is None or c.missing.startswith("missing: ") for c in engine.contenders)
 
 
-def test_a_missing_engine_is_reported_and_the_others_are_measured(
+def test_a_missing_engine_is_reported_and_a_run_that_measured_nothing_does_not_end_with_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def serve(directory: Path) -> object:
@@ -133,7 +133,7 @@ def test_a_missing_engine_is_reported_and_the_others_are_measured(
     gone = Engine("redis", serve, (), missing="missing: redis-server")
     monkeypatch.setattr(pool_command, "all_engines", lambda: [gone])
     report = tmp_path / "pool.json"
-    assert main(["bench", "pool", "--quick", "--json", str(report)]) == 0
+    assert main(["bench", "pool", "--quick", "--json", str(report)]) == 1
     assert "redis: missing: redis-server" in capsys.readouterr().out
     assert json.loads(report.read_text())["results"][0]["not_measured"] == "missing: redis-server"
 
@@ -162,6 +162,8 @@ def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
     document = json.loads(report.read_text())
     assert {entry["summary"]["rounds"] for entry in document["results"]} == {1}
     assert document["shortened"][0] in text.read_text()
+    assert {line.split("|")[2].strip() for line in text.read_text().splitlines() if line.startswith("| one ")} == {"1"}
+    assert "the column says how many were measured, of 7 that were asked for" in text.read_text().replace("\n", " ")
     assert "no time for more than 1 rounds" in capsys.readouterr().out
 
 

@@ -115,6 +115,27 @@ def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
         assert healed.output_ids == cold.output_ids
 
 
+def test_a_prompt_is_restored_where_host_memory_is_a_mere_buffer(
+    tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation
+) -> None:
+    """docs/operations.md says so: SGLang keeps no L2, and whatever has left the GPU comes from the tier."""
+    with SglangServer(
+        tiny_model,
+        log_file=tmp_path / "server.log",
+        page_size=PAGE_SIZE,
+        storage_backend="dynamic",
+        extra_config=f"@{config_file}",
+        extra_arguments=("--hicache-host-memory-mode", "buffer_only"),
+    ) as server:
+        assert server.generate(PROMPT).cached_tokens == 0
+        # SGLang believes after the first round that the pages are stored, and writes them no second time.
+        for _ in range(2):
+            server.flush_cache()
+            restored = server.generate(PROMPT)
+            assert (restored.cached.storage, restored.cached.host) == (REUSABLE, 0)
+            assert restored.output_ids == cold.output_ids
+
+
 @pytest.mark.parametrize("layout", ["pages"])
 def test_two_ranks_restore_together_and_never_meet_one_rank(
     tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation

@@ -1,0 +1,50 @@
+"""Packages that only some commands need. A missing one is a sentence that names the extra which brings it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from hicache_ext.errors import HicacheExtError
+
+EXTRAS = {
+    "sglang": "sglang",
+    "torch": "sglang",
+    "triton": "sglang",
+    "transformers": "sglang",
+    "tokenizers": "sglang",
+    "safetensors": "sglang",
+    "mooncake": "mooncake",
+    "redis": "redis",
+    "obstore": "object",
+    "numba": "compiled",
+    "aiofiles": "bench",
+    "matplotlib": "bench",
+}
+"""Package as it is imported -> the extra of hicache-ext that installs it, itself or as a dependency."""
+
+
+class MissingPackageError(HicacheExtError):
+    """A package that the command needs and that is not installed, or cannot be imported."""
+
+    def __init__(self, package: str, problem: str = "which is not installed") -> None:
+        self.package = package
+        wanted = f"hicache-ext[{EXTRAS[package]}]" if package in EXTRAS else package
+        super().__init__(f"this needs the package {package}, {problem}: pip install '{wanted}'")
+
+    @classmethod
+    def behind(cls, error: ImportError) -> MissingPackageError | None:
+        """The package whose absence ``error`` tells of. None where no other package is behind it: that is a bug."""
+        package = (error.name or "").partition(".")[0]
+        if not package or package == __package__ or package in sys.stdlib_module_names:
+            return None
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            return cls(package)
+        return cls(package, f"which cannot be imported ({error})")
+
+
+def need(*packages: str) -> None:
+    """Raise MissingPackageError for the first of ``packages`` that is not installed; imports none of them."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackageError(package)

@@ -1,0 +1,187 @@
+"""The commands that README.md and docs/*.md tell users to type, and how the test runs each of them.
+
+A command is a line of a block labelled ``sh``, or a code span that begins with one of ``PROGRAMS`` and a blank.
+``RULES`` says what is done with it: the first rule that matches counts. A command without a rule fails the test: nobody
+documents a command that nobody has ever run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hicache_ext.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
+PROGRAMS = ("hicache-ext", "python", "make", "pip", "curl", "mooncake_master", "mooncake_client")
+LANGUAGES = {"sh", "text", "yaml", "json", "python", "hex"}
+
+_FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+_SPAN = re.compile(r"`([^`]+)`")
+_SUBCOMMANDS = {command.name for command in COMMANDS} | {"check", "render", "file", "pool", "kernels", "multiturn"}
+
+
+class How(Enum):
+    """What is done with a command."""
+
+    RUN = "run as it is written, placeholders filled in"
+    PARSE = "its words are parsed, and no more"
+    DRY = "make -n"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the commands that ``pattern`` matches (from their beginning on) are run."""
+
+    pattern: str
+    how: How = How.RUN
+    clean: tuple[int, ...] = (0,)
+    """The exit codes that are right in the environment without SGLang."""
+    sglang: tuple[int, ...] = (0,)
+    """The same in the environment with it."""
+    why: str = ""
+    """Why the command is not simply run, or may end with another code than 0."""
+    in_short: tuple[tuple[str, str], ...] = ()
+    """Regular expressions and what they are replaced by, so that it takes seconds."""
+    needs: str | None = None
+    """A program that may be missing."""
+    until_interrupted: bool = False
+
+
+_NO_SGLANG = "the clean environment has no SGLang, and it says so"
+_SECONDS = (r"--minutes \S+", "--quick --geometry mha --mode exists --contender slab --contender HiCacheFile")
+
+RULES = (
+    Rule("hicache-ext .*--help$"),
+    Rule("hicache-ext config "),
+    Rule("hicache-ext doctor ", clean=(1,), why=_NO_SGLANG),
+    Rule("hicache-ext ls "),
+    Rule("hicache-ext stat "),
+    Rule("hicache-ext verify "),
+    Rule("hicache-ext gc "),
+    Rule("hicache-ext clear "),
+    Rule("hicache-ext pins? "),
+    Rule("hicache-ext unpin "),
+    Rule(r"hicache-ext stats \S+ --once"),
+    Rule(
+        "hicache-ext stats ",
+        clean=(130,),
+        sglang=(130,),
+        why="it runs until Ctrl-C",
+        in_short=(("$", " --interval 100ms"),),
+        until_interrupted=True,
+    ),
+    Rule("hicache-ext reload ", clean=(1,), sglang=(1,), why="no server runs with that file, and it says so"),
+    Rule("hicache-ext warm .*--tokens "),
+    Rule(
+        "hicache-ext warm .*--prompt ",
+        clean=(2,),
+        sglang=(0, 2),
+        why=f"{_NO_SGLANG}; on CPU transformers may not load a tokenizer beside that torchvision, and it says so",
+    ),
+    Rule("hicache-ext bench file ", clean=(2,), why=_NO_SGLANG, in_short=(_SECONDS,)),
+    Rule(
+        "hicache-ext bench pool ",
+        clean=(1,),
+        why="the clean environment has neither clients nor servers, and it says so",
+        in_short=(("$", " --quick"),),
+    ),
+    Rule("hicache-ext bench kernels --calibrate", How.PARSE, why="a minute on a GPU, whose calibration it would write"),
+    Rule(
+        "hicache-ext bench kernels ",
+        How.PARSE,
+        clean=(2,),
+        why="20 minutes; without matplotlib it refuses --plot before it begins",
+    ),
+    Rule("curl ", needs="curl", why="a stand-in answers"),
+    Rule(
+        "python benchmarks/bounce.py ",
+        in_short=(("$", " --sizes 32KiB --rounds 1"),),
+        why="the whole takes half a minute",
+    ),
+    Rule("python -m sglang.launch_server ", How.NOT_RUN, why="two servers; tests/e2e/test_pd_roles.py has them"),
+    Rule("python -m hicache_ext.testing.sglang_cpu ", How.NOT_RUN, why="a server; every test of tests/e2e starts it"),
+    Rule("python -m tests.campaigns", How.NOT_RUN, why="minutes of real servers"),
+    Rule("make ", How.DRY, why="minutes; what the demo and the tests do is tested by themselves"),
+    Rule("pip install ", How.NOT_RUN, why="a fixture does it; another test compares the extras with pyproject.toml"),
+    Rule("mooncake_master ", How.NOT_RUN, why="a server; hicache_ext/testing/mooncake_servers.py starts it"),
+    Rule("mooncake_client ", How.NOT_RUN, why="a part of Mooncake"),
+)
+
+PLACEHOLDERS = {
+    "/mnt/nvme0/hicache": "kv/nvme",
+    "/models/llama": "{model}",
+    "http://127.0.0.1:30000": "{url}",
+    "http://server:30000": "{url}",
+    "URL": "{url}",
+    "PATH": "kv/pool",
+    "FILE": "hicache.yaml",
+    "DIR": "scratch",
+    "NAME": "example/model",
+}
+"""What stands for something of the user's -> what the test takes. Relative paths, as people type them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One documented command."""
+
+    text: str
+    documents: tuple[str, ...]
+
+    @property
+    def rule(self) -> Rule | None:
+        return next((rule for rule in RULES if re.match(rule.pattern, self.text)), None)
+
+    def filled_in(self, values: Mapping[str, str]) -> str:
+        """The shell command: placeholders replaced, cut short where the rule says how."""
+        text = self.text
+        for placeholder, value in PLACEHOLDERS.items():
+            text = re.sub(rf"(?<![\w./-]){re.escape(placeholder)}(?![\w-])", value.format(**values), text)
+        for pattern, replacement in self.rule.in_short if self.rule else ():
+            text = re.sub(pattern, replacement, text, count=1)
+        return text
+
+
+def all_commands() -> list[Command]:
+    """Every documented command once."""
+    places: dict[str, list[str]] = {}
+    for document in DOCUMENTS:
+        for text in _commands_of((ROOT / document).read_text()):
+            places.setdefault(text, []).append(document)
+    return [Command(text, tuple(dict.fromkeys(documents))) for text, documents in places.items()]
+
+
+def block_languages(text: str) -> list[str]:
+    return [language for language, _ in _FENCE.findall(text)]
+
+
+def _commands_of(text: str) -> Iterator[str]:
+    for language, body in _FENCE.findall(text):
+        if language == "sh":
+            for line in body.replace("\\\n", " ").splitlines():
+                command = re.sub(r"(^|\s)#.*", "", line).strip()
+                if command:
+                    yield " ".join(command.split())
+    for span in _SPAN.findall(_FENCE.sub("", text)):
+        words = span.split()
+        if len(words) > 1 and words[0] in PROGRAMS:
+            # `hicache-ext bench pool` in a sentence speaks of the command; its help is what can be looked at.
+            spoken_of = words[0] == "hicache-ext" and set(words[1:]) <= _SUBCOMMANDS
+            yield " ".join(words) + (" --help" if spoken_of else "")
+
+
+def parsed(command: str) -> str:
+    """A shell command that parses the words of ``command`` and does nothing else."""
+    words = shlex.split(command)[1:]
+    program = (
+        "import sys; from hicache_ext.cli.main import _parser, without_traceback; "
+        "sys.exit(without_traceback(lambda: 0 * len(vars(_parser(sys.argv[1]).parse_args(sys.argv[1:])))))"
+    )
+    return shlex.join(["python", "-c", program, *words])
