@@ -17,6 +17,8 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.file.slab.clock_times import ClockTimes
+from hicache_ext.storage.guards.breaker import BreakerState, Outcome
+from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
 from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.reload import ReloadableStore
@@ -181,6 +183,58 @@ def test_a_tier_that_was_taken_out_is_reported_no_more(tmp_path: Path, opened: C
     before = {report.tier: report for report in reports.sources(store.tiers)}
     store.reload(config({"near": near}))
     assert reports.sources(store.tiers) == [before["near"]]
+
+
+# -- the breaker over a reload -----------------------------------------------------------------------------------------
+
+
+def breaker(store: ReloadableStore, tier: str) -> BreakerStore:
+    (found,) = [breaker_of(known) for known in store.tiers if known.name == tier]
+    assert found is not None
+    return found
+
+
+def open_breaker(store: ReloadableStore, tier: str) -> None:
+    rules = breaker(store, tier)._breaker
+    ticket = rules.admit()
+    assert ticket is not None
+    rules.record(ticket, Outcome.TIMEOUT, "a call did not end")
+
+
+def guarded(path: Path, **guards: Any) -> Section:
+    # Seldom probed: nothing comes back while a test looks.
+    return file_tier(path, guards={"breaker": True, "probe_interval": "60s", **guards})
+
+
+@pytest.mark.parametrize("change", [{}, {"capacity": "32MiB"}, {"timeout": "20s"}])
+def test_a_breaker_stays_open_over_a_reload(
+    change: Section, tmp_path: Path, opened: Callable[..., ReloadableStore]
+) -> None:
+    far, other = guarded(tmp_path / "far"), file_tier(tmp_path / "other")
+    store, reports = opened({"far": far}), TierReports()
+    assert levels(store, "far", reports)["breaker_state"] == 0
+    open_breaker(store, "far")
+    assert levels(store, "far", reports)["breaker_state"] == 2
+    keys = page_keys(3)
+
+    assert store.reload(config({"far": {**far, **change}, "other": other}))
+    assert breaker(store, "far").state is BreakerState.OPEN
+    assert levels(store, "far", reports)["breaker_state"] == 2
+    assert store.contains(keys) == [False] * 3
+    rejected = next(tier for tier in store.tiers if tier.name == "far").metrics.value("rejected", "breaker")
+    assert rejected >= 3
+
+
+def test_a_breaker_that_was_taken_over_still_comes_back_by_itself(
+    tmp_path: Path, opened: Callable[..., ReloadableStore]
+) -> None:
+    far = guarded(tmp_path / "far", probe_interval="100ms", slow_start="0s")
+    store = opened({"far": far})
+    before = breaker(store, "far")
+    open_breaker(store, "far")
+    store.reload(config({"far": {**far, "capacity": "32MiB"}}))
+    assert breaker(store, "far") is not before
+    eventually(lambda: breaker(store, "far").state is BreakerState.CLOSED)
 
 
 # -- how full ----------------------------------------------------------------------------------------------------------

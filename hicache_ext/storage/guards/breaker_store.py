@@ -64,6 +64,13 @@ class BreakerStore(DelegatingStore):
         """Key and payload bytes of a page whose read went wrong."""
         self._opened_at = 0.0
 
+    def take_over(self, before: BreakerStore) -> None:
+        """Go on from the state of the breaker that stood around the same store until now. Before the first call."""
+        self._breaker.take_over(before._breaker)
+        self._suspect, self._opened_at = before._suspect, before._opened_at
+        if self.state is not BreakerState.CLOSED:
+            self._start_prober()
+
     @property
     def state(self) -> BreakerState:
         return self._breaker.state
