@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -51,6 +51,18 @@ class TierMetrics:
         self._seconds: dict[str, float] = {}
         self._observers: tuple[Observer, ...] = ()
 
+    def declare(self, counts: Mapping[str, Iterable[str]], operations: Iterable[str] = ()) -> None:
+        """Have these counts, event -> reasons, and the latencies of these operations at 0 until something happens.
+
+        A rate is blind to the first event of a series that begins with it.
+        """
+        with self._lock:
+            for event, reasons in counts.items():
+                for reason in reasons:
+                    self._counts[event, reason] += 0
+            for operation in operations:
+                self._of_operation(operation)
+
     def add(self, event: str, reason: str = "", amount: int = 1) -> None:
         with self._lock:
             self._counts[event, reason] += amount
@@ -73,11 +85,13 @@ class TierMetrics:
             return dict(self._counts)
 
     def take_growth(self) -> dict[tuple[str, str], int]:
-        """What was counted since the last call, for the one who passes it on; nothing is handed out twice."""
+        """What was counted since the last call, for the one who passes it on; nothing is handed out twice.
+
+        A count that is new is among them also where it is 0: whoever shows it has it from the start.
+        """
         with self._lock:
-            grown = {key: count - self._taken.get(key, 0) for key, count in self._counts.items()}
-            self._taken = dict(self._counts)
-        return {key: amount for key, amount in grown.items() if amount}
+            before, self._taken = self._taken, dict(self._counts)
+        return {key: count - before.get(key, 0) for key, count in self._taken.items() if count != before.get(key)}
 
     def set_level(self, name: str, reason: str, value: float) -> None:
         """Something that goes up and down: ("queue_bytes", "promotion")."""
@@ -92,10 +106,7 @@ class TierMetrics:
         """One call of ``operation`` took ``seconds``."""
         bucket = bisect.bisect_left(LATENCY_BOUNDS, seconds)
         with self._lock:
-            if operation not in self._buckets:
-                self._buckets[operation] = [0] * (len(LATENCY_BOUNDS) + 1)
-                self._seconds[operation] = 0.0
-            self._buckets[operation][bucket] += 1
+            self._of_operation(operation)[bucket] += 1
             self._seconds[operation] += seconds
         for observer in self._observers:
             observer(operation, seconds)
@@ -106,6 +117,13 @@ class TierMetrics:
                 operation: Latencies(tuple(buckets), self._seconds[operation])
                 for operation, buckets in self._buckets.items()
             }
+
+    def _of_operation(self, operation: str) -> list[int]:
+        """The buckets of one operation. The lock is held."""
+        if operation not in self._buckets:
+            self._buckets[operation] = [0] * (len(LATENCY_BOUNDS) + 1)
+            self._seconds[operation] = 0.0
+        return self._buckets[operation]
 
     def watch(self, observer: Observer) -> None:
         """Call ``observer`` with every later observation; it must be quick and never raise."""

@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hicache_ext import __version__
 from hicache_ext.metrics import LATENCY_BOUNDS, TierMetrics
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "hicache_ext_"
 CALL_SECONDS = PREFIX + "call_seconds"
+BUILD_INFO = PREFIX + "build_info"
 
 _INTERVAL = 1.0
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
@@ -32,7 +35,7 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 HELP = {
     "get": "Pages read from a tier, by result; tier 'all' is what SGLang was answered.",
     "set": "Pages written to a tier, by result; tier 'all' is what SGLang was answered.",
-    "hit_from": "Pages of the leading run, by the tier that had them.",
+    "chain_pages": "Pages of the chains that SGLang looked up: asked for, found, used.",
     "bytes": "Bytes read, written and evicted.",
     "corrupt": "Page objects that were refused, by reason.",
     "evicted": "Pages evicted, by reason.",
@@ -57,7 +60,13 @@ HELP = {
     "prefetch": "Pages fetched ahead of the read, by outcome.",
     "prefetch_bytes": "Bytes fetched ahead of the read, by outcome.",
     "breaker": "State changes of the circuit breaker.",
-    "breaker_state": "The circuit breaker now: 0 closed, 1 half open, 2 open.",
+    "breaker_state": "The circuit breaker now: 0 closed or none, 1 half open, 2 open.",
+    "tier_up": "1 while the tier can be reached; 0 also before it was reached for the first time.",
+    "capacity_bytes": "Bytes that the tier may take; NaN where it has no limit or does not know.",
+    "used_bytes": "Bytes that pages take in the tier; NaN where it does not know.",
+    "free_bytes": "Bytes that the tier can still take without evicting; NaN where it does not know.",
+    "pages": "Pages in the tier; NaN where it does not know.",
+    "evicted_age_seconds": "Seconds since the last use of the pages evicted last; 0 before the first eviction.",
     "queue_pages": "Pages waiting in a queue.",
     "queue_bytes": "Bytes waiting in a queue.",
     "prefetch_buffer_bytes": "Bytes fetched ahead that nobody has read yet, and those being fetched.",
@@ -95,6 +104,7 @@ class Exporter:
         self._labels = dict(labels)
         self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
         self._stop = threading.Event()
+        _build_info().labels(**self._all_labels(), version=__version__).set(1)
         self.export()
         self._thread = threading.Thread(target=self._run, name="hicache-metrics", daemon=True)
         self._thread.start()
@@ -124,17 +134,18 @@ class Exporter:
         successors = [source for source in sources if (source.tier, source.prefix) == (metrics.tier, metrics.prefix)]
         for name, reason in metrics.levels():
             if not any((name, reason) in source.levels() for source in successors):
-                self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(0)
+                self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(_WHEN_GONE.get(name, 0))
         del self._watched[id(metrics)]
 
     def close(self) -> None:
-        """Export a last time and end the thread. Idempotent."""
+        """Export a last time, let go of everything, and end the thread. Idempotent."""
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join()
             self._export_quietly()
-            for metrics, observer in self._watched.values():
-                metrics.unwatch(observer)
+            # After a detach the server goes on: a tier must not be shown as up for ever.
+            self._sources = lambda: ()
+            self._export_quietly()
 
     def _run(self) -> None:
         while not self._stop.wait(_INTERVAL):
@@ -158,12 +169,16 @@ class Exporter:
                 except Exception as error:  # noqa: BLE001 - the file behind it may find no room on its disk
                     logger.debug("hicache_ext: a latency was not exported: %s", error)
 
+            for operation in metrics.latencies():
+                observe(operation)
             self._watched[id(metrics)] = (metrics, pass_on)
             metrics.watch(pass_on)
 
     def _child(self, family: Any, metrics: TierMetrics, **more: str) -> Any:
-        labels = {**dict.fromkeys(_LABELS, "0"), **self._labels, "tier": metrics.tier, **more}
-        return family.labels(**labels)
+        return family.labels(**self._all_labels(), tier=metrics.tier, **more)
+
+    def _all_labels(self) -> dict[str, str]:
+        return {**dict.fromkeys(_LABELS, "0"), "model_name": "", **self._labels}
 
 
 class _NoExporter:
@@ -184,7 +199,11 @@ def export_when_wanted(
         return _NoExporter()
 
 
-_LABELS = ("tp_rank", "pp_rank", "dp_rank")
+_LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank")
+"""Named as in SGLang's own metrics, so that both can be joined."""
+
+_WHEN_GONE = {"tier_up": math.nan}
+"""What a level is after its tier was taken out, where it is not 0: a tier that nobody wants any more is not down."""
 
 
 # One family per name and process, whoever exports: prometheus_client keeps values by name. They are in no registry,
@@ -204,6 +223,14 @@ def _gauge(name: str) -> Any:
 
     labels = ["tier", "reason", *_LABELS]
     return Gauge(metric_name(name), _help(name), labels, registry=None, multiprocess_mode="mostrecent")
+
+
+@functools.lru_cache(None)
+def _build_info() -> Any:
+    from prometheus_client import Gauge
+
+    labels = ["version", *_LABELS]
+    return Gauge(BUILD_INFO, "Always 1; what runs.", labels, registry=None, multiprocess_mode="mostrecent")
 
 
 @functools.lru_cache(None)

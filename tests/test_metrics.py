@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+import hicache_ext
 from hicache_ext.cli import stats_command
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples, table
 from hicache_ext.kernels.engine import Direction
 from hicache_ext.metrics import LATENCY_BOUNDS, TierMetrics
 from hicache_ext.metrics_export import (
+    BUILD_INFO,
     CALL_SECONDS,
     HELP,
     _counter,
@@ -27,6 +31,7 @@ from hicache_ext.metrics_export import (
     export_when_wanted,
     metric_name,
 )
+from hicache_ext.storage.reports import UNKNOWN
 from hicache_ext.testing.redis_servers import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -38,15 +43,20 @@ from hicache_ext.metrics_export import Exporter
 for attempt in range(2):  # A detach and a new attach in one process.
     metrics = TierMetrics("pool")
     metrics.add("get", "hit", 5)
-    exporter = Exporter(lambda: [metrics], {"tp_rank": sys.argv[1]})
+    metrics.add_many("chain_pages", {"asked": 8, "found": 7, "used": 5})
+    exporter = Exporter(lambda: [metrics], {"model_name": "m", "tp_rank": sys.argv[1]})
     metrics.add("get", "hit", 2)
+    metrics.add("get", "miss", 1)
+    metrics.set_level("tier_up", "", 1)
     metrics.add("breaker", "opened")
     metrics.set_level("queue_bytes", "async", 100)
     metrics.observe("get", 0.002)
     metrics.observe("get", 20.0)
-    exporter.close()
-    exporter.close()
-    metrics.observe("get", 1.0)
+    exporter.export()
+    if attempt == 0:
+        exporter.close()
+        exporter.close()
+        metrics.observe("get", 1.0)
 """
 
 _ENDPOINT = """
@@ -83,21 +93,100 @@ def test_what_every_rank_counts_arrives_at_the_endpoint(exported):
     assert samples.total("hicache_ext_call_seconds_bucket", le="0.003", tp_rank="0") == 2
 
 
+def test_every_sample_names_the_model_and_the_rank(exported):
+    ranks = {"tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank"}
+    values = read_samples(exported).values
+    assert len(values) > 20
+    for name, labels in values:
+        assert {"model_name", *ranks} <= set(dict(labels)), name
+        assert dict(labels)["model_name"] == "m"
+        assert dict(labels)["tp_rank"] in ("0", "1") and dict(labels)["pp_rank"] == "0"
+
+
+def test_the_build_is_told(exported):
+    assert read_samples(exported).by("version", BUILD_INFO, tp_rank="0") == {hicache_ext.__version__: 1}
+
+
 def test_the_table_tells_hits_latencies_and_why_pages_were_missed(exported):
     text = "\n".join(table(None, read_samples(exported)))
     (row,) = re.findall(r"^ *pool .*$", text, re.MULTILINE)
-    assert row.split()[:4] == ["pool", "28", "0", "100"]
+    assert row.split()[:6] == ["pool", "yes", "32", "28", "20", "62"]
     assert "3 ms" in row and "> 10 s" in row and "200 B" in row
-    assert "pool: 4 breaker opened" in text
+    assert "pool: 4 miss, 4 breaker opened" in text
 
 
 def test_a_table_of_two_looks_has_rates_and_survives_a_restart():
-    line = 'hicache_ext_get_total{{tier="pool",reason="{}",tp_rank="0"}} {}\n'
-    before = read_samples(line.format("hit", 100) + line.format("timeout", 50))
-    after = read_samples(line.format("hit", 140) + line.format("timeout", 10))
+    line = 'hicache_ext_chain_pages_total{{tier="pool",reason="{}",tp_rank="0"}} {}\n'
+    before = read_samples(line.format("asked", 100) + line.format("used", 50))
+    after = read_samples(line.format("asked", 140) + line.format("used", 10))
     after = stats_command.Samples(after.values, before.when + 4)
-    row = table(before, after)[1].split()
-    assert row[:4] == ["pool", "10", "0", "100"]
+    row = table(before, after)[3].split()
+    assert row[:6] == ["pool", "-", "10", "0", "0", "0"]
+
+
+TOKENS = """
+sglang:prompt_tokens_total{is_streaming="false",model_name="m"} %d
+sglang:prompt_tokens_total{is_streaming="true",model_name="m"} %d
+sglang:cached_tokens_total{cache_source="storage",model_name="m"} %d
+sglang:cached_tokens_total{cache_source="device",model_name="m"} %d
+sglang:cached_tokens_histogram_bucket{le="1"} 5
+hicache_ext_chain_pages_total{tier="pool",reason="asked"} 1
+"""
+
+
+def test_the_first_line_is_the_share_of_prompt_tokens_from_each_source():
+    first = table(None, read_samples(TOKENS % (600, 400, 410, 90)))[0]
+    assert first == (
+        "prompt tokens: 41.0 % from storage, 0.0 % from host memory, 9.0 % on the device, 50.0 % computed (of 1000)"
+    )
+
+
+def test_the_first_line_of_two_looks_is_about_what_came_between_them():
+    before, after = read_samples(TOKENS % (600, 400, 410, 90)), read_samples(TOKENS % (800, 400, 610, 90))
+    after = stats_command.Samples(after.values, before.when + 2)
+    first = table(before, after)[0]
+    assert first.startswith("prompt tokens: 100.0 % from storage") and first.endswith("0.0 % computed (of 200)")
+    later = stats_command.Samples(after.values, after.when + 2)
+    assert table(after, later)[0] == "prompt tokens: no request has ended"
+
+
+def test_tokens_whose_source_sglang_does_not_know_are_not_called_computed():
+    text = TOKENS % (1000, 0, 0, 0) + 'sglang:cached_tokens_total{cache_source="total",model_name="m"} 300\n'
+    assert "30.0 % cached somewhere, 70.0 % computed" in table(None, read_samples(text))[0]
+
+
+@pytest.mark.parametrize(
+    ("ups", "breakers", "shown"),
+    [
+        ([0, 0], [0, 0], "no"),
+        ([1, 0], [0, 0], "1 of 2"),
+        ([1, 1], [0, 2], "left out"),
+        ([1, 1], [0, 0], "yes"),
+        (["NaN", "NaN"], [0, 0], "-"),
+    ],
+)
+def test_the_table_tells_whether_a_tier_is_up(ups, breakers, shown):
+    text = "".join(f'hicache_ext_tier_up{{tier="pool",tp_rank="{rank}"}} {up}\n' for rank, up in enumerate(ups))
+    text += "".join(
+        f'hicache_ext_breaker_state{{tier="pool",tp_rank="{rank}"}} {state}\n' for rank, state in enumerate(breakers)
+    )
+    lines = table(None, read_samples(text))
+    assert lines[3].split("  ")[1].strip() == shown
+    assert ("pool: cannot be reached" in lines) == (shown == "no")
+
+
+def test_the_table_tells_how_full_a_tier_is():
+    text = """
+hicache_ext_used_bytes{tier="disk",tp_rank="0"} 40
+hicache_ext_capacity_bytes{tier="disk",tp_rank="0"} 80
+hicache_ext_used_bytes{tier="disk",tp_rank="1"} 41
+hicache_ext_capacity_bytes{tier="disk",tp_rank="1"} 80
+hicache_ext_used_bytes{tier="pool",tp_rank="0"} NaN
+hicache_ext_capacity_bytes{tier="pool",tp_rank="0"} NaN
+"""
+    disk, pool = table(None, read_samples(text))[3:5]
+    assert disk.split()[6] == "51"
+    assert pool.split()[6] == "-"
 
 
 def test_labels_are_unescaped():
@@ -167,6 +256,9 @@ def counted_in_the_package():
         if file.startswith(("testing/", "metrics")):
             continue
         prefix = next((own for room, own in _PREFIXES.items() if file.startswith(room)), "")
+        if file == "storage/reports.py":
+            yield from ((metric_name(gauge), gauge) for gauge in UNKNOWN)
+            continue
         for call in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
                 continue
@@ -190,7 +282,7 @@ def test_everything_that_is_counted_is_documented_and_has_a_help_text():
 
 def test_every_documented_metric_is_counted():
     exported = {name for name, _ in counted_in_the_package()}
-    assert documented_names() - exported == {CALL_SECONDS}
+    assert documented_names() - exported == {CALL_SECONDS, BUILD_INFO}
 
 
 def test_every_metric_of_the_dashboard_is_exported_and_every_panel_is_in_its_place():
@@ -198,14 +290,32 @@ def test_every_metric_of_the_dashboard_is_exported_and_every_panel_is_in_its_pla
     panels = dashboard["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     used = {name for expression in expressions for name in re.findall(r"hicache_ext_\w+", expression)}
-    exported = {name for name, _ in counted_in_the_package()} | {
-        f"{CALL_SECONDS}_{part}" for part in ("bucket", "count")
-    }
+    exported = {name for name, _ in counted_in_the_package()} | {BUILD_INFO}
+    exported |= {f"{CALL_SECONDS}_{part}" for part in ("bucket", "count")}
     assert len(used) >= 20
     assert used <= exported
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
     assert len(places) == len(panels)
+
+
+def test_every_metric_of_sglang_that_the_dashboard_uses_is_one_of_its_own():
+    found = importlib.util.find_spec("sglang")
+    if found is None or found.origin is None:
+        pytest.skip("missing: sglang")
+    collector = (Path(found.origin).parent / "srt" / "observability" / "metrics_collector.py").read_text()
+    text = (ROOT / "docs" / "grafana.json").read_text() + (ROOT / "docs" / "metrics.md").read_text()
+    used = set(re.findall(r"sglang:\w+", text)) | {stats_command._PROMPT_TOKENS, stats_command._CACHED_TOKENS}
+    assert len(used) >= 2
+    assert {name for name in used if f'"{name}"' not in collector} == set()
+    assert '"cache_source"' in collector
+
+
+def test_the_first_panel_is_the_share_of_prompt_tokens_from_each_source():
+    first, *_ = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    expressions = " ".join(target["expr"] for target in first["targets"])
+    assert "cache_source" in expressions and stats_command._PROMPT_TOKENS in expressions
+    assert (first["gridPos"]["x"], first["gridPos"]["y"]) == (0, 0)
 
 
 # -- the exporter, in this process -------------------------------------------------------------------------------------
@@ -261,6 +371,7 @@ def test_a_tier_that_has_gone_leaves_its_last_counts_and_no_levels(sources, expo
     sources += [gone, stays]
     for metrics in (gone, stays):
         metrics.set_level("breaker_state", "", 2)
+        metrics.set_level("tier_up", "", 1)
     exporter.export()
     gone.add("breaker", "open")
     sources.remove(gone)
@@ -268,6 +379,9 @@ def test_a_tier_that_has_gone_leaves_its_last_counts_and_no_levels(sources, expo
     gone.observe("get", 1.0)  # a call that was under way: nobody passes it on any more
     assert exported_value(_counter("breaker"), tier="gone", reason="open") == 1
     assert exported_value(_gauge("breaker_state"), tier="gone") == 0
+    # Not down: nobody wants it up.
+    assert math.isnan(exported_value(_gauge("tier_up"), tier="gone"))
+    assert exported_value(_gauge("tier_up"), tier="stays") == 1
     assert exported_value(_gauge("breaker_state"), tier="stays") == 2
     assert exported_value(_histogram(), tier="gone") == 0
 
@@ -281,6 +395,30 @@ def test_a_successor_of_the_same_name_keeps_its_levels(sources, exporter):
     sources[:] = [after]
     exporter.export()
     assert exported_value(_gauge("queue_bytes"), tier="same") == 20
+
+
+def test_what_was_declared_is_there_before_its_first_event(sources, exporter):
+    metrics = TierMetrics("declared")
+    metrics.declare({"get": ("hit", "miss")}, ["get"])
+    sources.append(metrics)
+    exporter.export()
+    for family, labels in ((_counter("get"), {"reason": "miss"}), (_histogram(), {"operation": "get"})):
+        samples = [sample for metric in family.collect() for sample in metric.samples]
+        of_it = [sample for sample in samples if {"tier": "declared", **labels}.items() <= sample.labels.items()]
+        assert of_it and all(sample.value == 0 for sample in of_it if "_created" not in sample.name)
+
+
+def test_after_a_detach_no_tier_is_shown_as_up(sources, exporter):
+    metrics = TierMetrics("detached")
+    metrics.set_level("tier_up", "", 1)
+    metrics.set_level("used_bytes", "", 100)
+    sources.append(metrics)
+    exporter.export()
+    metrics.add("get", "hit", 3)
+    exporter.close()
+    assert math.isnan(exported_value(_gauge("tier_up"), tier="detached"))
+    assert exported_value(_gauge("used_bytes"), tier="detached") == 0
+    assert exported_value(_counter("get"), tier="detached", reason="hit") == 3
 
 
 def test_latencies_go_out_as_they_are_measured(sources, exporter):
@@ -339,7 +477,7 @@ hicache_ext_pd_write_waiting_pages{tier="pd_write",reason=""} 7
 hicache_ext_copy_load_total{tier="kernels",reason="triton: calibrated"} 5
 """
     lines = table(None, read_samples(text))
-    assert [line.split()[0] for line in lines[1:2]] == ["pool"]
+    assert [line.split()[0] for line in lines[3:4]] == ["pool"]
     assert "pool: breaker is open, 1 miss" in lines
     assert lines[-3:] == [
         "pull: 12 pull_decision cheaper",

@@ -1,6 +1,8 @@
 """``hicache-ext stats URL``: what the tiers of a running server do, as a table that renews itself.
 
-Reads SGLang's Prometheus endpoint, so the server must run with ``--enable-metrics``; a server's ranks are summed.
+Reads SGLang's Prometheus endpoint, so the server must run with ``--enable-metrics``; a server's ranks are summed. First
+comes what counts: the share of prompt tokens that was not computed, by where it came from. SGLang itself counts that,
+when a request ends.
 """
 
 from __future__ import annotations
@@ -24,9 +26,18 @@ from hicache_ext.metrics_export import CALL_SECONDS, PREFIX
 
 _TIMEOUT = 10.0
 _CLEAR = "\x1b[H\x1b[2J"
-_BESIDE = ("pull", "pd_write", "kernels")
+_BESIDE = ("pull", "pd_write", "hints", "kernels")
 """The label ``tier`` of what is no tier."""
 _BREAKER_STATES = ("closed", "half open", "open")
+_PROMPT_TOKENS = "sglang:prompt_tokens_total"
+_CACHED_TOKENS = "sglang:cached_tokens_total"
+_SOURCES = {
+    "storage": "from storage",
+    "host": "from host memory",
+    "device": "on the device",
+    "total": "cached somewhere",
+}
+"""SGLang's label ``cache_source``, in words; "total" where it did not find out which."""
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -39,14 +50,18 @@ class StatsError(HicacheExtError):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of this package at one moment: (name, labels) -> value."""
+    """The samples of this package, and SGLang's of prompt tokens, at one moment: (name, labels) -> value."""
 
     values: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
     when: float
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of all samples of ``name`` that have these labels."""
-        return sum(self.values[key] for key in self._matching(name, labels))
+        return sum(self.each(name, **labels))
+
+    def each(self, name: str, **labels: str) -> list[float]:
+        """All samples of ``name`` that have these labels."""
+        return [self.values[key] for key in self._matching(name, labels)]
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
         """The sums of the samples of ``name`` that have these labels, for each value of ``label``."""
@@ -62,10 +77,11 @@ class Samples:
 
 
 def read_samples(text: str) -> Samples:
-    """This package's samples in an answer of ``/metrics`` (Prometheus text format)."""
+    """What the table is made of, in an answer of ``/metrics`` (Prometheus text format)."""
     values = {}
     for line in text.splitlines():
-        match = _SAMPLE.fullmatch(line.strip()) if line.startswith(PREFIX) else None
+        wanted = line.startswith((PREFIX, _PROMPT_TOKENS, _CACHED_TOKENS))
+        match = _SAMPLE.fullmatch(line.strip()) if wanted else None
         if match is not None:
             name, labels, value = match.groups()
             found = tuple((key, _unescape(text)) for key, text in _LABEL.findall(labels or ""))
@@ -113,7 +129,7 @@ def fetch(url: str) -> Samples:
         reason = getattr(error, "reason", None) or error
         raise StatsError(f"{url} cannot be read: {reason}") from None
     samples = read_samples(text)
-    if not samples.values:
+    if not any(name.startswith(PREFIX) for name, _ in samples.values):
         raise StatsError(f"{url} has no metrics of hicache_ext; is it the storage backend, and --enable-metrics given?")
     return samples
 
@@ -124,9 +140,12 @@ def table(before: Samples | None, now: Samples) -> list[str]:
     unit = "/s" if before is not None else ""
     header: tuple[str, ...] = (
         "tier",
-        f"hits{unit}",
-        f"misses{unit}",
-        "hit %",
+        "up",
+        f"asked{unit}",
+        f"found{unit}",
+        f"used{unit}",
+        "used %",
+        "full %",
         f"read{unit}",
         f"written{unit}",
         "p50 get",
@@ -137,16 +156,16 @@ def table(before: Samples | None, now: Samples) -> list[str]:
     reasons: list[str] = []
     for tier in _tiers(now):
         grown = _Growth(before, now, tier)
-        results = grown.by_reason("get")
-        hits = results.pop("hit", 0.0)
-        misses = sum(results.values())
+        pages, results = grown.by_reason("chain_pages"), grown.by_reason("get")
+        results.pop("hit", None)
         fetched, useful = grown.of("prefetch", "fetched"), grown.of("prefetch", "useful")
         rows.append(
             (
                 tier,
-                _number(hits / seconds),
-                _number(misses / seconds),
-                _share(hits, hits + misses),
+                _up(now, tier),
+                *(_number(pages.get(stage, 0.0) / seconds) for stage in ("asked", "found", "used")),
+                _share(pages.get("used", 0.0), pages.get("asked", 0.0)),
+                _full(now, tier),
                 _bytes(grown.of("bytes", "get") / seconds),
                 _bytes(grown.of("bytes", "set") / seconds),
                 _seconds(grown.quantile("get", 0.5)),
@@ -163,19 +182,67 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         why |= {f"rejected {reason}": n for reason, n in grown.by_reason("rejected").items()}
         why |= {f"breaker {reason}": n for reason, n in grown.by_reason("breaker").items()}
         told = [f"{_number(count / seconds)}{unit} {reason}" for reason, count in why.items() if count]
-        worst = max(now.by("tp_rank", f"{PREFIX}breaker_state", tier=tier).values(), default=0.0)
+        worst = max(now.each(f"{PREFIX}breaker_state", tier=tier), default=0.0)
         if worst:
             told.insert(0, f"breaker is {_BREAKER_STATES[int(worst)]}")
+        if _up(now, tier) == "no":
+            told.insert(0, "cannot be reached")
         if told:
             reasons.append(f"{tier}: {', '.join(told)}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     beside = _beside(before, now, seconds, unit)
     return [
+        _prompt_tokens(before, now),
+        "",
         *lines,
         *(["", "not hit because:", *reasons] if reasons else []),
         *(["", "beside the tiers:", *beside] if beside else []),
     ]
+
+
+def _prompt_tokens(before: Samples | None, now: Samples) -> str:
+    """The first line: where the prompt tokens of the requests that have ended came from."""
+    looks = [look for look in (before, now) if look is not None]
+    tokens = _difference([look.total(_PROMPT_TOKENS) for look in looks])
+    if not tokens:
+        return "prompt tokens: no request has ended yet" if before is None else "prompt tokens: no request has ended"
+    told = []
+    cached = 0.0
+    for source, words in _SOURCES.items():
+        part = _difference([look.total(_CACHED_TOKENS, cache_source=source) for look in looks])
+        cached += part
+        if part or source != "total":
+            told.append(f"{100 * part / tokens:.1f} % {words}")
+    told.append(f"{100 * max(0.0, tokens - cached) / tokens:.1f} % computed")
+    return f"prompt tokens: {', '.join(told)} (of {tokens:.0f})"
+
+
+def _up(now: Samples, tier: str) -> str:
+    """Whether every rank reaches the tier, and asks it."""
+    ups = [up for up in now.each(f"{PREFIX}tier_up", tier=tier) if not math.isnan(up)]
+    if not ups:
+        return "" if tier == "all" else "-"
+    if not any(ups):
+        return "no"
+    if max(now.each(f"{PREFIX}breaker_state", tier=tier), default=0.0) == _BREAKER_STATES.index("open"):
+        return "left out"
+    return "yes" if all(ups) else f"{sum(ups):.0f} of {len(ups)}"
+
+
+def _full(now: Samples, tier: str) -> str:
+    """Ranks share a directory or a pool; where each has its own, the fullest counts."""
+    used = now.by("tp_rank", f"{PREFIX}used_bytes", tier=tier)
+    capacity = now.by("tp_rank", f"{PREFIX}capacity_bytes", tier=tier)
+    known = [
+        used[rank] / most for rank, most in capacity.items() if most > 0 and not math.isnan(used.get(rank, math.nan))
+    ]
+    return _share(max(known), 1.0) if known else "-"
+
+
+def _difference(values: Sequence[float]) -> float:
+    # A server that was started anew counts from 0 again.
+    return sum(max(0.0, later - earlier) for earlier, later in pairwise(values)) if len(values) > 1 else values[0]
 
 
 class _Growth:
@@ -186,7 +253,7 @@ class _Growth:
         self._tier = tier
 
     def of(self, event: str, reason: str) -> float:
-        return self._difference(
+        return _difference(
             [look.total(f"{PREFIX}{event}_total", tier=self._tier, reason=reason) for look in self._looks]
         )
 
@@ -203,16 +270,11 @@ class _Growth:
 
     def _by(self, label: str, name: str, **labels: str) -> dict[str, float]:
         looks = [look.by(label, name, tier=self._tier, **labels) for look in self._looks]
-        return {key: self._difference([look.get(key, 0.0) for look in looks]) for key in looks[-1]}
-
-    @staticmethod
-    def _difference(values: Sequence[float]) -> float:
-        # A server that was started anew counts from 0 again.
-        return sum(max(0.0, later - earlier) for earlier, later in pairwise(values)) if len(values) > 1 else values[0]
+        return {key: _difference([look.get(key, 0.0) for look in looks]) for key in looks[-1]}
 
 
 def _tiers(samples: Samples) -> list[str]:
-    names = {dict(labels).get("tier", "") for _, labels in samples.values}
+    names = {tier for _, labels in samples.values if (tier := dict(labels).get("tier")) is not None}
     return sorted(names - {"all", "backend", *_BESIDE}) + [name for name in ("all",) if name in names]
 
 

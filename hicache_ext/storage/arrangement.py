@@ -68,6 +68,8 @@ class Arranged(PageStore, Protocol):
 
     def bring_inward(self, keys: Sequence[bytes]) -> Counter[str]: ...
 
+    def count_absent(self, pages: int) -> None: ...
+
 
 class _Arrangement:
     def __init__(self, store: Arranged) -> None:
@@ -134,6 +136,11 @@ class ExchangeableStore:
         """Promote what the tier for that lacks of ``keys``, before anybody asks for it; pages by what came of them."""
         with self.using() as store:
             return store.bring_inward(keys)
+
+    def count_absent(self, pages: int) -> None:
+        """Pages that SGLang asked for and ``count_leading`` was not asked about, or did not find."""
+        with self.using() as store:
+            store.count_absent(pages)
 
     def exchange(self, store: Arranged, new_tiers: Sequence[PageStore]) -> None:
         """Put ``store`` in force, after ``new_tiers`` know what was registered; close the old one when it is idle.

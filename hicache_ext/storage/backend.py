@@ -65,6 +65,7 @@ from hicache_ext.storage.model_weights import ModelWeights, records_directory, w
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.pulling.prefill_cost import prefill_cost
 from hicache_ext.storage.pulling.rule import open_pull_rule
+from hicache_ext.storage.reports import TierReports
 from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, SetResult
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._suspended_because: str | None = None
         self._state_lock = threading.Lock()
         self._failures = TierMetrics("backend")
+        self._reports = TierReports()
         self._also_counted: list[TierMetrics] = []
         self._last_failure_log = 0.0
         self._prefetched = TransferSamples()
@@ -177,7 +179,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
         self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
         self._hints = self._hint_receiver()
-        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _rank_labels(storage_config))
+        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
         _LIVE.add(self)
         self._warn_about_missing_hooks()
         logger.info(
@@ -349,7 +351,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
     @_answering(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        if self._unavailable or not keys:
+        if self._closed or not keys:
+            return 0
+        if self._unavailable:
+            self._store.count_absent(len(keys))
             return 0
         pool = self._pools.get(_KV)
         if self._pull_rule is None or pool is None or pool.pages is None:
@@ -357,14 +362,18 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         parts = len(pool.digests)
         with self._pull_rule.looking_up(len(keys), pool.pages.page_size, pool.pages.page_bytes, parts) as asked:
             leading = 0 if asked is None else self._leading_of_any_kind(pool, keys)
+        if asked is None:
+            self._store.count_absent(len(keys) * parts)
         return 0 if asked is None else self._pull_rule.pages_to_pull(asked, leading, partial(_probe_keys, pool, keys))
 
     def _leading_of_any_kind(self, pool: _BoundPool | None, keys: Sequence[str]) -> int:
-        leading = self._leading(pool, keys) if pool is not None and pool.pages is not None else 0
+        leading, absent = self._leading(pool, keys) if pool is not None and pool.pages is not None else (0, len(keys))
         if not leading and (self._flat is not None or self._scheduler is None):
             # Pages that came as flat tensors; a server has them only where SGLang uses the generic calls. A chain is of
             # one kind.
-            leading = self._leading(self._flat_pool(), keys)
+            leading, absent = self._leading(self._flat_pool(), keys)
+        if absent:
+            self._store.count_absent(absent)
         return leading
 
     @_answering(lambda *_, **__: False)
@@ -404,7 +413,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         if pool is None or pool.pages is None:
             return set()
         if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
-            return set(range(1, self._leading(pool, keys) + 1))
+            leading, absent = self._leading(pool, keys)
+            if absent:
+                self._store.count_absent(absent)
+            return set(range(1, leading + 1))
         window = max(1, len(transfer.keys) if transfer.keys else 1)
         present = self._present(pool, keys)
         complete: set[int] = set()
@@ -415,8 +427,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 complete.add(length)
         return complete
 
-    def _leading(self, pool: _BoundPool, keys: Sequence[str]) -> int:
-        """Leading pages of which every part is present; long chains in portions, since most end early."""
+    def _leading(self, pool: _BoundPool, keys: Sequence[str]) -> tuple[int, int]:
+        """Leading pages of which every part is present, and how many parts of ``keys`` were not found: for
+        ``count_absent``. Long chains in portions, since most end early."""
+        found = 0
         # SGLang asks for a long chain 128 pages at a time: after a call that found all, the next goes on with it.
         done, portion = 0, _LOOK_UP_PORTION if self._found_all else _FIRST_LOOK_UP
         while done < len(keys):
@@ -428,12 +442,13 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                     asked = asked.leading(leading).under(digest)
                 with self._patience():
                     leading = self._store.count_leading(asked)
+                found += leading
             done += leading
             if leading < len(names):
                 break
             portion = _LOOK_UP_PORTION
         self._found_all = done == len(keys)
-        return done
+        return done, len(keys) * len(pool.digests) - found
 
     def _present(self, pool: _BoundPool, keys: Sequence[str]) -> list[bool]:
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
@@ -796,7 +811,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             beside.append(self._pull_rule.metrics)
         if self._hints is not None:
             beside.append(self._hints.metrics)
-        return [*beside, self._store.metrics, *[tier.metrics for tier in self._store.tiers]]
+        tiers = self._store.tiers
+        return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
 
     def _warn_about_missing_hooks(self) -> None:
         if self._facts.model_path is None:
@@ -841,12 +857,12 @@ def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence
     return [count == parts for count in good]
 
 
-def _rank_labels(config: HiCacheStorageConfig) -> dict[str, str]:
-    """Which of a server's processes counts; like the labels of SGLang's own storage metrics."""
+def _process_labels(config: HiCacheStorageConfig) -> dict[str, str]:
+    """The model, and which of a server's processes counts; like the labels of SGLang's own metrics."""
+    ranks = ("tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank")
     return {
-        "tp_rank": str(config.tp_rank),
-        "pp_rank": str(config.pp_rank),
-        "dp_rank": str(getattr(config, "dp_rank", None) or 0),
+        "model_name": config.model_name or "",
+        **{rank: str(getattr(config, rank, None) or 0) for rank in ranks},
     }
 
 

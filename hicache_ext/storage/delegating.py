@@ -1,7 +1,7 @@
 """The base of every wrapper around a PageStore: it forwards everything, subclasses override what they change.
 
-A wrapper is ``Diagnosable`` whether or not the wrapped store is, because a wrapper's class cannot depend on it: where
-the store is not, there is nothing to say.
+A wrapper is ``Diagnosable`` and ``Watched`` whether or not the wrapped store is, because a wrapper's class cannot
+depend on it: where the store is not, there is nothing to say.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Diagnosable, Finding
+from hicache_ext.storage.reports import gauges_of
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 
@@ -36,6 +37,9 @@ class DelegatingStore:
 
     def diagnose(self) -> Sequence[Finding]:
         return self.inner.diagnose() if isinstance(self.inner, Diagnosable) else ()
+
+    def gauges(self) -> dict[str, float]:
+        return gauges_of(self.inner)
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         return self.inner.get(batch)

@@ -52,9 +52,10 @@ def open_live_tiers(configs: Mapping[str, TierConfig]) -> dict[str, LiveTier]:
     return opened
 
 
-def guard(config: TierConfig, bare: SharedStore) -> LiveTier:
-    """Guards as configured around a store."""
-    return LiveTier(config, bare, SharedStore(guarded(bare.handle(), plan_guards(config))))
+def guard(config: TierConfig, bare: SharedStore, before: LiveTier | None = None) -> LiveTier:
+    """Guards as configured around a store; ``before``: the tier in use with its old ones."""
+    known = None if before is None else before.guarded.store
+    return LiveTier(config, bare, SharedStore(guarded(bare.handle(), plan_guards(config), known)))
 
 
 def close_unused(tiers: Iterable[LiveTier]) -> None:

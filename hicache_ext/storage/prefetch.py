@@ -100,6 +100,7 @@ class Prefetcher:
         """Bytes of pages being fetched and staged."""
         self._closing = False
         self._threads: list[threading.Thread] = []
+        self._publish_level()
 
     # -- what is to come -------------------------------------------------------------------------------------------
 

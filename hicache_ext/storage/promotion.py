@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.demand import DemandGate
 from hicache_ext.storage.store import PageBatch, PageStore, SetResult
 from hicache_ext.storage.write_behind import QueueSettings, WriteBehind
@@ -25,12 +24,10 @@ class Promoter:
 
     def __init__(self, target: PageStore, settings: QueueSettings, gate: DemandGate) -> None:
         self.target = target
-        self._metrics: TierMetrics = target.metrics
         self._queue = WriteBehind(
             target,
             settings,
             queue="promotion",
-            metrics=target.metrics,
             before_batch=lambda: gate.wait_until_idle(_PATIENCE),
             written=self._count_written,
         )
@@ -41,7 +38,7 @@ class Promoter:
         How many wait now.
         """
         outcomes = Counter(_QUEUED[result] for result in self._queue.offer(batch, positions))
-        self._metrics.add_many("promotion", outcomes)
+        self.target.metrics.add_many("promotion", outcomes)
         return outcomes["queued"] + outcomes["waiting"]
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -59,7 +56,7 @@ class Promoter:
 
     def _count_written(self, results: Sequence[SetResult]) -> None:
         outcomes = Counter(result.value if result.durable else "failed" for result in results)
-        self._metrics.add_many("promotion", outcomes)
+        self.target.metrics.add_many("promotion", outcomes)
 
 
 _QUEUED = {SetResult.STORED: "queued", SetResult.EXISTS: "waiting", SetResult.REJECTED: "dropped"}

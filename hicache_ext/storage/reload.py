@@ -77,7 +77,7 @@ class ReloadableStore(ExchangeableStore):
         kept = {name: tier for name, tier in self._live.items() if name in wanted and tier.config == wanted[name]}
         changed = {name: tier for name, tier in self._live.items() if name in wanted and name not in kept}
         opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
-        guarded = {name: guard(wanted[name], tier.bare) for name, tier in changed.items()}
+        guarded = {name: guard(wanted[name], tier.bare, tier) for name, tier in changed.items()}
         live = {name: (kept | opened | guarded)[name] for name in wanted}
         arrangement = arrange(config, live)
         try:

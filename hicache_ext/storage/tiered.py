@@ -26,6 +26,7 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.demand import DemandGate
 from hicache_ext.storage.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
 from hicache_ext.storage.promotion import Promoter
+from hicache_ext.storage.reports import OF_ANSWERS
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo, counted, identity_of
 from hicache_ext.storage.write_behind import AsyncStore, QueueSettings
 
@@ -91,6 +92,9 @@ class TieredStore:
         self._all: list[PageStore] = [behind.get(id(tier), tier) for tier in self._tiers]
         self._order = {id(tier): number for number, tier in enumerate(self._retrieve)}
         self._metrics = TierMetrics("all")
+        self._metrics.declare(OF_ANSWERS)
+        self._chains: set[bytes] = set()
+        """Identities whose pages are looked up as a chain, and not one by one."""
         self._gate = DemandGate()
         self._inner_tiers = 1
         self._promoter: Promoter | None = None
@@ -157,7 +161,7 @@ class TieredStore:
             (tier,) = self._retrieve
             results = self._call(tier, "get", partial(tier.get, batch), [GetResult.ERROR] * len(batch))
             leading = _leading_hits(results)
-            self._count(results, leading, {tier.name: leading} if leading else {})
+            self._count(batch, results, leading, [(tier, leading)] if leading else [])
             return results
         read = _Read(batch)
         staged = self._prefetcher.begin_demand(batch.keys)
@@ -170,7 +174,8 @@ class TieredStore:
         finally:
             self._prefetcher.end_demand(batch.keys, staged)
         leading = _leading_hits(read.results)
-        self._count(read.results, leading, Counter(source.name for source in read.sources[:leading] if source))
+        sources = Counter(self._order[id(source)] for source in read.sources[:leading])
+        self._count(batch, read.results, leading, [(self._retrieve[place], count) for place, count in sources.items()])
         if self._promoter is not None:
             # Only now is it known what the contiguous prefix is; past a gap nothing is promoted.
             outer = [
@@ -223,14 +228,19 @@ class TieredStore:
         if failed:
             self._walk(read, failed)
 
-    def _count(self, results: Sequence[GetResult], leading: int, sources: Mapping[str, int]) -> None:
+    def _count(
+        self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
+    ) -> None:
         """``sources``: how many pages of the leading run came from which tier."""
         counts = counted(results)
         # SGLang uses the leading run alone: what was read past a gap is no hit to it.
         hits = counts.pop("hit", 0)
         counts |= {reason: count for reason, count in (("hit", leading), ("gap", hits - leading)) if count}
         self._metrics.add_many("get", counts)
-        self._metrics.add_many("hit_from", sources)
+        if leading and identity_of(batch.keys) in self._chains:
+            self._metrics.add("chain_pages", "used", leading)
+            for tier, count in sources:
+                tier.metrics.add("chain_pages", "used", count)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self._check_open()
@@ -255,9 +265,12 @@ class TieredStore:
         self._check_open()
         if self._is_one_tier:
             (tier,) = self._retrieve
-            return self._call(tier, "exists", partial(tier.count_leading, keys), 0) if keys else 0
+            leading = self._call(tier, "exists", partial(tier.count_leading, keys), 0) if keys else 0
+            self._count_found(keys, {0: leading})
+            return leading
         keys = list(keys)
         places = self._find_leading(keys)
+        self._count_found(keys, Counter(places))
         outer = [
             (key, self._retrieve[place], self._page_bytes.get(key[:IDENTITY_LENGTH], 0))
             for key, place in zip(keys, places, strict=False)
@@ -266,6 +279,31 @@ class TieredStore:
         if outer:
             self._prefetcher.announce(outer)
         return len(places)
+
+    def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int]) -> None:
+        """Count the leading run of ``keys``; ``found``: how many of its pages are in which tier.
+
+        A page is asked of the first tier, and of each one further out until one has it. What is behind the run:
+        ``count_absent``.
+        """
+        asked = sum(found.values())
+        if not asked:
+            return
+        # Before anybody can read them: a read of a chain counts as used.
+        self._chains.add(identity_of(keys))
+        self._metrics.add_many("chain_pages", {"asked": asked, "found": asked})
+        for place, tier in enumerate(self._retrieve):
+            if not asked:
+                break
+            has = found.get(place, 0)
+            tier.metrics.add_many("chain_pages", {"asked": asked, "found": has})
+            asked -= has
+
+    def count_absent(self, pages: int) -> None:
+        """Pages of a chain that SGLang asked for, behind the leading run: no tier was of use for them, whether or not
+        it was asked (look-ups end at the first gap)."""
+        for metrics in (self._metrics, *(tier.metrics for tier in self._retrieve)):
+            metrics.add("chain_pages", "asked", pages)
 
     def _find_leading(self, keys: Sequence[bytes]) -> list[int]:
         """The number of the tier of each page of the leading run."""

@@ -44,8 +44,8 @@ class QueueSettings:
 class WriteBehind:
     """Pages waiting for one store, in order, each key once. Thread-safe. One thread of its own, from the first page on.
 
-    Counted in ``metrics`` under the name of the queue: ``dropped_pages``, the levels ``queue_pages`` and
-    ``queue_bytes``.
+    Counted in the metrics of the store under the name of the queue: ``dropped_pages``, the levels ``queue_pages`` and
+    ``queue_bytes``. A store that is opened late has others from then on, so that they are asked for each time.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class WriteBehind:
         settings: QueueSettings,
         *,
         queue: str,
-        metrics: TierMetrics,
         before_batch: Callable[[], None] = lambda: None,
         written: Callable[[Sequence[SetResult]], None] = lambda results: None,
     ) -> None:
@@ -62,7 +61,6 @@ class WriteBehind:
         self._store = store
         self._settings = settings
         self._queue = queue
-        self._metrics = metrics
         self._before_batch = before_batch
         self._written = written
         self._condition = threading.Condition()
@@ -78,6 +76,11 @@ class WriteBehind:
         self._stalled = False
         """An offer has waited in vain: nobody waits again before something has left the queue."""
         self._thread: threading.Thread | None = None
+        self._publish_levels()
+
+    @property
+    def _metrics(self) -> TierMetrics:
+        return self._store.metrics
 
     def offer(self, batch: PageBatch, positions: Iterable[int]) -> list[SetResult]:
         """Copy the pages at ``positions`` into the queue: STORED, EXISTS (waiting already) or REJECTED (no room).
@@ -264,8 +267,7 @@ class AsyncStore(DelegatingStore):
 
     def __init__(self, inner: PageStore, settings: QueueSettings | None = None) -> None:
         super().__init__(inner)
-        settings = replace(settings or QueueSettings(), patience=_PATIENCE)
-        self._queue = WriteBehind(inner, settings, queue="async", metrics=inner.metrics)
+        self._queue = WriteBehind(inner, replace(settings or QueueSettings(), patience=_PATIENCE), queue="async")
         self._closed = False
 
     def get(self, batch: PageBatch) -> list[GetResult]:

@@ -154,7 +154,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def hits_from(pair: PdPair, tier: str) -> float:
     """Pages that the prefill node has had from a tier; exported once a second."""
-    return read_samples(pair.prefill.get("/metrics")).total("hicache_ext_hit_from_total", reason=tier)
+    return read_samples(pair.prefill.get("/metrics")).total("hicache_ext_chain_pages_total", tier=tier, reason="used")
 
 
 def restored(pair: PdPair, prompt: list[int], expected: int, **body: Any) -> Any:

@@ -80,7 +80,7 @@ def test_the_decode_node_stores_to_the_pool_and_the_prefill_node_retrieves_from_
 
 def _assert_the_prefill_node_says_what_it_did(server: SglangServer, from_pool: int) -> None:
     # Metrics are exported once a second.
-    wait_until(lambda: _samples(server).total("hicache_ext_hit_from_total", reason="pool") >= from_pool)
+    wait_until(lambda: _samples(server).total("hicache_ext_chain_pages_total", tier="pool", reason="used") >= from_pool)
     wait_until(lambda: _samples(server).total("hicache_ext_pull_tokens_total", reason="pulled") >= 704)
     samples = _samples(server)
     assert samples.total("hicache_ext_pull_decision_total", reason="long_enough") >= 1

@@ -92,7 +92,9 @@ def assert_metrics_tell_the_story(server: SglangServer) -> None:
     def hits_are_told() -> bool:
         """Exported once a second."""
         samples = read_samples(server.get("/metrics"))
-        return [samples.total("hicache_ext_hit_from_total", reason=tier) for tier in ("pool", "nvme")] == [pages] * 2
+        return [
+            samples.total("hicache_ext_chain_pages_total", tier=tier, reason="used") for tier in ("pool", "nvme")
+        ] == [pages] * 2
 
     wait_for(hits_are_told, "the hits in the metrics")
     samples = read_samples(server.get("/metrics"))

@@ -154,7 +154,75 @@ def test_hits_past_a_gap_are_counted_as_such(tiered, near):
     assert tiered.metrics.snapshot()["get", "hit"] == 2
     assert tiered.metrics.snapshot()["get", "gap"] == 2
     assert tiered.metrics.snapshot()["get", "miss"] == 1
-    assert tiered.metrics.snapshot()["hit_from", "near"] == 2
+
+
+def chain_pages(store):
+    """Asked, found and used, as counted."""
+    return tuple(store.metrics.value("chain_pages", stage) for stage in ("asked", "found", "used"))
+
+
+def test_a_miss_in_one_tier_that_goes_to_the_next_is_counted_in_both(tiered, near, far):
+    keys = page_keys(10)
+    store_pages(near.inner, keys[:3])
+    store_pages(far.inner, keys[3:7])
+    assert tiered.count_leading(keys) == 7
+    tiered.count_absent(3)
+    assert_hits(tiered, keys[:7])
+    assert chain_pages(tiered) == (10, 7, 7)
+    assert chain_pages(near) == (10, 3, 3)
+    assert chain_pages(far) == (7, 4, 4)
+
+
+def test_pages_that_were_found_and_are_gone_when_they_are_read_were_not_used(tiered, near, far):
+    keys = page_keys(4)
+    store_pages(near.inner, keys)
+    assert tiered.count_leading(keys) == 4
+    near.inner.remove(keys[2:])
+    assert read_pages(tiered, keys)[0].count(GetResult.HIT) == 2
+    assert chain_pages(tiered) == chain_pages(near) == (4, 4, 2)
+    assert chain_pages(far) == (0, 0, 0)
+
+
+def test_pages_behind_a_gap_are_not_used(tiered, near):
+    keys = page_keys(5)
+    store_pages(near.inner, keys)
+    assert tiered.count_leading(keys) == 5
+    near.inner.remove([keys[2]])
+    read_pages(tiered, keys)
+    assert chain_pages(tiered) == (5, 5, 2)
+
+
+def test_pages_that_are_looked_up_one_by_one_are_no_chain(tiered, near):
+    """Of a sliding window SGLang looks up everything and reads the end: as a share that says nothing."""
+    keys = page_keys(3)
+    store_pages(near.inner, keys)
+    assert tiered.contains(keys) == [True] * 3
+    assert_hits(tiered, keys)
+    assert chain_pages(tiered) == chain_pages(near) == (0, 0, 0)
+
+
+def test_a_single_tier_counts_what_it_is_asked_for(near):
+    single = TieredStore([near], [near])
+    keys = page_keys(4)
+    store_pages(near.inner, keys[:2])
+    assert single.count_leading(keys) == 2
+    single.count_absent(2)
+    assert_hits(single, keys[:2])
+    assert chain_pages(single) == chain_pages(near) == (4, 2, 2)
+    single.close()
+
+
+def test_what_is_fetched_ahead_is_used_when_it_is_read_and_by_the_tier_it_came_from(near, far):
+    store = TieredStore([near, far], [near, far])
+    keys = page_keys(4)
+    store_pages(store, keys)
+    near.inner.remove(keys)
+    assert store.count_leading(keys) == 4
+    assert_hits(store, keys)
+    assert chain_pages(store) == (4, 4, 4)
+    assert chain_pages(near) == (4, 0, 0)
+    assert chain_pages(far) == (4, 4, 4)
+    store.close()
 
 
 def test_a_page_counts_as_written_when_one_tier_has_it(near, far):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 
@@ -17,6 +17,7 @@ from hicache_ext.storage.file.expiry import record_ttl
 from hicache_ext.storage.file.file_system import LayoutChoice, choose_layout, file_system_of, sharing_of_paths
 from hicache_ext.storage.file.io_plan import IoPlan, choose_io
 from hicache_ext.storage.file.spread import PathStore, SpreadStore
+from hicache_ext.storage.reports import RecentMean
 from hicache_ext.storage.store import PageStore
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
         raise ConfigError(f"{key}.capacity", "the slab layout preallocates its files", "a size such as 512GiB")
     if tier.layout == "pages" and tier.io == "direct":
         raise ConfigError(f"{key}.io", "'direct' needs layout slab: page files are not aligned", "auto, buffered")
-    metrics = TierMetrics(name)
-    return SpreadStore(
-        name, [Path(path) for path in tier.path], functools.partial(_open_path, name, tier, metrics), metrics
-    )
+    metrics, evicted_age = TierMetrics(name), RecentMean()
+    open_path = functools.partial(_open_path, name, tier, metrics, evicted_age)
+    return SpreadStore(name, [Path(path) for path in tier.path], open_path, metrics, evicted_age=evicted_age)
 
 
-def _open_path(name: str, tier: FileTierConfig, metrics: TierMetrics, path: Path, trouble: Trouble) -> PathStore:
+def _open_path(
+    name: str, tier: FileTierConfig, metrics: TierMetrics, evicted_age: RecentMean, path: Path, trouble: Trouble
+) -> PathStore:
     """The store of one path with its share of the capacity."""
     chosen = _layout(tier, path)
     if chosen.layout == "slab" and tier.capacity is None:
@@ -53,27 +55,20 @@ def _open_path(name: str, tier: FileTierConfig, metrics: TierMetrics, path: Path
         raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}") from error
     share = None if tier.capacity is None else tier.capacity // len(tier.path)
     logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, chosen.layout, chosen.reason, plan, plan.reason)
+    common: dict[str, Any] = {"ttl": tier.ttl, "metrics": metrics, "trouble": trouble, "evicted_age": evicted_age}
     store: PathStore
     if chosen.layout == "slab":
         from hicache_ext.storage.file.slab.store import SlabStore
 
         try:
-            store = SlabStore(name, path, capacity=share, plan=plan, ttl=tier.ttl, metrics=metrics, trouble=trouble)
+            store = SlabStore(name, path, capacity=share, plan=plan, **common)
         except (OSError, lmdb.Error) as error:
             raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
     else:
         from hicache_ext.storage.file.pages import PageFileStore
 
-        store = PageFileStore(
-            name,
-            path,
-            capacity=share,
-            plan=plan,
-            ttl=tier.ttl,
-            shared=sharing_of_paths(tier.path, tier.shared).shared,
-            metrics=metrics,
-            trouble=trouble,
-        )
+        shared = sharing_of_paths(tier.path, tier.shared).shared
+        store = PageFileStore(name, path, capacity=share, plan=plan, shared=shared, **common)
     record_ttl(name, path, tier.ttl)
     return store
 

@@ -6,10 +6,12 @@ import errno
 import os
 import random
 import stat
+import time
 
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.directory import PageDirectory, occupied, page_hash_in
 from hicache_ext.storage.file.pins import PinnedPages
+from hicache_ext.storage.reports import RecentMean
 
 _SAMPLE = 4096
 """Page files looked at to find the oldest; a directory with fewer is evicted in exact order of recency."""
@@ -18,10 +20,14 @@ _SAMPLE = 4096
 class Evictor:
     """Removes the pages of one directory that were not used for longest. Called under the lock of its account."""
 
-    def __init__(self, directory: PageDirectory, metrics: TierMetrics, pins: PinnedPages) -> None:
+    def __init__(
+        self, directory: PageDirectory, metrics: TierMetrics, pins: PinnedPages, evicted_age: RecentMean
+    ) -> None:
+        """``evicted_age``: hears how many seconds ago what is evicted was used."""
         self._directory = directory
         self._metrics = metrics
         self._pins = pins
+        self._evicted_age = evicted_age
         self._undeletable: set[str] = set()
 
     def evict(self, need: int) -> int:
@@ -51,10 +57,11 @@ class Evictor:
                 if not sample:
                     break
                 sample.sort()
-                for _, path, size in sample:
+                for used, path, size in sample:
                     if freed >= need:
                         break
                     if self._removed(path):
+                        self._evicted_age.note(max(0.0, time.time() - used))
                         freed += size
                         evicted += 1
             if freed < need:

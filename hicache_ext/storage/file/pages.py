@@ -25,12 +25,14 @@ from hicache_ext.storage.file import page_io
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied
 from hicache_ext.storage.file.expiry import Sweeper, oldest_valid_ms
+from hicache_ext.storage.file.fullness import Fullness
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.page_clearing import Clearing
 from hicache_ext.storage.file.page_eviction import Evictor
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.usage import Usage
+from hicache_ext.storage.reports import RecentMean
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,10 @@ _PORTIONS = 8
 """A write takes at most this part of the capacity at once, so that several processes can have one under way."""
 _WRITE_ATTEMPTS = 3
 _UNHEALED_LIMIT = 65536
+_FAN_OUTS_COUNTED = 64
+"""Fan-out directories listed to say how many pages there are: hashes fill all of them evenly."""
+_COUNT_INTERVAL = 60.0
+"""Seconds between two such counts."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
@@ -78,12 +84,14 @@ class PageFileStore:
         shared: bool = False,
         metrics: TierMetrics | None = None,
         trouble: Trouble = no_trouble,
+        evicted_age: RecentMean | None = None,
     ) -> None:
         """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
 
         ``shared``: other machines have the directory, too.
-        ``threads`` and the modes of ``plan`` as io_plan.py has them. ``trouble`` hears of every error of the disk.
-        Raises StoreSetupError when the directory cannot be used.
+        ``threads`` and the modes of ``plan`` as io_plan.py has them. ``trouble`` hears of every error of the disk,
+        ``evicted_age`` how many seconds ago what is evicted was used. Raises StoreSetupError when the directory cannot
+        be used.
         """
         self._name = name
         self._metrics = metrics or TierMetrics(name)
@@ -96,11 +104,13 @@ class PageFileStore:
         self._directory = PageDirectory(path, name)
         self._usage = self._open_usage()
         self._pins = PinnedPages(name, path, _pin_limit(capacity), self._directory.occupied_by)
-        self._evictor = Evictor(self._directory, self._metrics, self._pins)
+        self._evictor = Evictor(self._directory, self._metrics, self._pins, evicted_age or RecentMean())
         self._clearing = Clearing(name, self._directory, self._usage, self._metrics)
         self._threads = threads or self._plan.threads
         self._workers = Workers(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
+        self._pages = 0
+        self._count_pages_at = 0.0
         # Paths under which this process found no page it could read, and which it could not free: absent to callers,
         # freed by the next write where that has become possible.
         self._unhealed: set[str] = set()
@@ -153,6 +163,20 @@ class PageFileStore:
     def used_bytes(self) -> int:
         """Bytes of disk that pages and reservations take, over all processes."""
         return self._usage.total()
+
+    def fullness(self) -> Fullness:
+        """The number of pages is exact in a small directory and estimated in a large one. Raises OSError."""
+        with self._calls:
+            used, capacity = self.used_bytes(), self._capacity
+            if capacity is None:
+                disk = os.statvfs(self._directory.path)
+                free = disk.f_bavail * disk.f_frsize
+            else:
+                free = max(0, capacity - used)
+            if time.monotonic() >= self._count_pages_at:
+                self._pages = self._directory.count_pages(_FAN_OUTS_COUNTED)
+                self._count_pages_at = time.monotonic() + _COUNT_INTERVAL
+            return Fullness(capacity, used, free, self._pages)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

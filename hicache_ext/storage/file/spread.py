@@ -28,9 +28,11 @@ from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file import hints
 from hicache_ext.storage.file.device_errors import Trouble, is_device_error
+from hicache_ext.storage.file.fullness import Fullness, gauges_of_paths
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.path_choice import PathChoice
 from hicache_ext.storage.hints.board import BoardLimits
+from hicache_ext.storage.reports import LastLook, RecentMean
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, Resizable, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,15 @@ _LONGEST_PAUSE = 60.0
 """Seconds before the first probe of a path out of service, doubled after each that failed, up to this."""
 _CLOSE_TIMEOUT = 10.0
 """Seconds that close() waits for a probe: on a device that hangs it may never end."""
+_LOOK_INTERVAL = 5.0
+"""Seconds between two looks at how full the paths are, while somebody asks."""
 
 
 class PathStore(PageStore, Resizable, Protocol):
     """The store of one path."""
+
+    def fullness(self) -> Fullness:
+        """Looks at the disk, which may take as long as the disk likes. Raises what the disk does."""
 
     def abandon(self) -> None:
         """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
@@ -89,16 +96,20 @@ class SpreadStore:
         open_path: OpenPath,
         metrics: TierMetrics,
         first_probe: float = FIRST_PROBE,
+        evicted_age: RecentMean | None = None,
     ) -> None:
         """Opens every path. One that is broken starts out of service, unless all are: then its StoreSetupError is
         raised. A path that works and must not be used (another layout, another format) raises in any case.
 
-        ``first_probe``: seconds until a path out of service is looked at for the first time.
+        ``first_probe``: seconds until a path out of service is looked at for the first time. ``evicted_age``: seconds
+        since the last use of what the paths evict.
         """
         self._name = name
         self._metrics = metrics
         self._open_path = open_path
         self._first_probe = first_probe
+        self._evicted_age = evicted_age or RecentMean()
+        self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
         self._parts = [_Part(path) for path in paths]
         self._choice = PathChoice([str(path) for path in paths])
         self._usable: tuple[int, ...] = ()
@@ -149,6 +160,16 @@ class SpreadStore:
         # A page may be on any path.
         shared = bool(described) and all(info.shared for info in described)
         return StoreInfo(name=self._name, type="file", shared=shared, details=details)
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            **self._last_look.known(),
+            "tier_up": float(bool(self._usable)),
+            "evicted_age_seconds": self._evicted_age.take(),
+        }
+
+    def _look(self) -> dict[str, float]:
+        return gauges_of_paths([store.fullness() for store in self.parts])
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
         hints.post_hint(self._parts[0].path, hint, limits)
@@ -240,6 +261,7 @@ class SpreadStore:
         if not self._calls.shut():
             return
         self._stop_probing()
+        self._last_look.close(_CLOSE_TIMEOUT)
         if self._workers is not None:
             self._workers.close()
         self._close_stores()

@@ -182,6 +182,13 @@ class Breaker:
         with self._lock:
             self._in_doubt = False
 
+    def take_over(self, before: Breaker) -> None:
+        """Begin with the state of another one that judged the same tier, and with what it knew of it."""
+        with before._lock, self._lock:
+            self._state, self._opened = before._state, before._opened
+            self._recovering_since, self._credit = before._recovering_since, before._credit
+            self._recent, self._reads = before._recent.copy(), before._reads.copy()
+
     def _close(self) -> None:
         self._change(BreakerState.CLOSED)
         self._opened = 0

@@ -64,11 +64,16 @@ class BreakerStore(DelegatingStore):
         self._closing = threading.Event()
         self._slow_start_cut = threading.Event()
         """Set where the prober must not sit out a slow start: the breaker opened again, or the store closes."""
-        self._level_lock = threading.Lock()
-        self._publish_state()
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read went wrong."""
         self._opened_at = 0.0
+
+    def take_over(self, before: BreakerStore) -> None:
+        """Go on from the state of the breaker that stood around the same store until now. Before the first call."""
+        self._breaker.take_over(before._breaker)
+        self._suspect, self._opened_at = before._suspect, before._opened_at
+        if self.state is not BreakerState.CLOSED:
+            self._start_prober()
 
     @property
     def state(self) -> BreakerState:
@@ -77,6 +82,9 @@ class BreakerStore(DelegatingStore):
     def describe(self) -> StoreInfo:
         info = self.inner.describe()
         return StoreInfo(info.name, info.type, info.shared, {**info.details, "breaker": self.state.value})
+
+    def gauges(self) -> dict[str, float]:
+        return {**super().gauges(), "breaker_state": _LEVELS[self.state]}
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -214,14 +222,8 @@ class BreakerStore(DelegatingStore):
 
     # -- probing ---------------------------------------------------------------------------------------------------
 
-    def _publish_state(self) -> None:
-        # Of two changes that follow each other closely the one published last reads the newest state.
-        with self._level_lock:
-            self.metrics.set_level("breaker_state", "", _LEVELS[self.state])
-
     def _changed(self, state: BreakerState, reason: str) -> None:
         self.metrics.add("breaker", state.value)
-        self._publish_state()
         match state:
             case BreakerState.OPEN:
                 self._opened_at = self._clock()

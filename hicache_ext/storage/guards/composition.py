@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, RemoteTierConfig, TierConfig
 from hicache_ext.storage.guards.breaker import BreakerSettings
-from hicache_ext.storage.guards.breaker_store import BreakerStore
+from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
@@ -72,8 +72,11 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
     )
 
 
-def guarded(store: PageStore, plan: GuardPlan) -> PageStore:
-    """``store`` with its guards around it; closing that closes ``store``."""
+def guarded(store: PageStore, plan: GuardPlan, before: PageStore | None = None) -> PageStore:
+    """``store`` with its guards around it; closing that closes ``store``.
+
+    ``before``: what it was with other guards. A tier that is down is not up because its limits have changed.
+    """
     timeout = plan.timeout
     write_timeout = plan.write_timeout if plan.write_timeout is not None else timeout
     if plan.retries:
@@ -84,6 +87,8 @@ def guarded(store: PageStore, plan: GuardPlan) -> PageStore:
         store = ConcurrencyLimitStore(store, plan.concurrency, timeout / 2 if timeout is not None else None)
     if plan.breaker is not None:
         store = BreakerStore(store, plan.breaker, timeout)
+        if before is not None and (breaker := breaker_of(before)) is not None:
+            store.take_over(breaker)
     if timeout is not None and write_timeout is not None:
         store = TimeLimitStore(store, timeout, write_timeout, plan.breaker.slow_call if plan.breaker else None)
     if plan.negative_cache:

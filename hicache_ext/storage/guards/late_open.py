@@ -14,6 +14,7 @@ from typing import Any
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.diagnosis import Diagnosable, Finding, Level
+from hicache_ext.storage.reports import NOT_REACHED, gauges_of
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,10 @@ class LateStore:
         if self._store is not None:
             return self._store.describe()
         return StoreInfo(self._name, self._type, self._shared, {"state": "not open", "problem": self._last_problem})
+
+    def gauges(self) -> dict[str, float]:
+        store = self._store
+        return dict(NOT_REACHED) if store is None else gauges_of(store)
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._lock:

@@ -132,6 +132,10 @@ class MooncakeStore:
             },
         )
 
+    def gauges(self) -> dict[str, float]:
+        # What the pool holds is known to its master alone, and the client does not ask for it.
+        return {"tier_up": float(self.attached)}
+
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.mooncake.examination import examine
 

@@ -207,7 +207,7 @@ def test_a_tier_that_nobody_asks_after_its_recovery_is_in_full_use_when_the_slow
             store.get(PageBatch([KEY], HostPages([[100]]).buffers))
         assert store.state is OPEN
         failing.active = False
-        eventually(lambda: store.metrics.levels()["breaker_state", ""] == 0)
+        eventually(lambda: store.gauges()["breaker_state"] == 0)
         assert store.state is CLOSED
     assert store.metrics.value("breaker", "closed") == 2
     store.close()

@@ -24,7 +24,7 @@ from hicache_ext.storage.file.slab.records import (
     USES_NAME,
     Slab,
 )
-from hicache_ext.storage.file.slab.slot_code import LOW, OBJECT, PLACE, STATE
+from hicache_ext.storage.file.slab.slot_code import LOW, OBJECT, PLACE, PRIORITY, STATE, USED
 from hicache_ext.storage.file.slab.touches import Uses
 from hicache_ext.storage.store import key_words
 
@@ -86,6 +86,25 @@ class IndexChange:
         ghosts = self._index.ghosts(self._transaction, _ghost_limit(slots, slot_size)) if count > 0 else None
         arguments = (slot_size, count, slots >> _SOON_SHIFT, slots, spared, *_ghosts_of(ghosts))
         self.evicted += slot_code.evict_pages(*self._view.table, *arguments)
+
+    def first_victim(self, slot_size: int) -> tuple[int, int] | None:
+        """Of the page of this slot size that goes first: what the clock said at its last use, and when it was written
+        (wall-clock seconds). None without pages."""
+        view = self._view
+        of_size = np.flatnonzero(view.rows[:, slot_code.SLOT_SIZE] == slot_size)
+        lowest = view.lowest[of_size]
+        if not len(lowest) or lowest.min() == slot_code.NO_PAGE:
+            return None
+        _, _, slots, together, base = view.rows[of_size[lowest.argmin()]].tolist()
+        groups = view.groups[base + 1 : base + 1 - (-slots // together), slot_code.LOWEST]
+        first = int(groups.argmin()) * together
+        records = view.records[base + first : base + min(first + together, slots)]
+        found = np.flatnonzero((records[:, PRIORITY] == lowest.min()) & (records[:, STATE] & 0xFF == slot_code.PAGE))
+        return None if not len(found) else (int(records[found[0], USED]), int(records[found[0], OBJECT]) >> 32)
+
+    def inserts(self, slot_size: int) -> int:
+        """What the clock of this slot size says."""
+        return int(self._index.table.clock(slot_size)[slot_code.INSERTS])
 
     def free_slots(self, slot_size: int, at_most: int) -> int:
         """How many slots of this size are free; ``at_most`` when there are more."""

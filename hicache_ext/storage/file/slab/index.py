@@ -44,6 +44,7 @@ from hicache_ext.storage.file.slab.records import (
     Place,
     Slab,
 )
+from hicache_ext.storage.file.slab.shapes import HEADER
 from hicache_ext.storage.file.slab.slot_table import Seals, SlotTable, View
 from hicache_ext.storage.file.slab.touches import Uses
 from hicache_ext.storage.file.usage import writer_alive, writer_name
@@ -242,6 +243,15 @@ class SlabIndex:
             return self._current().seals
         except (lmdb.Error, OSError):
             return self._view.seals
+
+    def occupied(self) -> tuple[int, int, int]:
+        """Pages, the bytes of their slots and headers, and the bytes of free slots: from the summaries."""
+        view = self._current()
+        slots, sizes = view.rows[:, slot_code.SLOTS], view.rows[:, slot_code.SLOT_SIZE]
+        summaries = view.groups[view.rows[:, slot_code.BASE]]
+        free = summaries[:, slot_code.FREE_SLOTS]
+        pages = slots - free - summaries[:, slot_code.PENDING_SLOTS]
+        return int(pages.sum()), int((pages * (sizes + HEADER)).sum()), int((free * sizes).sum())
 
     def slabs(self) -> list[Slab]:
         return list(self._current().slabs.values())

@@ -7,14 +7,17 @@ slab with pages that would go before those evicted of another size is taken away
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.file.fullness import Fullness
 from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.slab.change import IndexChange
+from hicache_ext.storage.file.slab.clock_times import ClockTimes
 from hicache_ext.storage.file.slab.directory import INDEX_BYTES_AT_LEAST, INDEX_BYTES_PER_SLOT, SlabDirectory
 from hicache_ext.storage.file.slab.mapped import Words
 from hicache_ext.storage.file.slab.placed import Numbers
@@ -22,6 +25,7 @@ from hicache_ext.storage.file.slab.quiet_index import QuietIndex
 from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.shapes import HEADER
 from hicache_ext.storage.file.slab.touches import Touches
+from hicache_ext.storage.reports import RecentMean
 
 _SLABS_AT_CAPACITY = 16
 """A full directory has about this many slabs, unless they would be larger than _LARGEST_SLAB."""
@@ -50,10 +54,12 @@ class Room:
         touches: Touches,
         metrics: TierMetrics,
         failed: Callable[[OSError], None],
+        evicted_age: RecentMean,
     ) -> None:
         """Drops slabs beyond the capacity. Raises lmdb.Error or OSError.
 
-        ``touches`` are written before an eviction; ``failed`` hears of errors of the disk.
+        ``touches`` are written before an eviction; ``failed`` hears of errors of the disk, ``evicted_age`` how many
+        seconds ago what is evicted was used.
         """
         self._directory = directory
         self._index = index
@@ -62,6 +68,9 @@ class Room:
         self._touches = touches
         self._metrics = metrics
         self._failed = failed
+        self._evicted_age = evicted_age
+        self._clock_times: defaultdict[int, ClockTimes] = defaultdict(ClockTimes)
+        """By slot size; used inside changes."""
         self._slabs = {slab.number: slab for slab in directory.index.slabs()}
         # A slab of another slot size that holds colder pages than those evicted here.
         self._colder_slab: Slab | None = None
@@ -78,6 +87,12 @@ class Room:
     @property
     def capacity(self) -> int:
         return self._capacity
+
+    def fullness(self) -> Fullness:
+        """Raises lmdb.Error or OSError."""
+        pages, used, free = self._directory.index.occupied()
+        left = self._capacity - self._occupied(self._directory.index.slabs())
+        return Fullness(self._capacity, used, free + max(0, left), pages)
 
     def resize(self, capacity: int) -> None:
         """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new one."""
@@ -131,6 +146,7 @@ class Room:
     def _take(self, change: IndexChange, wanted: Mapping[int, int], portion: int) -> dict[int, Words]:
         taken: dict[int, Words] = {}
         for slot_size, count in wanted.items():
+            self._clock_times[slot_size].note(change.inserts(slot_size), time.time())
             places = change.take_free_slots(slot_size, count, portion)
 
             def take_more() -> None:
@@ -173,7 +189,13 @@ class Room:
     def _evict(self, change: IndexChange, slot_size: int, count: int) -> None:
         for keys in self._touches.take():
             change.touch(keys)
+        first, before = change.first_victim(slot_size) if count > 0 else None, change.evicted
         change.evict(slot_size, count, self._spared())
+        if first is not None:
+            # The first one speaks for all: only those are evicted whose turn is next.
+            used, written = first
+            last_use = self._clock_times[slot_size].when(used) or written
+            self._evicted_age.note(max(0.0, time.time() - last_use), change.evicted - before)
 
     def _spared(self) -> Words:
         """What ``IndexChange.evict`` takes for the pinned pages."""

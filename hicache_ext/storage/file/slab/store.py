@@ -29,6 +29,7 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.file.expiry import Sweeper
+from hicache_ext.storage.file.fullness import Fullness
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.pins import PinnedPages
@@ -42,6 +43,7 @@ from hicache_ext.storage.file.slab.room import Room
 from hicache_ext.storage.file.slab.shapes import are_of_one_size, sizes_at, slot_size_of
 from hicache_ext.storage.file.slab.slot_io import SlotIo
 from hicache_ext.storage.file.slab.touches import Touches
+from hicache_ext.storage.reports import RecentMean
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted, identity_of
 
 logger = logging.getLogger(__name__)
@@ -66,10 +68,12 @@ class SlabStore:
         ttl: float | None = None,
         metrics: TierMetrics | None = None,
         trouble: Trouble = no_trouble,
+        evicted_age: RecentMean | None = None,
     ) -> None:
         """``capacity`` in bytes for all processes together, slabs and index; ``ttl`` in seconds.
 
-        ``trouble`` hears of every error of the disk and the index. Raises StoreSetupError.
+        ``trouble`` hears of every error of the disk and the index, ``evicted_age`` how many seconds ago what is evicted
+        was used. Raises StoreSetupError.
         """
         if capacity is None:
             raise StoreSetupError(name, "the slab layout preallocates its files and needs a capacity")
@@ -97,7 +101,16 @@ class SlabStore:
             self._moves = PageMoves(directory, self._plan, metrics, self._io)
             self._touches = Touches(name, self._write_touches)
             pins = PinnedPages(name, directory.path, capacity // 2, directory.index.occupied_by)
-            self._room = Room(directory, self._index, capacity, pins, self._touches, metrics, self._count_error)
+            self._room = Room(
+                directory,
+                self._index,
+                capacity,
+                pins,
+                self._touches,
+                metrics,
+                self._count_error,
+                evicted_age or RecentMean(),
+            )
             self._workers = Workers(f"hicache-{name}", self._threads)
         except BaseException:
             self._resources.close()
@@ -125,6 +138,11 @@ class SlabStore:
                 "ttl": self._ttl,
             },
         )
+
+    def fullness(self) -> Fullness:
+        """Raises lmdb.Error or OSError."""
+        with self._calls:
+            return self._room.fullness()
 
     def can_resize(self, capacity: int | None) -> bool:
         return capacity is not None

@@ -52,6 +52,8 @@ _CLOSE_TIMEOUT = 30.0
 _LIST_FROM = 1000
 """From this many keys of one identity on, presence is looked up in a listing: 1,000 names a request instead of one."""
 _LISTED_AT_ONCE = 1000
+_NO_ANSWER = frozenset({"connection", "timeout", "denied", "no_bucket"})
+"""Reasons of a failure with which the tier is of no use, whatever is asked of it."""
 _KEYS_PER_LISTING = 100
 """A listing is given up after one request per this many keys asked for; the rest is asked for key by key."""
 
@@ -89,6 +91,8 @@ class ObjectPageStore:
         self._clearings = Clearings(name, obstore, client, self._metrics)
         self._create = ConditionalCreate(obstore, client)
         self._unhealed: set[bytes] = set()
+        self._reached = False
+        """Whether the last request that ended was answered by the store."""
         try:
             self._threads = RequestThreads(f"hicache-{name}", self._concurrency)
         except RuntimeError as error:
@@ -124,10 +128,14 @@ class ObjectPageStore:
             try:
                 request()
             except Exception as error:  # noqa: BLE001 - a client library's errors end here
-                failures.append(explain(error))
+                failures.append(self._explained(error))
+            else:
+                self._reached = True
             return True
 
         _, done = self._threads.run(1, make, self._timeout if timeout is None else timeout)
+        if not done:
+            self._reached = False
         return done, failures[0] if done and failures else None
 
     @property
@@ -159,6 +167,10 @@ class ObjectPageStore:
                 "conditional_create": self._create.supported,
             },
         )
+
+    def gauges(self) -> dict[str, float]:
+        # There is no connection to ask: the store is up as far as its last answer tells.
+        return {"tier_up": float(self._reached)}
 
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.remote.object.diagnosis import diagnose
@@ -216,6 +228,7 @@ class ObjectPageStore:
         expected = HEADER_LENGTH + payload_length
         try:
             reply = self._obstore.get(self._client, page_name(key))
+            self._reached = True
             # A body of the wrong size is not worth receiving.
             found = int(reply.meta["size"])
             body = memoryview(reply.bytes()) if found == expected else memoryview(b"")
@@ -242,15 +255,21 @@ class ObjectPageStore:
             scatter(body[HEADER_LENGTH:], segments)
         return GetResult.HIT
 
-    def _is_absent(self, error: BaseException) -> bool:
+    def _explained(self, error: BaseException) -> Failure:
+        """Why a request failed; what that says of the store is noted."""
         failure = explain(error)
+        self._reached = failure.reason not in _NO_ANSWER
+        return failure
+
+    def _is_absent(self, error: BaseException) -> bool:
+        failure = self._explained(error)
         if failure.reason != "absent":
             self._metrics.add("error", failure.reason)
         return failure.reason == "absent"
 
     def _failed(self, error: BaseException, call: Call[Any]) -> Failure:
         """Count a failed request; where no server can be reached the call ends: its other requests would fail too."""
-        failure = explain(error)
+        failure = self._explained(error)
         self._metrics.add("error", failure.reason)
         logger.debug("tier %s: %s", self._name, failure)
         if failure.reason in ("connection", "denied"):
@@ -350,7 +369,9 @@ class ObjectPageStore:
         if not self._may_be_served(key):
             return False
         try:
-            return int(self._obstore.head(self._client, page_name(key))["size"]) >= HEADER_LENGTH
+            size = int(self._obstore.head(self._client, page_name(key))["size"])
+            self._reached = True
+            return size >= HEADER_LENGTH
         except FileNotFoundError as error:
             self._is_absent(error)
         except Exception as error:  # noqa: BLE001 - a client library's errors end here
@@ -414,9 +435,9 @@ class ObjectPageStore:
         except Exception as error:
             if explain(error).reason != "exists":
                 raise
-            write.stored = True
+            write.stored = self._reached = True
             return SetResult.EXISTS
-        write.stored = True
+        write.stored = self._reached = True
         self._unhealed.discard(key)
         return SetResult.STORED
 

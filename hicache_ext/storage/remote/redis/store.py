@@ -36,6 +36,7 @@ from hicache_ext.storage.remote.redis.page_calls import (
 from hicache_ext.storage.remote.redis.resp import LARGEST_VALUE, ProtocolError, command
 from hicache_ext.storage.remote.redis.settings import RedisSettings
 from hicache_ext.storage.remote.redis.topology import Topology
+from hicache_ext.storage.reports import LastLook
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ _MEMORY_PAUSE = 1.0
 """Seconds without writes to a node after it said that it is out of memory: it says so only after taking the payload."""
 _IDENTITY_INTERVAL = 60.0
 """Seconds between two renewals of an identity document: a server may lose it to a restart, an eviction or a clear()."""
+_LOOK_INTERVAL = 10.0
+"""Seconds between two looks at how full the servers are, while somebody asks."""
 _AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH", "READONLY"})
 """Errors that are the node's state and no accident: it is out of service until it can be logged in to again."""
 
@@ -86,6 +89,7 @@ class RedisPageStore:
             self._topology.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
         self._calls = CallGate(name)
+        self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
 
     @property
     def name(self) -> str:
@@ -112,6 +116,16 @@ class RedisPageStore:
                 "tls": self._settings.tls is not None,
             },
         )
+
+    def gauges(self) -> dict[str, float]:
+        up = any(node.up for node in self._topology.nodes)
+        return {**(self._last_look.known() if up else {}), "tier_up": float(up)}
+
+    def _look(self) -> dict[str, float]:
+        """What the servers say of their memory, all data of theirs included. Raises redis.RedisError."""
+        from hicache_ext.storage.remote.redis.memory import memory_of
+
+        return memory_of(self._settings, self._topology.nodes)
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self._documents[digest] = json.dumps(document, sort_keys=True, ensure_ascii=False).encode()
@@ -280,6 +294,7 @@ class RedisPageStore:
     def close(self) -> None:
         if os.getpid() != self._process or not self._calls.shut():
             return
+        self._last_look.close(self._settings.short_call)
         self._workers.close()
         self._clearing.close()
         self._topology.close()
