@@ -185,7 +185,7 @@ class Breaker:
     def take_over(self, before: Breaker) -> None:
         """Begin with the state of another one that judged the same tier, and with what it knew of it."""
         with before._lock, self._lock:
-            self._state, self._opened = before._state, before._opened
+            self._state, self._opened, self._in_doubt = before._state, before._opened, before._in_doubt
             self._recovering_since, self._credit = before._recovering_since, before._credit
             self._recent, self._reads = before._recent.copy(), before._reads.copy()
 
