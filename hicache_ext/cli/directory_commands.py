@@ -6,6 +6,7 @@ They may be used while servers run. They speak of models, dtypes, ages and bytes
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import time
@@ -18,13 +19,17 @@ from typing import Any
 
 from hicache_ext.cli.tables import print_table
 from hicache_ext.config import format_duration, rounded_size
-from hicache_ext.storage.file.directory import load_document
+from hicache_ext.errors import ConfigError
 from hicache_ext.storage.file.expiry import recorded_ttl
-from hicache_ext.storage.file.inspection import Inspector, open_inspector, reason_it_is_bad
-from hicache_ext.storage.file.pins import read_pins, remove_pins_that_are_over
+from hicache_ext.storage.file.inspection import Inspector, StoredPage, open_editor, open_inspector, reason_it_is_bad
+from hicache_ext.storage.file.page_tree import load_document
+from hicache_ext.storage.file.pins import pins_that_are_over, read_pins, remove_pin
 
 _PROGRESS_INTERVAL = 0.2
 _REMOVE_BATCH = 256
+_LEAST_DIGITS = 8
+_DIGITS = re.compile(rf"[0-9a-f]{{{_LEAST_DIGITS},32}}")
+_GONE = "gone"
 _AMOUNTS = ("pages", "bytes", "hits", "last written", "last used")
 
 
@@ -64,6 +69,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 def configure_gc(parser: argparse.ArgumentParser) -> None:
     _add_path(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     parser.set_defaults(run=_gc)
 
 
@@ -71,8 +77,12 @@ def configure_clear(parser: argparse.ArgumentParser) -> None:
     _add_path(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="remove the pages of this model (its name as `hicache-ext ls` prints it)")
-    what.add_argument("--identity", help="remove the pages of this identity (its first digits as `ls` prints them)")
+    what.add_argument(
+        "--identity", help=f"remove the pages of this identity ({_LEAST_DIGITS} of its digits or more, see `ls`)"
+    )
     what.add_argument("--all", action="store_true", help="remove all pages of this package")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--yes", action="store_true", help="do not ask; without a terminal nothing is asked")
     parser.set_defaults(run=_clear)
 
 
@@ -81,7 +91,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    with closing(open_inspector(arguments.path)) as inspector:
+    with closing(_opened(arguments.path)) as inspector:
         groups = _groups(inspector)
     rows = [("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard", *_AMOUNTS)]
     for group in sorted(groups, key=lambda group: (group.model, -group.size)):
@@ -109,7 +119,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _stat(arguments: argparse.Namespace) -> int:
-    with closing(open_inspector(arguments.path)) as inspector:
+    with closing(_opened(arguments.path)) as inspector:
         groups = _groups(inspector)
         occupied = inspector.occupied()
         layout = inspector.layout
@@ -134,29 +144,28 @@ def _verify(arguments: argparse.Namespace) -> int:
     reasons: Counter[str] = Counter()
     bad: list[bytes] = []
     removed = 0
-    with closing(open_inspector(arguments.path)) as inspector:
+    with closing(_opened(arguments.path)) as inspector:
         pages = list(inspector.pages())
         for page in _with_progress(pages, "pages read"):
             try:
-                stored = inspector.read(page)
+                reason = _look_at(inspector, page)
             except OSError as error:
                 unread += 1
                 print(f"not looked at ({error.strerror}): page {page.key[16:].hex()}", file=sys.stderr)
                 continue
-            if stored is None:
+            if reason == _GONE:
                 gone += 1
-                continue
-            reason = reason_it_is_bad(page.key, stored)
-            if reason is None:
+            elif not reason:
                 good += 1
-                continue
-            reasons[reason] += 1
-            bad.append(page.key)
-            document = load_document(arguments.path, page.identity) or {}
-            print(f"bad ({reason}): page {page.key[16:].hex()} of {document.get('model', {}).get('id', 'unknown')}")
-        if arguments.remove:
+            else:
+                reasons[reason] += 1
+                bad.append(page.key)
+                document = load_document(arguments.path, page.identity) or {}
+                print(f"bad ({reason}): page {page.key[16:].hex()} of {document.get('model', {}).get('id', 'unknown')}")
+    if arguments.remove and bad:
+        with closing(open_editor(arguments.path)) as editor:
             for first in range(0, len(bad), _REMOVE_BATCH):
-                removed += inspector.remove(bad[first : first + _REMOVE_BATCH])
+                removed += editor.remove(bad[first : first + _REMOVE_BATCH])
     print(f"{good} good, {len(bad)} bad, {gone} evicted meanwhile" + (f", {unread} not looked at" if unread else ""))
     for reason, count in reasons.most_common():
         print(f"  {count} x {reason}")
@@ -165,11 +174,35 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if unread or len(bad) > removed else 0
 
 
+def _look_at(inspector: Inspector, page: StoredPage) -> str:
+    """Why a page is bad, ``_GONE``, or nothing. Raises OSError where that is not known."""
+    reason = ""
+    # Twice: a server may have been writing there the first time.
+    for _ in range(2):
+        stored = inspector.read(page)
+        if stored is None:
+            return _GONE
+        reason = reason_it_is_bad(page.key, stored) or ""
+        if not reason:
+            break
+    return reason
+
+
 def _gc(arguments: argparse.Namespace) -> int:
-    with closing(open_inspector(arguments.path)) as inspector:
+    with closing(_opened(arguments.path)) as inspector:
         before = inspector.occupied()
-        cleaned = inspector.clean_up()
-        pins = remove_pins_that_are_over(arguments.path)
+        left_over = inspector.left_overs()
+    over = pins_that_are_over(arguments.path)
+    if arguments.dry_run:
+        print(f"{left_over} left-overs of killed processes would be removed")
+        if over:
+            print(f"{len(over)} pins whose time is up would be removed")
+        return 0
+    with closing(open_editor(arguments.path)) as editor:
+        # Opening it has taken some away already.
+        cleaned = max(left_over, editor.clean_up())
+    pins = sum(remove_pin(arguments.path, name) for name in over)
+    with closing(open_inspector(arguments.path)) as inspector:
         after = inspector.occupied()
     print(f"{cleaned} left-overs of killed processes removed, {rounded_size(max(0, before - after))} freed")
     if pins:
@@ -178,22 +211,67 @@ def _gc(arguments: argparse.Namespace) -> int:
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    with closing(open_inspector(arguments.path)) as inspector:
+    with closing(_opened(arguments.path)) as inspector:
         groups = _groups(inspector)
-        chosen = [
-            group
-            for group in groups
-            if arguments.all
-            or (arguments.model is not None and group.model == arguments.model)
-            or (arguments.identity is not None and group.digest.hex().startswith(arguments.identity.lower()))
-        ]
-        inspector.clear([group.digest for group in chosen])
+    chosen = _chosen(groups, arguments)
     if not chosen and not arguments.all:
-        known = ", ".join(sorted({group.model for group in groups})) or "none"
-        print(f"no pages of {arguments.model or arguments.identity!r}; models here: {known}", file=sys.stderr)
+        if arguments.identity is not None:
+            known = ", ".join(sorted(group.digest.hex() for group in groups)) or "none"
+            print(f"no pages of the identity {arguments.identity!r}; identities here: {known}", file=sys.stderr)
+        else:
+            known = ", ".join(sorted({group.model for group in groups})) or "none"
+            print(f"no pages of {arguments.model!r}; models here: {known}", file=sys.stderr)
         return 1
-    print(f"{sum(group.pages for group in chosen)} pages, {rounded_size(sum(group.size for group in chosen))} removed")
+    what = f"{sum(group.pages for group in chosen)} pages, {rounded_size(sum(group.size for group in chosen))}"
+    if arguments.dry_run:
+        for group in chosen:
+            print(f"{group.digest.hex()} of {group.model}: {group.pages} pages, {rounded_size(group.size)}")
+        print(f"{what} would be removed")
+        return 0
+    if not arguments.yes and not _agrees(f"Remove {what} of {_models(chosen)} from {arguments.path}?"):
+        print("nothing was removed", file=sys.stderr)
+        return 1
+    with closing(open_editor(arguments.path)) as editor:
+        editor.clear([group.digest for group in chosen])
+    print(f"{what} removed")
     return 0
+
+
+def _chosen(groups: list[_Group], arguments: argparse.Namespace) -> list[_Group]:
+    """What ``clear`` was asked to remove. Raises ConfigError where that is not clear."""
+    if arguments.all:
+        return groups
+    if arguments.model is not None:
+        return [group for group in groups if group.model == arguments.model]
+    digits = arguments.identity.lower()
+    if not _DIGITS.fullmatch(digits):
+        problem = f"{arguments.identity!r} does not name an identity"
+        raise ConfigError("--identity", problem, f"{_LEAST_DIGITS} to 32 of its hex digits, as `ls` prints them")
+    chosen = [group for group in groups if group.digest.hex().startswith(digits)]
+    if len(chosen) > 1:
+        candidates = ", ".join(f"{group.digest.hex()} ({group.model}, {group.pages} pages)" for group in chosen)
+        raise ConfigError("--identity", f"{arguments.identity!r} fits several identities: {candidates}", "one of them")
+    return chosen
+
+
+def _models(groups: list[_Group]) -> str:
+    return ", ".join(sorted({group.model for group in groups})) or "no model"
+
+
+def _agrees(question: str) -> bool:
+    """What somebody at a terminal answers. A script has nobody to ask, and has said what it wants."""
+    if not sys.stdin.isatty():
+        return True
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _opened(path: Path) -> Inspector:
+    """The directory to look at, and a word where it cannot tell all. Raises StoreError."""
+    inspector = open_inspector(path)
+    if inspector.remark:
+        print(f"{path}: {inspector.remark}", file=sys.stderr)
+    return inspector
 
 
 def _groups(inspector: Inspector) -> list[_Group]:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hicache_ext.config import ConfigErrors, check_document
 from hicache_ext.doctor.examination import Section, examine, worst
@@ -44,11 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
             return 2
         raise
     sections: list[Section] = []
-    for section in examine(checked, inline=inline, only=arguments.tier):
-        sections.append(section)
-        if not arguments.json:
-            # As they come: a tier that hangs until its timeout must not hide what was found before.
-            print(_text(section), flush=True)
+    with _interrupted_by_signals():
+        for section in examine(checked, inline=inline, only=arguments.tier):
+            sections.append(section)
+            if not arguments.json:
+                # As they come: a tier that hangs until its timeout must not hide what was found before.
+                print(_text(section), flush=True)
     level = worst(sections)
     if arguments.json:
         print(json.dumps({"level": level.value, "sections": [section.document() for section in sections]}, indent=1))
@@ -56,6 +61,24 @@ def run(arguments: argparse.Namespace) -> int:
         print(_SUMMARY[level])
         sys.stdout.flush()
     return 1 if level is Level.ERROR else 0
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Ending is an interruption: what a trial has made is taken away first."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 _SUMMARY = {

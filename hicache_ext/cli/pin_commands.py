@@ -16,8 +16,8 @@ from hicache_ext.config import FileTierConfig, load_config, parse_duration, roun
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page_hashes import page_hashes
-from hicache_ext.storage.file.directory import load_document
 from hicache_ext.storage.file.inspection import open_inspector
+from hicache_ext.storage.file.page_tree import load_document
 from hicache_ext.storage.file.pins import Pin, add_pin, read_pins, remove_pin
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of
+from hicache_ext.config.problems import listed, quoted, refuse, shown
+from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import TierConfig
 from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size
@@ -27,6 +28,10 @@ _PATH_ALLOWED = "an absolute path, or a list of them"
 _THREADS_ALLOWED = f"1 to {MOST_THREADS}, or auto"
 _SHARED_ALLOWED = "true, false, or auto"
 _TTL_ALLOWED = "a duration from 1s to 365d, such as 7d, or none"
+_MODES = ("private", "group")
+_GROUP_ALLOWED = "the name of a group or its number, with mode: group"
+_GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,255}")
+_LARGEST_GID = (1 << 32) - 2
 
 
 def parse_paths(value: object) -> tuple[str, ...]:
@@ -62,6 +67,20 @@ def _parse_path(text: object, place: str) -> str:
     if normalised == "/":
         raise ConfigError(place, "the root directory cannot be a cache directory", _PATH_ALLOWED)
     return normalised
+
+
+def parse_group(value: object) -> str | int:
+    """A group's name or its number. Whether there is such a group is for the machine that the server runs on."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise refuse(value, _GROUP_ALLOWED)
+    if isinstance(value, int) or value.isdecimal():
+        number = int(value)
+        if not 0 <= number <= _LARGEST_GID:
+            raise ConfigError("", f"{number} is no number of a group", _GROUP_ALLOWED)
+        return number
+    if not _GROUP_NAME.fullmatch(value):
+        raise ConfigError("", f"{shown(value)} is no name of a group", _GROUP_ALLOWED)
+    return value
 
 
 def directory_relation(path: str, other: str) -> str:
@@ -134,6 +153,32 @@ class FileTierConfig(TierConfig):
         checked(or_auto(_shared)),
         WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "auto"}]}),
     ] = None
+    mode: Annotated[
+        Literal["private", "group"],
+        Field(description="who may use the files: the server's account alone, or the members of a group"),
+        Allowed(listed(_MODES)),
+        one_of(*_MODES),
+    ] = "private"
+    group: Annotated[
+        str | int | None,
+        Field(description="of mode: group; left out: the group that the directory has"),
+        Allowed(_GROUP_ALLOWED),
+        checked(parse_group),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}),
+    ] = None
+    require_mount: Annotated[
+        bool,
+        Field(description="true: no start while a path is on the root file system"),
+        Allowed("true or false"),
+        checked(true_or_false),
+    ] = False
+
+    @field_validator("group", mode="after")
+    @classmethod
+    def _a_group_has_its_mode(cls, group: str | int | None, info: ValidationInfo) -> str | int | None:
+        if group is not None and info.data.get("mode") == "private":
+            raise as_pydantic_error(ConfigError("", "files of mode private have no group", "with mode: group"))
+        return group
 
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
 

@@ -10,8 +10,8 @@ from hicache_ext.config import ExtraConfig, TierConfig
 from hicache_ext.doctor.installation import installation_findings
 from hicache_ext.doctor.settings import setting_findings
 from hicache_ext.errors import ConfigError, StoreError
-from hicache_ext.storage.diagnosis import Diagnosable, Finding, Level
-from hicache_ext.storage.registry import open_tier
+from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.registry import examine_tier
 
 _ORDER = (Level.OK, Level.NOTE, Level.WARNING, Level.ERROR)
 
@@ -50,19 +50,12 @@ def worst(sections: Sequence[Section]) -> Level:
 
 def _tier_findings(name: str, tier: TierConfig) -> Sequence[Finding]:
     try:
-        store = open_tier(name, tier)
+        return [Finding("open", Level.OK, "the tier can be opened"), *examine_tier(name, tier)]
     except ConfigError as error:
         return [Finding("open", Level.ERROR, str(error), "servers do not start with it, required or not")]
     except StoreError as error:
         if tier.required:
             return [Finding("open", Level.ERROR, str(error), "servers do not start until this is mended")]
         return [Finding("open", Level.WARNING, str(error), "servers start without it (required: false)")]
-    try:
-        opened = Finding("open", Level.OK, "the tier can be opened")
-        if isinstance(store, Diagnosable):
-            return [opened, *store.diagnose()]
-        return [opened, Finding("diagnosis", Level.NOTE, "this type of tier has no diagnosis of its own")]
     except Exception as error:  # noqa: BLE001 - the other tiers are to be looked at all the same
         return [Finding("diagnosis", Level.ERROR, f"it ended in {type(error).__name__}", "please report it")]
-    finally:
-        store.close()

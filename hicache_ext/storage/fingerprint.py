@@ -31,6 +31,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hicache_ext.storage.file.access import make_directory, open_file
+
 logger = logging.getLogger(__name__)
 
 PIECE = 8 * 1024 * 1024
@@ -266,8 +268,8 @@ class RememberedDigests:
         """The record of a file for this process alone; None while another process has it."""
         name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
         try:
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            make_directory(self._directory)
+            fd = open_file(self._directory / name, os.O_RDWR)
         except OSError as error:
             logger.debug("digests of weight files are not remembered in %s: %s", self._directory, error)
             yield _Record(None, name)

@@ -78,6 +78,8 @@ class Mount:
     type: str
     source: str
     options: dict[str, str]
+    device: str = ""
+    """Of the file system, major:minor."""
 
     @property
     def is_fuse(self) -> bool:
@@ -105,7 +107,7 @@ def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
         source, options = [*rest[1:3], "", ""][:2]
         pairs = (option.partition("=")[::2] for option in options.split(","))
         values = {name: _unescaped(value) for name, value in pairs}
-        mounts.append(Mount(_unescaped(fields[4]), rest[0], _unescaped(source), values))
+        mounts.append(Mount(_unescaped(fields[4]), rest[0], _unescaped(source), values, fields[2]))
     return mounts
 
 
@@ -153,6 +155,35 @@ def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
         return False
     mount = mount_of(followed(path, mounts), mounts)
     return mount is not None and mount.is_network
+
+
+@dataclass(frozen=True, slots=True)
+class RootFileSystem:
+    """The file system of ``/``, on which a directory is that should be on a disk of its own."""
+
+    type: str
+
+    def __str__(self) -> str:
+        if self.type == "overlay":
+            return "the root file system (overlay): a container's own, which is gone with it, or its host's"
+        return f"the root file system ({self.type})"
+
+
+def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> RootFileSystem | None:
+    """Whether the absolute ``path`` is, or will be, on the file system of ``/``: no mount is at it or above it, or one
+    that shows another part of that file system. None where it is not, or where nothing can be known.
+
+    Symbolic links are followed, and no server is asked.
+    """
+    try:
+        mounts = read_mounts(mountinfo)
+    except OSError:
+        return None
+    mount, root = mount_of(followed(path, mounts), mounts), mount_of("/", mounts)
+    if mount is None or root is None:
+        return None
+    same = mount.point == "/" or (mount.device == root.device and mount.device != "")
+    return RootFileSystem(root.type) if same else None
 
 
 def _directory(point: str) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.diagnosis import Diagnosable, Finding, Level
 from hicache_ext.storage.store import PageStore
 
 _OPENERS: dict[str, tuple[str, str, str | None]] = {
@@ -15,6 +18,28 @@ _OPENERS: dict[str, tuple[str, str, str | None]] = {
     "redis": ("hicache_ext.storage.remote.redis", "open_redis_tier", "redis"),
 }
 """Module, function, and the extra of this package that brings what the module imports."""
+
+
+_EXAMINERS: dict[str, tuple[str, str]] = {
+    "file": ("hicache_ext.storage.file.diagnosis", "examine"),
+    "object": ("hicache_ext.storage.remote.object.diagnosis", "examine"),
+}
+"""Of types that are looked at without being opened: module and function."""
+
+
+def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
+    """What there is to say of one configured tier, for tools: what it holds stays as it is.
+
+    Raises StoreSetupError or ConfigError with a sentence where it cannot be opened.
+    """
+    if tier.type in _EXAMINERS:
+        module_name, function_name = _EXAMINERS[tier.type]
+        findings: Sequence[Finding] = getattr(importlib.import_module(module_name), function_name)(name, tier)
+        return findings
+    with closing(open_tier(name, tier)) as store:
+        if isinstance(store, Diagnosable):
+            return store.diagnose()
+        return [Finding("diagnosis", Level.NOTE, "this type of tier has no diagnosis of its own")]
 
 
 def open_tier(name: str, tier: Any) -> PageStore:

@@ -1,20 +1,59 @@
-"""A trial of a store for diagnoses: pages of an identity of its own are written, read back, compared and removed."""
+"""A trial of a store for diagnoses: pages of an identity of its own are written, read back, compared and removed.
+
+Where the store is a directory, the trial is made in one of its own beside it, so that nothing of what is looked at is
+touched: not the pages (a full tier would evict some), not the index, not the records.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import secrets
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.file.usage import writer_alive, writer_name
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
 _PAGES = 16
 _PAGE_BYTES = 1 << 20
 _LOOK_UPS = 10
+_TRIAL = ".hicache-ext-trial-"
+
+
+def nearest_directory(path: Path) -> Path:
+    """``path``, or the nearest directory above it that is there. Raises OSError as the disk does."""
+    while not path.is_dir():
+        if path.exists():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        path = path.parent
+    return path
+
+
+@contextmanager
+def trial_directory(path: Path) -> Iterator[Path]:
+    """An empty directory of one's own in ``path``, or above it where it does not exist, which is gone afterwards.
+
+    What a trial that was killed has left there is taken away, too. Raises OSError.
+    """
+    place = nearest_directory(path)
+    for left in place.glob(f"{_TRIAL}*"):
+        with suppress(OSError):
+            if not writer_alive(left.name.removeprefix(_TRIAL).rpartition("-")[0], left.lstat().st_ctime):
+                shutil.rmtree(left)
+    made = Path(tempfile.mkdtemp(prefix=f"{_TRIAL}{writer_name()}-", dir=place))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
 
 
 def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES) -> list[Finding]:

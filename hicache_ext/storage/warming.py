@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config import FileTierConfig, HicacheExtConfig
+from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
 from hicache_ext.errors import ConfigError, HicacheExtError
 from hicache_ext.identity import digest_of_document
 from hicache_ext.page_hashes import page_hashes
-from hicache_ext.storage.file.directory import load_document
+from hicache_ext.storage.file.manifest import is_taken_over
+from hicache_ext.storage.file.page_tree import load_document
 from hicache_ext.storage.prefetch import PrefetchSettings
 from hicache_ext.storage.registry import open_tier
 from hicache_ext.storage.store import GetResult, IdentityKeeper, PageBatch, PageStore
@@ -67,6 +68,8 @@ def warm_prompts(
     Raises WarmError, StoreError or ConfigError with a sentence.
     """
     target_name, source_names = _route(config, to)
+    for name in (target_name, *source_names):
+        _refuse_older_format(name, config.tiers[name])
     opened: list[PageStore] = []
     try:
         opened += [open_tier(name, config.tiers[name]) for name in source_names]
@@ -218,6 +221,13 @@ def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -
         raise WarmError(f"no tier knows the model {model!r}; known: {', '.join(models)}")
     chosen = model or models[0]
     return {digest: document for digest, document in documents.items() if document["model"]["id"] == chosen}
+
+
+def _refuse_older_format(name: str, tier: TierConfig) -> None:
+    """A server takes such a directory over, without its pages; a tool has no business to."""
+    for path in tier.path if isinstance(tier, FileTierConfig) else ():
+        if is_taken_over(Path(path), "slab"):
+            raise WarmError(f"tier {name}: {path!r} is of an older format; the next server that starts takes it over")
 
 
 def _describes(document: Mapping[str, Any], digest: bytes) -> bool:

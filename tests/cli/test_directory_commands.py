@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from hicache_ext.storage.file.expiry import record_ttl
 from hicache_ext.storage.file.inspection import open_inspector, reason_it_is_bad
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.file.usage import writer_name
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.storage.raw_access import RawFiles, RawSlots
@@ -218,3 +220,100 @@ def test_a_directory_that_is_none_of_ours_is_refused_and_left_alone(
     assert main([command, str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"'{tmp_path}' is no directory of a file tier: it has no hicache_ext.json\n"
     assert list(tmp_path.iterdir()) == []
+
+
+# -- clear asks before it removes --------------------------------------------------------------------------------------
+
+DIGITS = identity("a", (0, 2)).digest().hex()
+
+
+@pytest.mark.parametrize("digits", ["", "d7", DIGITS[:7], "not-hex-digits", DIGITS + "00", "*"])
+def test_clear_of_too_few_digits_is_refused(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str], digits: str
+) -> None:
+    path, _ = directory
+    assert main(["clear", str(path), "--identity", digits]) == 2
+    assert "allowed: 8 to 32 of its hex digits" in capsys.readouterr().err
+    assert run(capsys, "verify", path)[1].startswith("8 good")
+
+
+@pytest.mark.parametrize("digits", [DIGITS[:8], DIGITS[:12].upper(), DIGITS])
+def test_clear_of_enough_digits_removes_that_identity(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str], digits: str
+) -> None:
+    path, _ = directory
+    assert run(capsys, "clear", path, "--identity", digits)[1].startswith("2 pages, ")
+    assert run(capsys, "verify", path)[1].startswith("6 good")
+
+
+def test_clear_of_digits_that_fit_nothing_says_what_there_is(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["clear", str(directory[0]), "--identity", "0" * 8]) == 1
+    assert DIGITS in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [PageFileStore, SlabStore])
+def test_clear_of_digits_that_fit_several_identities_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Any
+) -> None:
+    digests = [bytes.fromhex("d7d7d7d7" + end * 12) for end in ("aa", "ab")]
+    store = kind("disk", tmp_path, capacity=64 * MIB)
+    for digest in digests:
+        store_pages(store, page_keys(3, "page", digest), (500,))
+    store.close()
+    assert main(["clear", str(tmp_path), "--identity", "d7d7d7d7"]) == 2
+    said = capsys.readouterr().err
+    assert "fits several identities" in said and all(digest.hex() in said for digest in digests)
+    assert run(capsys, "clear", tmp_path, "--identity", "d7d7d7d7ab" + "ab" * 3)[1].startswith("3 pages, ")
+    assert run(capsys, "verify", tmp_path)[1].startswith("3 good")
+
+
+def test_a_dry_run_says_what_would_be_removed(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = directory
+    for options, pages in ((("--model", "a"), 5), (("--all",), 8), (("--identity", DIGITS), 2)):
+        code, out = run(capsys, "clear", path, *options, "--dry-run")
+        assert (code, out.splitlines()[-1].split()[0]) == (0, str(pages))
+        assert out.rstrip().endswith("would be removed")
+    assert run(capsys, "verify", path)[1].startswith("8 good")
+
+
+@pytest.mark.parametrize(
+    ("answer", "removes"), [("y", True), ("yes", True), ("Y", True), ("", False), ("n", False), ("yesterday", False)]
+)
+def test_at_a_terminal_clear_asks(
+    directory: tuple[Path, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    removes: bool,
+) -> None:
+    path, _ = directory
+    terminal = io.StringIO(f"{answer}\n" if answer else "")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main(["clear", str(path), "--model", "a"]) == (0 if removes else 1)
+    said = capsys.readouterr().err
+    assert "Remove 5 pages, " in said and f"of a from {path}? [y/N]" in said
+    assert ("nothing was removed" in said) is not removes
+    assert run(capsys, "verify", path)[1].startswith("3 good" if removes else "8 good")
+
+
+def test_yes_is_not_asked(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main(["clear", str(directory[0]), "--all", "--yes"]) == 0
+    assert "?" not in capsys.readouterr().err
+
+
+def test_gc_removes_and_counts_what_a_dry_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PageFileStore("disk", tmp_path, capacity=64 * MIB).close()
+    left = tmp_path / "tmp" / f"{writer_name().rpartition(':')[0]}:0.7.tmp"
+    left.write_text("half a page")
+    assert run(capsys, "gc", tmp_path, "--dry-run") == (0, "1 left-overs of killed processes would be removed\n")
+    assert left.exists()
+    assert run(capsys, "gc", tmp_path)[1].startswith("1 left-overs of killed processes removed")
+    assert not left.exists()

@@ -78,6 +78,9 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
         "threads": None,
         "ttl": None,
         "shared": None,
+        "mode": "private",
+        "group": None,
+        "require_mount": False,
     }
 
 

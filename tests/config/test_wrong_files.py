@@ -21,7 +21,9 @@ NVME = "nvme: {type: file, path: /mnt/a, capacity: 1GiB}"
 POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
-TIER_KEYS = "type, required, timeout, guards, path, capacity, layout, io, threads, ttl, shared"
+TIER_KEYS = (
+    "type, required, timeout, guards, path, capacity, layout, io, threads, ttl, shared, mode, group, require_mount"
+)
 SECTION_KEYS = (
     "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, watch_config, "
     "kernels, prefetch, background, roles"

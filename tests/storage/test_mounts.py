@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.storage.mounts import is_on_network, mount_of, read_mounts
+from hicache_ext.storage.mounts import is_on_network, mount_of, on_root_file_system, read_mounts
 
 MOUNTS = """\
 22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw
@@ -53,3 +53,56 @@ def test_broken_lines_are_passed_over(tmp_path: Path) -> None:
 def test_this_machine_has_a_mount_for_every_path(tmp_path: Path) -> None:
     mount = mount_of(str(tmp_path / "not there yet"), read_mounts())
     assert mount is not None and mount.type
+
+
+ON_ROOT = """\
+22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw
+30 22 259:2 / /mnt/disk rw - xfs /dev/nvme1n1 rw
+31 22 259:1 /srv/cache /mnt/part rw - ext4 /dev/nvme0n1p1 rw
+32 22 0:41 / /dev/shm rw - tmpfs tmpfs rw
+33 22 0:42 / /mnt/gone rw - nfs4 server:/a rw
+"""
+CONTAINER = """\
+500 400 0:77 / / rw,relatime - overlay overlay rw,lowerdir=/l,upperdir=/u,workdir=/w
+501 500 259:1 /var/lib/kubelet/pods/x/volumes/cache /cache rw - ext4 /dev/nvme0n1p1 rw
+502 500 259:1 /etc/hosts /etc/hosts rw - ext4 /dev/nvme0n1p1 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "path", "kind"),
+    [
+        (ON_ROOT, "/var/cache", "ext4"),
+        (ON_ROOT, "/mnt", "ext4"),
+        (ON_ROOT, "/mnt/diskless", "ext4"),
+        (ON_ROOT, "/mnt/not/mounted/yet", "ext4"),
+        # Another part of the root file system, made visible here: it fills the same disk.
+        (ON_ROOT, "/mnt/part/l3", "ext4"),
+        (ON_ROOT, "/mnt/disk", None),
+        (ON_ROOT, "/mnt/disk/l3/not/there", None),
+        (ON_ROOT, "/dev/shm/l3", None),
+        (ON_ROOT, "/mnt/gone/l3", None),
+        (CONTAINER, "/data/l3", "overlay"),
+        # A volume is the host's, and stays when the container goes.
+        (CONTAINER, "/cache/l3", None),
+    ],
+)
+def test_what_is_on_the_root_file_system(tmp_path: Path, table: str, path: str, kind: str | None) -> None:
+    file = tmp_path / "mountinfo"
+    file.write_text(table)
+    root = on_root_file_system(path, file)
+    assert (root and root.type) == kind
+    assert kind is None or kind in str(root)
+
+
+def test_a_link_to_a_disk_is_on_that_disk(tmp_path: Path) -> None:
+    file = tmp_path / "mountinfo"
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    file.write_text(f"22 1 259:1 / / rw - ext4 /dev/a rw\n30 22 259:2 / {tmp_path}/disk rw - xfs /dev/b rw\n")
+    assert on_root_file_system(str(tmp_path / "link" / "l3"), file) is None
+    assert on_root_file_system(str(tmp_path / "l3"), file) is not None
+
+
+def test_without_a_table_nothing_is_said_of_the_root(tmp_path: Path) -> None:
+    assert on_root_file_system("/var/cache", tmp_path / "none") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import grp
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,15 @@ import lmdb
 
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.file.access import Access, prepare_directory
 from hicache_ext.storage.file.device_errors import Trouble
 from hicache_ext.storage.file.device_probe import Measured, measured_device, takes_direct
 from hicache_ext.storage.file.expiry import record_ttl
 from hicache_ext.storage.file.file_system import LayoutChoice, choose_layout, file_system_of, sharing_of_paths
 from hicache_ext.storage.file.io_plan import IoPlan, choose_io
+from hicache_ext.storage.file.manifest import check_before_start
 from hicache_ext.storage.file.spread import PathStore, SpreadStore
+from hicache_ext.storage.mounts import on_root_file_system
 from hicache_ext.storage.reports import RecentMean
 from hicache_ext.storage.store import PageStore
 
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from hicache_ext.config import FileTierConfig
 
 logger = logging.getLogger(__name__)
+
+_warned_of_root: set[tuple[str, str]] = set()
 
 
 def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
@@ -33,26 +39,84 @@ def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
         raise ConfigError(f"{key}.capacity", "the slab layout preallocates its files", "a size such as 512GiB")
     if tier.layout == "pages" and tier.io == "direct":
         raise ConfigError(f"{key}.io", "'direct' needs layout slab: page files are not aligned", "auto, buffered")
+    for path in tier.path:
+        _warn_of_root(name, tier, path)
+    return open_paths(name, tier)
+
+
+def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
+    """The store, without a look at what the configuration says of it as a whole. Raises as ``open_file_tier``."""
+    access = _access(f"hicache_ext.tiers.{name}", tier)
     metrics, evicted_age = TierMetrics(name), RecentMean()
-    open_path = functools.partial(_open_path, name, tier, metrics, evicted_age)
+    open_path = functools.partial(_open_path, name, tier, access, metrics, evicted_age)
     return SpreadStore(name, [Path(path) for path in tier.path], open_path, metrics, evicted_age=evicted_age)
 
 
-def _open_path(
-    name: str, tier: FileTierConfig, metrics: TierMetrics, evicted_age: RecentMean, path: Path, trouble: Trouble
-) -> PathStore:
-    """The store of one path with its share of the capacity."""
-    chosen = _layout(tier, path)
+def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> LayoutChoice:
+    """The layout that a server takes for ``path``. Changes nothing. Raises StoreSetupError where it would not start,
+    and OSError as the disk does."""
+    root = on_root_file_system(str(path)) if tier.require_mount else None
+    if root is not None:
+        raise StoreSetupError(
+            name,
+            f"{str(path)!r} is on {root}, and require_mount is true",
+            ["mount its disk, or set require_mount: false"],
+        )
+    chosen = choose_layout(path, tier.capacity, shared=bool(tier.shared))
+    if tier.layout != "auto":
+        chosen = LayoutChoice(tier.layout, "as configured")
     if chosen.layout == "slab" and tier.capacity is None:
         raise StoreSetupError(name, f"{str(path)!r} holds slabs, which need a capacity", ["set capacity to a size"])
     if chosen.layout == "slab" and tier.shared:
         problem = f"{str(path)!r} holds slabs, which belong to one machine, and shared is true"
         raise StoreSetupError(name, problem, ["leave shared out, or name another directory"])
+    return chosen
+
+
+def _access(key: str, tier: FileTierConfig) -> Access:
+    """Raises ConfigError for a group that this machine does not have."""
+    if not isinstance(tier.group, str):
+        return Access(tier.mode == "group", tier.group)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        return Access(True, grp.getgrnam(tier.group).gr_gid)
+    except KeyError:
+        raise ConfigError(
+            f"{key}.group", f"this machine has no group {tier.group!r}", "a group, or its number"
+        ) from None
+
+
+def _warn_of_root(name: str, tier: FileTierConfig, path: str) -> None:
+    """Once in a process: a tier that cannot start is opened again and again."""
+    root = on_root_file_system(path)
+    if root is not None and not tier.require_mount and (name, path) not in _warned_of_root:
+        _warned_of_root.add((name, path))
+        logger.warning(
+            "tier %s: %s is on %s; if a disk of its own is meant, it is not mounted (require_mount: true refuses that)",
+            name,
+            path,
+            root,
+        )
+
+
+def _open_path(
+    name: str,
+    tier: FileTierConfig,
+    access: Access,
+    metrics: TierMetrics,
+    evicted_age: RecentMean,
+    path: Path,
+    trouble: Trouble,
+) -> PathStore:
+    """The store of one path with its share of the capacity."""
+    try:
+        chosen = chosen_layout(name, tier, path)
+        check_before_start(path, chosen.layout, name)
+        prepare_directory(path, access, name)
         plan = _plan(name, tier, path, chosen)
     except OSError as error:
-        raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}") from error
+        shared = ["run the server as the account that owns it, or share it with mode: group"]
+        remedies = shared if isinstance(error, PermissionError) else []
+        raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}", remedies) from error
     share = None if tier.capacity is None else tier.capacity // len(tier.path)
     logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, chosen.layout, chosen.reason, plan, plan.reason)
     common: dict[str, Any] = {"ttl": tier.ttl, "metrics": metrics, "trouble": trouble, "evicted_age": evicted_age}
@@ -71,12 +135,6 @@ def _open_path(
         store = PageFileStore(name, path, capacity=share, plan=plan, shared=shared, **common)
     record_ttl(name, path, tier.ttl)
     return store
-
-
-def _layout(tier: FileTierConfig, path: Path) -> LayoutChoice:
-    if tier.layout == "auto":
-        return choose_layout(path, tier.capacity, shared=bool(tier.shared))
-    return LayoutChoice(tier.layout, "as configured")
 
 
 def _plan(name: str, tier: FileTierConfig, path: Path, chosen: LayoutChoice) -> IoPlan:

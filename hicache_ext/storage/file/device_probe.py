@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hicache_ext.storage.file import vectored
-from hicache_ext.storage.file.whole_file import write_whole
+from hicache_ext.storage.file.access import open_file
+from hicache_ext.storage.file.file_lock import lock_within
+from hicache_ext.storage.file.whole_file import read_document, write_whole
 
 Mode = Literal["buffered", "dontcache", "direct"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -224,28 +226,25 @@ class _Cell:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
     """Whether this process has the lock of measurements; waits for it, but not for ever."""
-    fd = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = open_file(path / _LOCK_FILE, os.O_RDWR)
     try:
-        until = time.monotonic() + _LOCK_SECONDS
-        held = False
-        while not held and time.monotonic() < until:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
-            except BlockingIOError:
-                time.sleep(0.02)
+        held = True
+        try:
+            lock_within(fd, fcntl.LOCK_EX, _LOCK_SECONDS, path / _LOCK_FILE)
+        except TimeoutError:
+            held = False
         yield held
     finally:
         os.close(fd)
 
 
 def _kept(path: Path, facts: dict[str, Any]) -> Measured | None:
+    document = read_document(path / _PROBE_FILE) or {}
     try:
-        document = json.loads((path / _PROBE_FILE).read_text())
         if {name: document[name] for name in facts} != facts:
             return None
         return Measured.from_document(document)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         # Absent, or damaged: measured anew.
         return None
 

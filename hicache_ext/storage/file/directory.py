@@ -20,28 +20,25 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
-import json
 import os
-import random
-import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.envelope import IDENTITY_LENGTH
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.file.usage import writer_alive, writer_name
-
-FORMATS = {"pages": 1, "slab": 2}
-"""Of the files in a directory, by layout. Slabs of format 1 had the header of each page in its slot."""
-_MANIFEST = "hicache_ext.json"
-BLOCK = 4096
-"""What a file occupies is rounded up to this many bytes."""
-
-_IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
-_FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
-_PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+from hicache_ext.storage.file.access import Access, access_in, make_directory, make_tier_directory, settle
+from hicache_ext.storage.file.manifest import IDENTITY_NAME, adopt, check_manifest
+from hicache_ext.storage.file.page_tree import (
+    BLOCK,
+    FANOUT_NAME,
+    PAGE_NAME,
+    PageTree,
+    directories,
+    occupied,
+    save_document,
+)
+from hicache_ext.storage.file.usage import writer_name
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
@@ -50,71 +47,29 @@ _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 
 
-def occupied(size: int) -> int:
-    """Bytes of disk a file of ``size`` bytes takes."""
-    return -(-size // BLOCK) * BLOCK
-
-
 def page_hash_in(page_path: str) -> str:
     """The hexadecimal page hash in the name of a page file."""
     return os.path.basename(page_path).partition(".")[0]
 
 
-def format_and_layout(path: Path) -> tuple[Any, Any] | None:
-    """What the manifest in ``path`` says; None when it is not one of this package. Raises OSError."""
-    try:
-        document = json.loads((path / _MANIFEST).read_text())
-        return document["format"], document["layout"]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def check_manifest(path: Path, layout: str, tier: str) -> None:
-    """Raises StoreSetupError with a sentence unless ``path`` holds this format and layout."""
-    found = format_and_layout(path)
-    if found is None:
-        raise StoreSetupError(tier, f"{str(path / _MANIFEST)!r} is not a manifest of this package")
-    if found != (FORMATS[layout], layout):
-        raise StoreSetupError(
-            tier,
-            f"{str(path)!r} holds format {found[0]}, layout {found[1]!r}; "
-            f"this tier writes format {FORMATS[layout]}, layout {layout!r}",
-            ["name another path, or remove that directory"],
-        )
-
-
-def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
-    """The facts behind an identity in the directory ``path``, None when they were not recorded."""
-    try:
-        document = json.loads((path / "identities" / f"{digest.hex()}.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return document if isinstance(document, dict) else None
-
-
-class PageDirectory:
-    """Paths and whole-or-nothing publication in one directory. Thread-safe."""
+class PageDirectory(PageTree):
+    """Whole-or-nothing publication in one directory, and its care. Thread-safe."""
 
     def __init__(self, path: Path, tier: str) -> None:
         """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
-        self.path = path
-        self.pages = path / "pages"
-        self.identities = path / "identities"
-        self.temporary = path / "tmp"
+        super().__init__(path)
         self._temp_prefix = writer_name()
         try:
-            for directory in (path, self.pages, self.identities, self.temporary):
-                directory.mkdir(parents=True, exist_ok=True)
-            self._adopt(tier)
+            check_manifest(path, "pages", tier)
+            make_tier_directory(path)
+            for directory in (self.identities, self.pages, self.temporary):
+                make_directory(directory)
+            adopt(path, "pages", tier)
         except OSError as error:
             raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
+        self._access = access_in(path)
         self._unnamed_files = self._supports_unnamed_files()
         self.remove_left_overs()
-
-    def page_path(self, key: bytes) -> str:
-        """Where the page object of a 48-byte key lives."""
-        identity, page_hash = key[:IDENTITY_LENGTH].hex(), key[IDENTITY_LENGTH:].hex()
-        return f"{self.pages}/{identity}/{page_hash[:2]}/{page_hash}.page"
 
     def create_parent(self, page_path: str) -> Iterator[int]:
         """Make the directories of a page, where missing; the bytes of disk of each, as soon as it is made.
@@ -123,17 +78,22 @@ class PageDirectory:
         """
         fan_out = os.path.dirname(page_path)
         try:
-            yield _make_directory(fan_out)
+            yield _make_directory(fan_out, self._access)
         except FileNotFoundError:
-            yield _make_directory(os.path.dirname(fan_out))
-            yield _make_directory(fan_out)
+            yield _make_directory(os.path.dirname(fan_out), self._access)
+            yield _make_directory(fan_out, self._access)
 
     def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
         """A descriptor to write a page to that nobody can see yet, and its temp path (None: it has no name at all)."""
-        if self._unnamed_files:
-            return os.open(os.path.dirname(page_path), os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644), None
-        temp_path = self._temp_path()
-        return os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644), temp_path
+        where, kind, temp_path = os.path.dirname(page_path), os.O_TMPFILE, None
+        if not self._unnamed_files:
+            where = temp_path = self._temp_path()
+            kind = os.O_CREAT | os.O_EXCL
+        fd = os.open(where, kind | os.O_WRONLY | os.O_CLOEXEC, self._access.file_mode)
+        if self._access.group:
+            # The umask has taken away what the group is to have.
+            settle(fd, self._access.file_mode)
+        return fd, temp_path
 
     def publish(self, fd: int, temp_path: str | None, page_path: str) -> bool:
         """Give the written file its name, at once and whole; False when another writer was first."""
@@ -175,56 +135,11 @@ class PageDirectory:
     def remove_empty_directories(self) -> int:
         """Remove fan-out and identity directories without pages; bytes of disk freed. Writers make them anew."""
         freed = 0
-        for identity in _directories(self.pages, _IDENTITY_NAME):
-            for fan_out in _directories(identity.path, _FANOUT_NAME):
+        for identity in directories(self.pages, IDENTITY_NAME):
+            for fan_out in directories(identity.path, FANOUT_NAME):
                 freed += _remove_directory(fan_out.path)
             freed += _remove_directory(identity.path)
         return freed
-
-    def fan_out_directories(self) -> list[str]:
-        """Paths of all directories that may hold pages."""
-        found: list[str] = []
-        for identity in _directories(self.pages, _IDENTITY_NAME):
-            found += [entry.path for entry in _directories(identity.path, _FANOUT_NAME)]
-        return found
-
-    def count_pages(self, most: int) -> int:
-        """How many pages there are: where they are in more than ``most`` directories, judged by so many of them."""
-        everything = self.fan_out_directories()
-        looked_at = everything if len(everything) <= most else random.sample(everything, most)
-        found = sum(sum(1 for _ in _entries(fan_out, _PAGE_NAME)) for fan_out in looked_at)
-        return found * len(everything) // max(1, len(looked_at))
-
-    def page_files(self, fan_out_directory: str) -> Iterator[tuple[str, os.stat_result]]:
-        """(path, status) of the page files in one fan-out directory; files that vanish meanwhile are left out."""
-        for entry in _entries(fan_out_directory, _PAGE_NAME):
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue
-            yield entry.path, status
-
-    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        """Bytes of disk that the pages under each of these hashes take, over all identities."""
-        identities = self.known_identities()
-        taken = [0] * len(hashes)
-        for position, page_hash in enumerate(hashes):
-            for identity in identities:
-                try:
-                    taken[position] += occupied(os.lstat(self.page_path(identity + page_hash)).st_size)
-                except FileNotFoundError:
-                    continue
-        return taken
-
-    def count_occupied(self) -> int:
-        """Bytes of disk of all pages and their directories; walks everything."""
-        total = 0
-        for identity in _directories(self.pages, _IDENTITY_NAME):
-            total += BLOCK
-            for fan_out in _directories(identity.path, _FANOUT_NAME):
-                total += BLOCK
-                total += sum(occupied(status.st_size) for _, status in self.page_files(fan_out.path))
-        return total
 
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, None when there is none."""
@@ -242,7 +157,7 @@ class PageDirectory:
     def has_pages(self, tree: Path) -> bool:
         """Whether a detached tree holds a page, or cannot be read. Ends at the first page."""
         try:
-            fan_outs = _directories(tree, _FANOUT_NAME)
+            fan_outs = directories(tree, FANOUT_NAME)
             return any(next(self.page_files(fan_out.path), None) is not None for fan_out in fan_outs)
         except OSError:
             return True
@@ -251,63 +166,25 @@ class PageDirectory:
         """Delete the pages that ``detach_identity`` took out; bytes of disk freed. What is no page goes back."""
         home = self.pages / tree.name.split(".")[-2]
         freed = 0
-        for fan_out in list(_directories(tree, _FANOUT_NAME)):
+        for fan_out in list(directories(tree, FANOUT_NAME)):
             for path, status in list(self.page_files(fan_out.path)):
                 if not stat.S_ISDIR(status.st_mode) and _unlink_quietly(path):
                     freed += occupied(status.st_size)
-            freed += _remove_directory(fan_out.path) or _put_back(fan_out.path, home / fan_out.name)
-        return freed + (_remove_directory(tree) or _put_back(tree, home))
-
-    def known_identities(self) -> list[bytes]:
-        """Digests that have pages here."""
-        return [bytes.fromhex(entry.name) for entry in _directories(self.pages, _IDENTITY_NAME)]
+            freed += _remove_directory(fan_out.path) or _put_back(fan_out.path, home / fan_out.name, self._access)
+        return freed + (_remove_directory(tree) or _put_back(tree, home, self._access))
 
     def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        self._create_file_once(self.identities / f"{digest.hex()}.json", json.dumps(document, indent=1, sort_keys=True))
-
-    def load_identity(self, digest: bytes) -> dict[str, Any] | None:
-        return load_document(self.path, digest)
+        save_document(self.path, digest, document)
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
-        removed = 0
-        for entry in list(_entries(self.temporary, re.compile(r".+"))):
-            if entry.name.endswith(".clear"):
-                writer = entry.name.rsplit(".", 3)[0]
-            elif entry.name.endswith(".tmp"):
-                writer = entry.name.rsplit(".", 2)[0]
-            else:
-                continue
-            try:
-                last_change = entry.stat(follow_symlinks=False).st_ctime
-            except OSError:
-                continue
-            if writer_alive(writer, last_change):
-                continue
+        left = list(self.left_overs())
+        for entry in left:
             if entry.name.endswith(".clear"):
                 self.delete_detached(Path(entry.path))
             else:
                 _unlink_quietly(entry.path)
-            removed += 1
-        return removed
-
-    def _adopt(self, tier: str) -> None:
-        manifest = self.path / "hicache_ext.json"
-        self._create_file_once(manifest, json.dumps({"format": FORMATS["pages"], "layout": "pages"}) + "\n")
-        check_manifest(self.path, "pages", tier)
-
-    def _create_file_once(self, path: Path, text: str) -> None:
-        """Create ``path`` whole, unless it is there; safe between processes."""
-        if path.exists():
-            return
-        temp_path = self._temp_path()
-        try:
-            Path(temp_path).write_text(text)
-            _rename_without_replacing(temp_path, str(path))
-        except FileExistsError:
-            pass
-        finally:
-            _unlink_quietly(temp_path)
+        return len(left)
 
     def _temp_path(self) -> str:
         return f"{self.temporary}/{self._temp_prefix}.{next(_TEMP_NUMBERS)}.tmp"
@@ -316,7 +193,7 @@ class PageDirectory:
         """Whether O_TMPFILE and linkat work here: then a kill leaves nothing behind, not even a temp file."""
         probe = self._temp_path()
         try:
-            fd = os.open(self.temporary, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            fd = os.open(self.temporary, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         except OSError:
             return False
         try:
@@ -329,25 +206,14 @@ class PageDirectory:
         return True
 
 
-def _entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as listing:
-            yield from (entry for entry in listing if name.fullmatch(entry.name))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-
-
-def _directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    """Real directories only: behind a symlink are somebody's files elsewhere."""
-    return (entry for entry in _entries(directory, name) if entry.is_dir(follow_symlinks=False))
-
-
-def _make_directory(path: str | Path) -> int:
+def _make_directory(path: str | Path, access: Access) -> int:
     """Make one directory; the bytes of disk that took, 0 when it was there. FileNotFoundError without its parent."""
     try:
-        os.mkdir(path)
+        os.mkdir(path, access.directory_mode)
     except FileExistsError:
         return 0
+    if access.group:
+        os.chmod(path, access.directory_mode)
     return BLOCK
 
 
@@ -360,7 +226,7 @@ def _remove_directory(path: str | Path) -> int:
     return BLOCK
 
 
-def _put_back(source: str | Path, target: Path) -> int:
+def _put_back(source: str | Path, target: Path, access: Access) -> int:
     """Move strangers' entries from ``source`` to ``target``, never over what is there, and remove ``source``.
 
     The bytes of disk freed; negative where directories had to be made.
@@ -370,10 +236,10 @@ def _put_back(source: str | Path, target: Path) -> int:
         entries = list(listing)
     for entry in entries:
         # A page that could not be deleted, or a directory with such pages, must not come back into sight.
-        if (_FANOUT_NAME if entry.is_dir(follow_symlinks=False) else _PAGE_NAME).fullmatch(entry.name):
+        if (FANOUT_NAME if entry.is_dir(follow_symlinks=False) else PAGE_NAME).fullmatch(entry.name):
             continue
         try:
-            freed -= _make_directory(target.parent) + _make_directory(target)
+            freed -= _make_directory(target.parent, access) + _make_directory(target, access)
             _rename_without_replacing(entry.path, f"{target}/{entry.name}")
         except OSError:
             # It stays where it is, under tmp/: moved, not lost.

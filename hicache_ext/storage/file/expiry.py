@@ -14,7 +14,6 @@ else reads it, and there is none where that tier had no ttl.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import logging
@@ -26,7 +25,9 @@ from pathlib import Path
 
 import lmdb
 
-from hicache_ext.storage.file.whole_file import write_whole
+from hicache_ext.storage.file.access import open_file
+from hicache_ext.storage.file.file_lock import try_lock
+from hicache_ext.storage.file.whole_file import read_document, remove_whole, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def record_ttl(tier: str, path: Path, ttl: float | None) -> None:
     record = path / "ttl.json"
     try:
         if ttl is None:
-            record.unlink(missing_ok=True)
+            remove_whole(record)
         elif recorded_ttl(path) != ttl:
             write_whole(record, json.dumps({"ttl": ttl}) + "\n")
     except OSError as error:
@@ -55,8 +56,8 @@ def record_ttl(tier: str, path: Path, ttl: float | None) -> None:
 def recorded_ttl(path: Path) -> float | None:
     """The ttl of the tier that opened this directory last; None without one, or where none is recorded."""
     try:
-        return float(json.loads((path / "ttl.json").read_text())["ttl"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return float((read_document(path / "ttl.json") or {})["ttl"])
+    except (ValueError, KeyError, TypeError):
         return None
 
 
@@ -93,15 +94,8 @@ class Sweeper:
 @contextlib.contextmanager
 def _turn(path: Path) -> Iterator[bool]:
     """Whether no other process is sweeping this directory now."""
-    fd = os.open(path / "expiry.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = open_file(path / "expiry.lock", os.O_RDWR)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-                raise
-            yield False
-        else:
-            yield True
+        yield try_lock(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)

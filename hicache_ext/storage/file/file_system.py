@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hicache_ext.storage.file.manifest import layout_in
 from hicache_ext.storage.mounts import MOUNTINFO, NETWORK_FILE_SYSTEMS, Mount, followed, mount_of, read_mounts
 
 Layout = Literal["pages", "slab"]
@@ -139,11 +139,11 @@ def _judge_overlay(mount: Mount, mounts: list[Mount], depth: int) -> FileSystem:
 
 def _layout_of_manifest(path: Path) -> Layout | None:
     try:
-        layout = json.loads((path / "hicache_ext.json").read_text())["layout"]
-    except (OSError, ValueError, KeyError, TypeError):
+        layout = layout_in(path)
+    except OSError:
         # What is wrong with it is for the store to say.
         return None
-    return layout if layout in ("pages", "slab") else None
+    return "pages" if layout == "pages" else "slab" if layout == "slab" else None
 
 
 def _cannot_allocate(path: Path) -> str | None:

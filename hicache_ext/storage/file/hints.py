@@ -12,6 +12,7 @@ import stat
 import time
 from pathlib import Path
 
+from hicache_ext.storage.file.access import make_directory, open_file
 from hicache_ext.storage.file.usage import writer_name
 from hicache_ext.storage.hints.board import AT_ONCE, BoardLimits
 
@@ -22,11 +23,12 @@ _NUMBERS = itertools.count()
 def post_hint(path: Path, hint: bytes, limits: BoardLimits) -> None:
     """Raises OSError."""
     directory = path / "hints"
-    directory.mkdir(exist_ok=True)
+    make_directory(directory)
     name = f"{time.time_ns():020d}-{re.sub('[^A-Za-z0-9_.-]', '-', writer_name())[:150]}-{next(_NUMBERS)}"
     scratch = directory / f"{name}.new"
     try:
-        scratch.write_bytes(hint)
+        with open(scratch, "wb", opener=lambda _, flags: open_file(scratch, flags)) as file:
+            file.write(hint)
         scratch.rename(directory / f"{name}.hint")
     except OSError:
         scratch.unlink(missing_ok=True)

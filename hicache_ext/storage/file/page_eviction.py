@@ -7,9 +7,11 @@ import os
 import random
 import stat
 import time
+from collections.abc import Callable
 
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.file.directory import PageDirectory, occupied, page_hash_in
+from hicache_ext.storage.file.directory import PageDirectory, page_hash_in
+from hicache_ext.storage.file.page_tree import occupied
 from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.reports import RecentMean
 
@@ -21,13 +23,20 @@ class Evictor:
     """Removes the pages of one directory that were not used for longest. Called under the lock of its account."""
 
     def __init__(
-        self, directory: PageDirectory, metrics: TierMetrics, pins: PinnedPages, evicted_age: RecentMean
+        self,
+        directory: PageDirectory,
+        metrics: TierMetrics,
+        pins: PinnedPages,
+        evicted_age: RecentMean,
+        going_on: Callable[[], None] = lambda: None,
     ) -> None:
-        """``evicted_age``: hears how many seconds ago what is evicted was used."""
+        """``evicted_age``: hears how many seconds ago what is evicted was used. ``going_on`` is called now and then, so
+        that who waits for the lock sees that something is being done."""
         self._directory = directory
         self._metrics = metrics
         self._pins = pins
         self._evicted_age = evicted_age
+        self._going_on = going_on
         self._undeletable: set[str] = set()
 
     def evict(self, need: int) -> int:
@@ -45,6 +54,7 @@ class Evictor:
             while freed < need:
                 sample: list[tuple[float, str, int]] = []
                 for fan_out in remaining:
+                    self._going_on()
                     for path, status in self._directory.page_files(fan_out):
                         if (
                             stat.S_ISREG(status.st_mode)

@@ -23,12 +23,13 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import page_io
 from hicache_ext.storage.file.device_errors import Trouble, no_trouble
-from hicache_ext.storage.file.directory import BLOCK, PageDirectory, occupied
+from hicache_ext.storage.file.directory import PageDirectory
 from hicache_ext.storage.file.expiry import Sweeper, oldest_valid_ms
 from hicache_ext.storage.file.fullness import Fullness
 from hicache_ext.storage.file.io_plan import IoPlan
 from hicache_ext.storage.file.page_clearing import Clearing
 from hicache_ext.storage.file.page_eviction import Evictor
+from hicache_ext.storage.file.page_tree import BLOCK, occupied
 from hicache_ext.storage.file.parallel import CallGate, Workers
 from hicache_ext.storage.file.pins import PinnedPages
 from hicache_ext.storage.file.usage import Usage
@@ -104,7 +105,9 @@ class PageFileStore:
         self._directory = PageDirectory(path, name)
         self._usage = self._open_usage()
         self._pins = PinnedPages(name, path, _pin_limit(capacity), self._directory.occupied_by)
-        self._evictor = Evictor(self._directory, self._metrics, self._pins, evicted_age or RecentMean())
+        self._evictor = Evictor(
+            self._directory, self._metrics, self._pins, evicted_age or RecentMean(), self._usage.show_progress
+        )
         self._clearing = Clearing(name, self._directory, self._usage, self._metrics)
         self._threads = threads or self._plan.threads
         self._workers = Workers(f"hicache-{name}", self._threads)

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import StoreError
-from hicache_ext.storage.file.whole_file import write_whole
+from hicache_ext.storage.file.access import make_directory
+from hicache_ext.storage.file.whole_file import parsed, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ _LOOK_INTERVAL = 2.0
 """Seconds between two looks for new pins."""
 _COUNT_INTERVAL = 10.0
 """Seconds between two counts of what the pinned pages take."""
+
+_said_unreadable: set[Path] = set()
 
 ResidentBytes = Callable[[Sequence[bytes]], list[int]]
 """Bytes of disk that the pages under each of some page hashes take in the directory, over all identities."""
@@ -68,19 +71,21 @@ def add_pin(path: Path, name: str, hashes: Sequence[bytes], seconds: float | Non
     pin = Pin(name, now, None if seconds is None else now + seconds, tuple(hashes))
     document = {"created": pin.created, "until": pin.until, "hashes": [page_hash.hex() for page_hash in pin.hashes]}
     directory = path / "pins"
-    directory.mkdir(exist_ok=True)
+    make_directory(directory)
     write_whole(directory / f"{name}.json", json.dumps(document) + "\n")
     return pin
 
 
 def remove_pin(path: Path, name: str) -> bool:
-    """False when there was none. Raises OSError."""
+    """False when there was none. Raises StoreError where it cannot be removed."""
     if not _NAME.fullmatch(name):
         return False
     try:
         (path / "pins" / f"{name}.json").unlink()
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise StoreError(f"{error.filename!r} cannot be removed: {error.strerror}") from error
     return True
 
 
@@ -98,24 +103,24 @@ def read_pins(path: Path) -> list[Pin]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("pin %s cannot be read and does not count: %s", file, error)
+            _say_unreadable(file, error)
             continue
         if not pin.over(now):
             pins.append(pin)
     return sorted(pins, key=lambda pin: (pin.created, pin.name))
 
 
-def remove_pins_that_are_over(path: Path) -> int:
-    """Delete the records of pins whose time is up; their number. Raises OSError."""
+def pins_that_are_over(path: Path) -> list[str]:
+    """The names of pins whose time is up and whose records are still there."""
     current = {pin.name for pin in read_pins(path)}
-    removed = 0
+    over: list[str] = []
     for file in (path / "pins").glob("*.json"):
         try:
-            over = file.stem not in current and _read_pin(file).over(time.time())
+            if file.stem not in current and _read_pin(file).over(time.time()):
+                over.append(file.stem)
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        removed += over and remove_pin(path, file.stem)
-    return removed
+    return over
 
 
 def honoured(pins: Iterable[Pin], resident: ResidentBytes, limit: int | None) -> tuple[frozenset[bytes], int, bool]:
@@ -188,9 +193,18 @@ class PinnedPages:
         self._warned = left_out
 
 
+def _say_unreadable(file: Path, error: Exception) -> None:
+    """Once: pins are read every few seconds."""
+    if file not in _said_unreadable:
+        _said_unreadable.add(file)
+        logger.warning("pin %s cannot be read and does not count: %s", file, error)
+
+
 def _read_pin(file: Path) -> Pin:
     """Raises OSError, ValueError, KeyError or TypeError when the file holds no pin."""
-    document = json.loads(file.read_text())
+    document = parsed(file.read_bytes())
+    if document is None:
+        raise ValueError("not a JSON object")
     until = document["until"]
     hashes = tuple(bytes.fromhex(text) for text in document["hashes"])
     if any(len(page_hash) != PAGE_HASH_LENGTH for page_hash in hashes):

@@ -180,8 +180,7 @@ class SpreadStore:
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.file.diagnosis import diagnose
 
-        parts = [self._parts[number] for number in self._usable]
-        return diagnose(self, [(part.path, part.store) for part in parts if part.store is not None])
+        return diagnose(self, [self._parts[number].path for number in self._usable])
 
     def can_resize(self, capacity: int | None) -> bool:
         return all(store.can_resize(capacity) for store in self.parts)

@@ -16,9 +16,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hicache_ext.storage.file import file_lock
+from hicache_ext.storage.file.access import open_file
 
 _RECORD_LIMIT = 1 << 20
 _FOREIGN_WRITER_SILENCE = 600.0
@@ -64,18 +67,21 @@ class Removal:
 class Usage:
     """The account of one directory. Thread-safe; each process opens its own. Calls raise OSError as the disk does."""
 
-    def __init__(self, path: Path, count_stored: Callable[[], int]) -> None:
-        """``count_stored`` walks the directory and answers its bytes; runs under the lock when the account is lost."""
+    def __init__(self, path: Path, count_stored: Callable[[Callable[[], None]], int]) -> None:
+        """``count_stored`` walks the directory and answers its bytes; runs under the lock when the account is lost, and
+        calls what it is given now and then."""
         self._count_stored = count_stored
         self._thread_lock = threading.Lock()
         self._writer = writer_name()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._fd = open_file(path, os.O_RDWR)
         try:
+            # A start must not wait for ever on somebody who was stopped with the lock.
+            file_lock.lock_within(self._fd, fcntl.LOCK_EX, file_lock.PATIENCE, path)
             with self.locked() as record:
                 self._release_dead_writers(record)
                 # Beside operations under way a walk would count twice what they are about to report.
                 if record.recount and not record.under_way:
-                    record.stored = count_stored()
+                    record.stored = count_stored(self.show_progress)
                     record.recount = False
         except OSError:
             os.close(self._fd)
@@ -141,6 +147,11 @@ class Usage:
         with self.locked() as record:
             return record.total
 
+    def show_progress(self) -> None:
+        """Tell who waits for the lock, which is held, that something is being done. Never raises OSError."""
+        with suppress(OSError):
+            file_lock.show_progress(self._fd)
+
     def close(self) -> None:
         with self._thread_lock:
             if self._fd >= 0:
@@ -164,20 +175,10 @@ class Usage:
                 del record.under_way[writer]
 
     def _read(self) -> UsageRecord:
-        raw = os.pread(self._fd, _RECORD_LIMIT, 0)
-        try:
-            document = json.loads(raw[: raw.index(b"\n")])
-            return UsageRecord(
-                stored=int(document["stored"]),
-                under_way={
-                    str(writer): UnderWay(int(operations), int(reserved), float(last_change))
-                    for writer, (operations, reserved, last_change) in document["under_way"].items()
-                },
-                recount=bool(document["recount"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            # New, or damaged by a power loss: the directory itself tells.
-            return UsageRecord(stored=self._count_stored())
+        # New, or damaged by a power loss: the directory itself tells.
+        return _record_in(os.pread(self._fd, _RECORD_LIMIT, 0)) or UsageRecord(
+            stored=self._count_stored(self.show_progress)
+        )
 
     def _write(self, record: UsageRecord) -> None:
         document = {
@@ -189,6 +190,29 @@ class Usage:
         }
         # The newline ends the record: what an earlier, longer one left behind it is never read.
         os.pwrite(self._fd, json.dumps(document).encode() + b"\n", 0)
+
+
+def recorded_total(path: Path) -> int | None:
+    """Bytes stored and reserved by the account in the file ``path``, which is not locked for it; None where it does not
+    say. Raises OSError."""
+    with path.open("rb") as file:
+        record = _record_in(file.read(_RECORD_LIMIT))
+    return None if record is None else record.total
+
+
+def _record_in(raw: bytes) -> UsageRecord | None:
+    try:
+        document = json.loads(raw[: raw.index(b"\n")])
+        return UsageRecord(
+            stored=int(document["stored"]),
+            under_way={
+                str(writer): UnderWay(int(operations), int(reserved), float(last_change))
+                for writer, (operations, reserved, last_change) in document["under_way"].items()
+            },
+            recount=bool(document["recount"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
 
 
 def writer_name(pid: int | None = None) -> str:

@@ -218,9 +218,16 @@ def open_place():
     shutil.rmtree(place)
 
 
+def _open_to_all(place: Path) -> None:
+    """As in a directory of an older release, or of another account."""
+    for entry in [place, *place.rglob("*")]:
+        entry.chmod(0o755 if entry.is_dir() else 0o644)
+
+
 def _unreadable_page(place: Path) -> tuple[PageFileStore, Path]:
     store = PageFileStore("disk", place, capacity=None)
     store_pages(store, [KEY, page_key("another")])
+    _open_to_all(place)
     page = RawFiles(place).path(KEY)
     page.chmod(0)
     return store, page
@@ -256,6 +263,7 @@ def test_an_unreadable_page_that_cannot_be_removed_is_absent_until_it_can_be(ope
 def test_a_directory_without_write_permission_is_read_and_refuses_writes(open_place):
     store = PageFileStore("disk", open_place, capacity=None)
     store_pages(store, [KEY])
+    _open_to_all(open_place)
     with _as_nobody():
         assert_hits(store, [KEY])
         assert store_pages(store, page_keys(3)) == [SetResult.ERROR] * 3

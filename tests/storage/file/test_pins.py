@@ -8,7 +8,7 @@ import pytest
 
 from hicache_ext.errors import StoreError
 from hicache_ext.storage.file import pins
-from hicache_ext.storage.file.pins import PinnedPages, add_pin, read_pins, remove_pin, remove_pins_that_are_over
+from hicache_ext.storage.file.pins import PinnedPages, add_pin, pins_that_are_over, read_pins, remove_pin
 
 HASHES = [hashlib.sha256(bytes([number])).digest() for number in range(10)]
 
@@ -42,7 +42,7 @@ def test_a_pin_whose_time_is_up_does_not_count_and_can_be_cleaned_up(tmp_path):
     add_pin(tmp_path, "over", HASHES, 0.0)
     add_pin(tmp_path, "kept", HASHES, 60.0)
     assert [pin.name for pin in read_pins(tmp_path)] == ["kept"]
-    assert remove_pins_that_are_over(tmp_path) == 1
+    assert [remove_pin(tmp_path, name) for name in pins_that_are_over(tmp_path)] == [True]
     assert {path.name for path in (tmp_path / "pins").iterdir()} == {"kept.json"}
 
 

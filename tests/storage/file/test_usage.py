@@ -30,7 +30,7 @@ def open_usage(tmp_path):
     opened: list[Usage] = []
 
     def open_one(walked: int = 0) -> Usage:
-        opened.append(Usage(tmp_path / "usage", lambda: walked))
+        opened.append(Usage(tmp_path / "usage", lambda _: walked))
         return opened[-1]
 
     yield open_one
@@ -173,7 +173,7 @@ def test_no_recount_beside_operations_under_way(open_usage):
 )
 def test_a_damaged_account_is_replaced_by_a_walk(tmp_path, damaged):
     (tmp_path / "usage").write_bytes(damaged)
-    usage = Usage(tmp_path / "usage", lambda: 4242)
+    usage = Usage(tmp_path / "usage", lambda _: 4242)
     assert usage.total() == 4242
     usage.close()
     assert json.loads((tmp_path / "usage").read_bytes().partition(b"\n")[0])["stored"] == 4242

@@ -37,7 +37,7 @@ from hicache_ext.envelope import (
 )
 from hicache_ext.storage import batch_code
 from hicache_ext.storage.file.device_probe import Mode
-from hicache_ext.storage.file.directory import BLOCK
+from hicache_ext.storage.file.page_tree import BLOCK
 from hicache_ext.storage.file.slab import slot_code
 from hicache_ext.storage.file.slab.shapes import HEADER, slot_size_of
 from hicache_ext.storage.file.slab.slot_code import GROUP_WORDS, RECORD_WORDS, WAYS

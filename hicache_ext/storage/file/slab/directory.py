@@ -19,11 +19,12 @@ Within one process all stores over one directory share one index (LMDB's rule) a
 from __future__ import annotations
 
 import enum
+import errno
 import fcntl
 import functools
-import json
 import logging
 import os
+import random
 import re
 import threading
 import time
@@ -38,21 +39,26 @@ import numpy as np
 
 from hicache_ext import envelope
 from hicache_ext.errors import FormatError, StoreSetupError
-from hicache_ext.storage.file.directory import FORMATS, check_manifest, format_and_layout
+from hicache_ext.storage.file.access import make_directory, make_tier_directory, open_file
+from hicache_ext.storage.file.file_lock import PATIENCE, lock_within, show_progress, try_lock
 from hicache_ext.storage.file.file_system import WHY_IN_PLACE, file_system_of
+from hicache_ext.storage.file.manifest import SLAB_FILE, adopt, check_before_start, is_taken_over, write_manifest
+from hicache_ext.storage.file.page_tree import save_document
 from hicache_ext.storage.file.slab.change import FoundPage
 from hicache_ext.storage.file.slab.index import SlabIndex
 from hicache_ext.storage.file.slab.mapped import WORD, Words, extend, sync
 from hicache_ext.storage.file.slab.records import INDEX_VERSION, Slab
 from hicache_ext.storage.file.slab.shapes import HEADER
 from hicache_ext.storage.file.slab.slot_table import Seals
-from hicache_ext.storage.file.whole_file import write_whole
+from hicache_ext.storage.file.whole_file import remove_whole, sync_whole, write_whole
 
 logger = logging.getLogger(__name__)
 
-_FILE_NAME = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
 _IN_ORDER = f"closed in order, index {INDEX_VERSION}"
 _REBUILD_BATCH = 4096
+_MILLISECONDS = re.compile(rb"[0-9]{13}")
+_ATTEMPTS = 20
+"""To have the lock alone after somebody who was killed with it."""
 
 INDEX_BYTES_AT_LEAST = 1 << 20
 INDEX_BYTES_PER_SLOT = 1024
@@ -122,9 +128,11 @@ class SlabDirectory:
                 tier, f"directory {str(path)!r} cannot hold slabs: {file_system.type} {WHY_IN_PLACE}", ["layout: pages"]
             )
         try:
-            for directory in (path, self.slabs_path, self.identities):
-                directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            check_before_start(path, "slab", tier)
+            make_tier_directory(path)
+            for directory in (self.identities, self.slabs_path):
+                make_directory(directory)
+            self._lock = open_file(path / "lock", os.O_RDWR)
         except OSError as error:
             raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
         try:
@@ -132,7 +140,8 @@ class SlabDirectory:
             self.index = self._open_index()
         except (OSError, lmdb.Error) as error:
             os.close(self._lock)
-            raise StoreSetupError(tier, f"directory {str(path)!r}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise StoreSetupError(tier, f"directory {str(path)!r}: {reason}") from error
         except BaseException:
             os.close(self._lock)
             raise
@@ -241,19 +250,20 @@ class SlabDirectory:
     # -- identities ------------------------------------------------------------------------------------------------
 
     def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        path = self.identities / f"{digest.hex()}.json"
-        if not path.exists():
-            write_whole(path, json.dumps(document, indent=1, sort_keys=True))
+        save_document(self.path, digest, document)
 
     def note_cleared(self, digest: bytes) -> None:
-        """So that a rebuild does not bring cleared pages back."""
-        write_whole(self.identities / f"{digest.hex()}.cleared", str(int(time.time() * 1000)))
+        """So that a rebuild does not bring cleared pages back; after a power loss only once ``sync_cleared`` was there.
 
-    def _cleared_at(self, digest: bytes) -> int:
-        try:
-            return int((self.identities / f"{digest.hex()}.cleared").read_text())
-        except (OSError, ValueError):
-            return -1
+        That is another call because SGLang's scheduler thread comes here, which must not wait for the disk.
+        """
+        write_whole(self._cleared_path(digest), str(int(time.time() * 1000)), sync=False)
+
+    def sync_cleared(self, digest: bytes) -> None:
+        sync_whole(self._cleared_path(digest))
+
+    def _cleared_path(self, digest: bytes) -> Path:
+        return self.identities / f"{digest.hex()}.cleared"
 
     # -- opening and closing ---------------------------------------------------------------------------------------
 
@@ -266,8 +276,7 @@ class SlabDirectory:
         """Releases everything; the last process out syncs the index and says so. Raises lmdb.Error or OSError when
         that fails."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = True
+            alone = try_lock(self._lock, fcntl.LOCK_EX)
         except OSError:
             alone = False
         try:
@@ -276,6 +285,7 @@ class SlabDirectory:
                     # So that the index and what it would be rebuilt from agree.
                     for headers in self.slabs_path.glob("*.headers"):
                         sync(headers)
+                        show_progress(self._lock)
             finally:
                 self.index.close(sync=alone and not self._doubted)
             if alone and self._doubted:
@@ -292,27 +302,74 @@ class SlabDirectory:
             os.close(self._lock)
 
     def _open_index(self) -> SlabIndex:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        for _ in range(_ATTEMPTS):
+            if try_lock(self._lock, fcntl.LOCK_EX):
+                return self._open_index_alone()
             # Others use it, so it is sound, or is being rebuilt: then this waits for it.
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
-            return SlabIndex(self.path / "index")
-        trusted = self._trust.exists() and self._trust.read_text() in (_IN_ORDER, _written_by_this_boot())
-        trusted = trusted and self.path not in _doubted_paths
-        index = self._open_trusted_index() if trusted else None
+            lock_within(self._lock, fcntl.LOCK_SH, PATIENCE, self.path / "lock")
+            if is_trusted(self.path):
+                break
+            # Who rebuilt it was killed meanwhile.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            time.sleep(random.uniform(0.01, 0.1))
+        else:
+            # Others do use it, and know this boot by another name.
+            lock_within(self._lock, fcntl.LOCK_SH, PATIENCE, self.path / "lock")
+        return self._open_used_index()
+
+    def _open_used_index(self) -> SlabIndex:
+        """Beside others, of which one may be stopped amid a change: LMDB would wait for it for ever. Raises
+        TimeoutError with a sentence."""
+        opened: list[SlabIndex | BaseException] = []
+        given_up, ended, decided = threading.Event(), threading.Event(), threading.Lock()
+
+        def open_it() -> None:
+            try:
+                answer: SlabIndex | BaseException = SlabIndex(self.path / "index")
+            except BaseException as error:  # noqa: BLE001 - it is raised by who waits
+                answer = error
+            with decided:
+                opened.append(answer)
+                ended.set()
+                if given_up.is_set() and isinstance(answer, SlabIndex):
+                    answer.close(sync=False)
+
+        threading.Thread(target=open_it, name="hicache-open-index", daemon=True).start()
+        ended.wait(PATIENCE)
+        with decided:
+            if not opened:
+                given_up.set()
+                reason = f"another process has held the index in {str(self.path)!r} for {PATIENCE:.0f} s"
+                raise TimeoutError(errno.ETIMEDOUT, f"{reason}: stopped amid a change of it, perhaps")
+        if isinstance(opened[0], BaseException):
+            raise opened[0]
+        return opened[0]
+
+    def _open_index_alone(self) -> SlabIndex:
+        """With the lock for this process alone, which is shared afterwards."""
+        index = self._open_trusted_index() if self._is_trusted() else None
         if index is None:
+            # Cut off amid the rebuild, nobody must take what there is for an index.
+            remove_whole(self._trust)
             index = self._rebuild()
+        # Before the first change: after a power loss an index that was changed must not pass for one closed in order.
+        self._trust_in_this_boot()
         with index.changing() as change:
             change.release_dead_writers()
         slabs = index.slabs()
         for slab in slabs:
             self._complete_headers(slab)
         self._delete_unknown_files(slabs)
-        write_whole(self._trust, _written_by_this_boot())
         _doubted_paths.discard(self.path)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        lock_within(self._lock, fcntl.LOCK_SH, PATIENCE, self.path / "lock")
         return index
+
+    def _is_trusted(self) -> bool:
+        return is_trusted(self.path) and self.path not in _doubted_paths
+
+    def _trust_in_this_boot(self) -> None:
+        if _trust_in(self.path) != _written_by_this_boot():
+            write_whole(self._trust, _written_by_this_boot())
 
     def _open_trusted_index(self) -> SlabIndex | None:
         """None where it cannot be read, or is not there any more."""
@@ -331,14 +388,7 @@ class SlabDirectory:
             path.unlink()
         index = SlabIndex(self.path / "index")
         written: dict[int, Words] = {}
-        for path in sorted(self.slabs_path.iterdir()):
-            match = _FILE_NAME.fullmatch(path.name)
-            if match is None or match[3] != "slab":
-                continue
-            number, slot_size = int(match[1], 16), int(match[2])
-            slots = path.stat().st_size // slot_size
-            if slots == 0:
-                continue
+        for number, slot_size, slots in slabs_by_files(self.path):
             with index.changing() as change:
                 slab = change.add_slab(slot_size, slots, number)
                 change.reserve_slab_numbers(number + 1)
@@ -353,45 +403,88 @@ class SlabDirectory:
 
     def _adopt_pages(self, fd: int, index: SlabIndex, slab: Slab, written: dict[int, Words]) -> None:
         """``fd``: the headers; ``written``: see ``IndexChange.adopt``."""
-        cleared_at = functools.cache(self._cleared_at)
-        for first in range(0, slab.slots, _REBUILD_BATCH):
-            pages: list[FoundPage] = []
-            slots = min(_REBUILD_BATCH, slab.slots - first)
-            headers = os.pread(fd, slots * HEADER, first * HEADER)
-            for slot in range(slots):
-                fields = headers[slot * HEADER : (slot + 1) * HEADER]
-                try:
-                    found = envelope.decode_header(fields)
-                except FormatError:
-                    continue
-                length = found.payload_length
-                if length <= slab.slot_size and found.created_ms > cleared_at(found.identity):
-                    seal = envelope.seal_of(fields)
-                    pages.append(FoundPage(found.key, first + slot, length, found.created_ms, seal))
+        for pages in pages_in_headers(fd, slab, functools.cache(functools.partial(cleared_at, self.path))):
             with index.changing() as change:
                 self.rebuilt += change.adopt(slab, pages, written)
+            show_progress(self._lock)
 
     def _delete_unknown_files(self, slabs: Iterable[Slab]) -> None:
         """All but those of ``slabs``: a process was killed over them before, or after, the index knew them."""
         known = {path.name for slab in slabs for path in self.slab_paths(slab)}
         for path in self.slabs_path.iterdir():
-            if _FILE_NAME.fullmatch(path.name) and path.name not in known:
+            if SLAB_FILE.fullmatch(path.name) and path.name not in known:
                 path.unlink()
 
     def _adopt(self, tier: str) -> None:
         """Write the manifest, or check it. The pages of the older format are given up, unless others use them."""
-        manifest = self.path / "hicache_ext.json"
-        current = json.dumps({"format": FORMATS["slab"], "layout": "slab"}) + "\n"
-        if not manifest.exists():
-            write_whole(manifest, current)
-        elif format_and_layout(self.path) == (1, "slab"):
-            with suppress(BlockingIOError):
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                logger.warning("tier %s: %s is of format 1: its pages are given up", tier, self.path)
-                self._trust.unlink(missing_ok=True)
-                self._delete_unknown_files(())
-                write_whole(manifest, current)
-        check_manifest(self.path, "slab", tier)
+        if is_taken_over(self.path, "slab") and try_lock(self._lock, fcntl.LOCK_EX):
+            logger.warning("tier %s: %s is of format 1: its pages are given up", tier, self.path)
+            remove_whole(self._trust)
+            self._delete_unknown_files(())
+            write_manifest(self.path, "slab")
+        adopt(self.path, "slab", tier)
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether the index of the directory ``path`` may be used: this boot wrote it, or it was closed in order."""
+    return _trust_in(path) in (_IN_ORDER, _written_by_this_boot())
+
+
+def slabs_by_files(path: Path) -> list[tuple[int, int, int]]:
+    """Number, slot size and slots of every slab in the directory ``path``, by name and size of its file. Raises
+    OSError."""
+    slabs: list[tuple[int, int, int]] = []
+    for file in sorted((path / "slabs").iterdir()):
+        match = SLAB_FILE.fullmatch(file.name)
+        if match is not None and match[3] == "slab" and int(match[2]):
+            try:
+                slots = file.stat().st_size // int(match[2])
+            except FileNotFoundError:
+                # Who looks from outside may come while a server drops a slab.
+                continue
+            slabs += [(int(match[1], 16), int(match[2]), slots)] if slots else []
+    return slabs
+
+
+def cleared_at(path: Path, digest: bytes) -> int:
+    """Since when pages of an identity count again, in milliseconds; -1 where it was never cleared."""
+    file = path / "identities" / f"{digest.hex()}.cleared"
+    try:
+        content, written = file.read_bytes(), file.stat().st_mtime_ns // 1_000_000
+    except OSError:
+        return -1
+    # What a power loss has spoilt has kept, about, the time at which it was written.
+    return int(content) if _MILLISECONDS.fullmatch(content) else written
+
+
+def pages_in_headers(fd: int, slab: Slab, cleared: Callable[[bytes], int]) -> Iterator[list[FoundPage]]:
+    """The pages that the open file of a slab's headers tells of, in portions; ``cleared``: ``cleared_at`` of a digest.
+
+    A slot that was freed still tells of its last page.
+    """
+    for first in range(0, slab.slots, _REBUILD_BATCH):
+        pages: list[FoundPage] = []
+        slots = min(_REBUILD_BATCH, slab.slots - first)
+        headers = os.pread(fd, slots * HEADER, first * HEADER)
+        for slot in range(slots):
+            fields = headers[slot * HEADER : (slot + 1) * HEADER]
+            try:
+                found = envelope.decode_header(fields)
+            except FormatError:
+                continue
+            length = found.payload_length
+            if length <= slab.slot_size and found.created_ms > cleared(found.identity):
+                seal = envelope.seal_of(fields)
+                pages.append(FoundPage(found.key, first + slot, length, found.created_ms, seal))
+        yield pages
+
+
+def _trust_in(path: Path) -> str:
+    """Nothing where it cannot be read."""
+    try:
+        return (path / "trust").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _written_by_this_boot() -> str:

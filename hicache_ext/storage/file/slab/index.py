@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from hicache_ext.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.file.access import access_in, make_directory, make_tier_directory, settle
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.file.slab import lookup, slot_code
 from hicache_ext.storage.file.slab.change import IndexChange
@@ -85,7 +86,9 @@ class SlabIndex:
 
     def __init__(self, path: Path) -> None:
         """Opens or creates the index in directory ``path``. Raises lmdb.Error or OSError."""
-        path.mkdir(parents=True, exist_ok=True)
+        make_tier_directory(path.parent)
+        make_directory(path)
+        mode = access_in(path).file_mode
         self._path = path
         self._data = path / "data.mdb"
         self._ghosts: GhostTable | None = None
@@ -98,8 +101,11 @@ class SlabIndex:
             sync=False,
             metasync=False,
             max_spare_txns=16,
+            mode=mode,
         )
         try:
+            for name in ("data.mdb", "lock.mdb"):
+                settle(path / name, mode)
             with self._environment.begin(write=True) as transaction:
                 self.slabs_db, self.state_db = (
                     self._environment.open_db(name, txn=transaction) for name in (b"slabs", b"state")
@@ -116,9 +122,7 @@ class SlabIndex:
         except BaseException:
             self._environment.close()
             raise
-        self._host, pid, start = writer_name().rsplit(":", 2)
-        host = xxhash.xxh3_64_intdigest(self._host.encode()) >> 1
-        self._writer = int(pid), int(start) if start.isdigit() else -1, host
+        self._writer = words_of_writer()
         self._changes = itertools.count()
         self._portions = itertools.count()
         self._known_fresh_uses = _NO_FRESH_USES
@@ -421,8 +425,7 @@ class SlabIndex:
 
     def is_alive(self, writer: Sequence[int]) -> bool:
         """Whether the process with these words (``writer``) may still be running."""
-        pid, start, host = writer
-        return host == self._writer[2] and writer_alive(f"{self._host}:{pid}:{start}", 0.0)
+        return words_are_of_living(writer)
 
     def next_portion(self) -> int:
         """Tells apart what this process is writing at the same time."""
@@ -434,6 +437,19 @@ class SlabIndex:
         for path in self._path.glob("ghosts-*"):
             if table is None or path != table.path:
                 path.unlink(missing_ok=True)
+
+
+def words_of_writer() -> tuple[int, int, int]:
+    """What a slot says of this process while it writes there."""
+    host, pid, start = writer_name().rsplit(":", 2)
+    return int(pid), int(start) if start.isdigit() else -1, xxhash.xxh3_64_intdigest(host.encode()) >> 1
+
+
+def words_are_of_living(words: Sequence[int]) -> bool:
+    """Whether the process with these words (``words_of_writer``) may still be running."""
+    pid, start, of_host = words
+    host = writer_name().rsplit(":", 2)[0]
+    return of_host == words_of_writer()[2] and writer_alive(f"{host}:{pid}:{start}", 0.0)
 
 
 def _in_portions(rows: Words, length: int = _AT_ONCE) -> list[Words]:

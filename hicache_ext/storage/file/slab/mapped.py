@@ -13,24 +13,27 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.storage.file.access import open_file
+
 Words = npt.NDArray[np.int64]
 WORD = 8
 
 
-def map_words(path: Path, words: int) -> Words:
+def map_words(path: Path, words: int, *, to_change: bool = True) -> Words:
     """The first so many words of a file. Raises OSError, ValueError when there are fewer."""
     if words == 0:
         return np.empty(0, np.int64)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, (os.O_RDWR if to_change else os.O_RDONLY) | os.O_CLOEXEC)
     try:
-        return np.frombuffer(mmap.mmap(fd, words * WORD), np.int64)
+        access = mmap.ACCESS_WRITE if to_change else mmap.ACCESS_READ
+        return np.frombuffer(mmap.mmap(fd, words * WORD, access=access), np.int64)
     finally:
         os.close(fd)
 
 
 def extend(path: Path, words: int) -> None:
     """Make the file at least so long, with zeros. Raises OSError (ENOSPC)."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = open_file(path, os.O_RDWR)
     try:
         before = os.fstat(fd).st_size
         if before < words * WORD:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.io_plan import IoPlan
+from hicache_ext.storage.file.page_tree import BLOCK
 from hicache_ext.storage.file.slab.compiled_code import (
     LEFT,
     CompiledCode,

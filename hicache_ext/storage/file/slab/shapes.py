@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext import envelope
-from hicache_ext.storage.file.directory import BLOCK
+from hicache_ext.storage.file.page_tree import BLOCK
 
 HEADER = envelope.FIELDS_LENGTH
 """Bytes of a page's header."""

@@ -17,8 +17,8 @@ from hicache_ext import envelope
 from hicache_ext.metrics import TierMetrics
 from hicache_ext.storage.file import vectored
 from hicache_ext.storage.file.device_probe import RWF_DONTCACHE, Mode
-from hicache_ext.storage.file.directory import BLOCK
 from hicache_ext.storage.file.io_plan import IoPlan
+from hicache_ext.storage.file.page_tree import BLOCK
 from hicache_ext.storage.file.slab.directory import SlabDirectory, SlabFile
 from hicache_ext.storage.file.slab.records import Slab
 from hicache_ext.storage.file.slab.shapes import HEADER

@@ -452,7 +452,7 @@ class SlabStore:
             cleared = self._clear(digests)
             if cleared:
                 cleaner = threading.Thread(
-                    target=self._index.free_cleared, args=(cleared,), name=f"hicache-{self._name}-clear", daemon=True
+                    target=self._finish_clearing, args=(cleared,), name=f"hicache-{self._name}-clear", daemon=True
                 )
                 self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
                 cleaner.start()
@@ -471,6 +471,14 @@ class SlabStore:
             except OSError as error:
                 self._count_error(error)
         return cleared
+
+    def _finish_clearing(self, cleared: Sequence[bytes]) -> None:
+        for digest in cleared:
+            try:
+                self._directory.sync_cleared(digest)
+            except OSError as error:
+                self._count_error(error)
+        self._index.free_cleared(cleared)
 
     def remove_expired(self, stop: threading.Event) -> int:
         """Free the slots of pages older than the ttl, until ``stop``; their number. Raises lmdb.Error."""

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from hicache_ext.storage.remote.object.client import make_client
 from hicache_ext.storage.sharing import sharing_of
-from hicache_ext.storage.store import PageStore
 
 if TYPE_CHECKING:
     from hicache_ext.config import ObjectTierConfig
+    from hicache_ext.storage.remote.object.store import ObjectPageStore
 
 
-def open_object_tier(name: str, tier: ObjectTierConfig) -> PageStore:
+def open_object_tier(name: str, tier: ObjectTierConfig) -> ObjectPageStore:
     """The store for ``tiers.<name>`` of type object. Raises ConfigError or StoreSetupError."""
     client = make_client(name, tier)
     from hicache_ext.storage.remote.object.store import ObjectPageStore

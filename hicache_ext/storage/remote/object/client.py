@@ -44,8 +44,12 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
     """
     stores = import_obstore(name).store
     if tier.scheme == "file":
+        directory = Path("/", tier.prefix)
         try:
-            return stores.LocalStore(Path("/", tier.prefix), mkdir=True)
+            # The library's files have the modes that the umask leaves; nobody else gets to them in here.
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            return stores.LocalStore(directory)
         except Exception as error:  # noqa: BLE001 - whatever the library makes of an OSError
             raise StoreSetupError(name, f"directory '/{tier.prefix}' cannot be used ({type(error).__name__})") from None
     options: dict[str, Any] = {

@@ -1,0 +1,64 @@
+"""Waiting for a lock between processes (flock), but never for ever.
+
+Who holds it may be stopped, or stand before a disk that hangs, and never let it go. A holder that has much to do says
+that it goes on (``show_progress``), so that others wait for work and not for nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 90.0
+"""Seconds without a sign of life of the holder after which a start gives up: NFS shows one up to 60 s late."""
+_SAID_AFTER = 2.0
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.05
+
+
+def lock_within(fd: int, operation: int, patience: float, path: Path) -> None:
+    """``fcntl.flock(fd, operation)`` on the open file ``path``, for ``patience`` seconds after the last progress.
+
+    Raises TimeoutError with a sentence then, OSError as the file system does.
+    """
+    begun = seen = time.monotonic()
+    last_sign, said, pause = _sign(fd), False, _FIRST_PAUSE
+    while not try_lock(fd, operation):
+        now = time.monotonic()
+        if (sign := _sign(fd)) != last_sign:
+            last_sign, seen = sign, now
+        if now - seen >= patience:
+            raise TimeoutError(
+                errno.ETIMEDOUT, f"another process has held {str(path)!r} for {now - begun:.0f} s and does nothing"
+            )
+        if not said and now - begun >= min(_SAID_AFTER, patience / 4):
+            said = True
+            logger.warning("waiting for %s, which another process holds", path)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def try_lock(fd: int, operation: int) -> bool:
+    """``fcntl.flock`` without waiting; False when another process holds it. Raises OSError for anything else."""
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def show_progress(fd: int) -> None:
+    """Tell who waits for the lock on ``fd``, which is held, that something is being done. Raises OSError."""
+    os.utime(fd)
+
+
+def _sign(fd: int) -> int:
+    return os.fstat(fd).st_mtime_ns

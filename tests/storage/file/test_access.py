@@ -1,0 +1,553 @@
+"""Who may use the files of a tier."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import grp
+import multiprocessing
+import os
+import pwd
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.cli.main import main
+from hicache_ext.config import ExtraConfig, load_config
+from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.storage.file import file_lock, hints
+from hicache_ext.storage.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.file.pins import add_pin
+from hicache_ext.storage.file.slab.directory import slab_directory
+from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.hints.board import BoardLimits
+from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.store import SetResult
+from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
+
+LAYOUTS = ("pages", "slab")
+SOMEBODY, SOMEBODY_ELSE, TEAM = 54321, 54322, 54323
+"""An account, another one, and a group."""
+_FORK = multiprocessing.get_context("fork")
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+def opened(paths: Path | list[Path], layout: str, **tier: Any) -> Any:
+    path = [str(one) for one in paths] if isinstance(paths, list) else str(paths)
+    disk = {"type": "file", "path": path, "capacity": "64MiB", "layout": layout, "threads": 2, "io": "buffered", **tier}
+    return open_tiers(load_config(ExtraConfig.around({"tiers": {"disk": disk}})))
+
+
+def used(paths: Path | list[Path], layout: str, **tier: Any) -> None:
+    """A server makes everything that a directory can have."""
+    store = opened(paths, layout, ttl="1d", **tier)
+    store.register_identity(IDENTITY, {"model": {"id": "example"}})
+    store_pages(store, page_keys(40))
+    for path in paths if isinstance(paths, list) else [paths]:
+        add_pin(path, "prompt", [bytes(32)], None)
+        hints.post_hint(path, b"hint", BoardLimits(longest=100, keep=10, lifetime=60.0))
+    store.clear([page_keys(1, identity=bytes(16))[0][:16]])
+    store.close()
+    opened(paths, layout, ttl="1d", **tier).close()
+
+
+def modes(path: Path) -> dict[str, set[str]]:
+    """The modes of all directories and of all files at ``path`` and below."""
+    found: dict[str, set[str]] = {"directories": set(), "files": set()}
+    for entry in [path, *path.rglob("*")]:
+        status = entry.lstat()
+        found["directories" if entry.is_dir() else "files"].add(f"{stat.S_IMODE(status.st_mode):04o}")
+    return found
+
+
+PRIVATE = {"directories": {"0700"}, "files": {"0600"}}
+SHARED = {"directories": {"2770"}, "files": {"0660"}}
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077], ids=["000", "022", "077"])
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that other accounts reach, unlike pytest's."""
+    place = Path(tempfile.mkdtemp(prefix="hicache-open-"))
+    place.chmod(0o755)
+    yield place
+    shutil.rmtree(place)
+
+
+def as_account(uid: int, groups: list[int], call: Callable[[], Any]) -> Any:
+    """What ``call`` answers in a process of another account; the text of the exception that it raises."""
+    if os.geteuid() != 0:
+        pytest.skip("missing: root, to become another account")
+    answers: Any = _FORK.Queue()
+
+    def run() -> None:
+        os.setgroups(groups)
+        os.setgid(uid)
+        os.setuid(uid)
+        try:
+            answers.put(call())
+        except BaseException as error:  # noqa: BLE001 - the test says which
+            answers.put(f"{type(error).__name__}: {error}")
+
+    process = _FORK.Process(target=run)
+    process.start()
+    try:
+        return answers.get(timeout=60)
+    finally:
+        process.join(10)
+        process.kill()
+
+
+def loosened(path: Path) -> Path:
+    """As an older release left a directory."""
+    for entry in [path, *path.rglob("*")]:
+        entry.chmod(0o755 if entry.is_dir() else 0o644)
+    return path
+
+
+# -- what is made ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_everything_is_private_whatever_the_umask(tmp_path: Path, umask: None, layout: str) -> None:
+    used(tmp_path / "new" / "l3", layout)
+    assert modes(tmp_path / "new") == PRIVATE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_mode_group_everything_is_for_the_group_whatever_the_umask(tmp_path: Path, umask: None, layout: str) -> None:
+    used([tmp_path / "new" / "a", tmp_path / "b"], layout, mode="group", group=TEAM)
+    for path in (tmp_path / "new", tmp_path / "b"):
+        assert modes(path) == SHARED
+        assert {entry.stat().st_gid for entry in [path, *path.rglob("*")]} == {TEAM}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_of_a_page_tier_without_unnamed_files_are_private_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    from hicache_ext.storage.file.directory import PageDirectory
+
+    monkeypatch.setattr(PageDirectory, "_supports_unnamed_files", lambda self: False)
+    used(tmp_path / "l3", layout)
+    assert modes(tmp_path / "l3") == PRIVATE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tools_keep_to_the_mode_that_the_server_chose(
+    tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for mode, wanted in (("private", PRIVATE), ("group", SHARED)):
+        path = tmp_path / mode
+        used(path, layout, mode=mode)
+        (tmp_path / "keys").write_text("00" * 32)
+        assert main(["pin", str(path), "--name", "tool", "--keys", str(tmp_path / "keys")]) == 0
+        assert main(["gc", str(path)]) == 0
+        assert main(["clear", str(path), "--all"]) == 0
+        assert modes(path) == wanted
+
+
+# -- what is there already ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_start_closes_what_an_older_release_left_open_and_says_so_once(
+    tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    used(tmp_path / "l3", layout)
+    loosened(tmp_path / "l3")
+    store = opened(tmp_path / "l3", layout)
+    assert modes(tmp_path / "l3") == PRIVATE
+    assert_hits(store, page_keys(40))
+    store.close()
+    opened(tmp_path / "l3", layout).close()
+    (line,) = [record.getMessage() for record in caplog.records if "have modes" in record.getMessage()]
+    assert line.startswith(f"tier disk: {tmp_path / 'l3'} had mode 0755: ") and line.endswith("0700 and 0600 now")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_change_between_private_and_group_reaches_every_page(tmp_path: Path, layout: str) -> None:
+    used(tmp_path / "l3", layout)
+    for mode, wanted in (("group", SHARED), ("private", PRIVATE)):
+        opened(tmp_path / "l3", layout, mode=mode).close()
+        assert {kind: {mode[-3:] for mode in found} for kind, found in modes(tmp_path / "l3").items()} == {
+            kind: {mode[-3:] for mode in found} for kind, found in wanted.items()
+        }
+
+
+def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    used(tmp_path, "pages")
+    loosened(tmp_path)
+    (tmp_path / "models").mkdir(mode=0o755)
+    strangers = ("models/weights", "pages/README", "identities/notes.txt", "package.json", ".profile", "yarn.lock")
+    for stranger in strangers:
+        (tmp_path / stranger).write_text("theirs")
+        (tmp_path / stranger).chmod(0o644)
+    opened(tmp_path, "pages").close()
+    for place in (tmp_path, tmp_path / "models"):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o755
+    for stranger in strangers:
+        assert stat.S_IMODE((tmp_path / stranger).stat().st_mode) == 0o644
+    for ours in ("pages", "identities", "tmp", "pins"):
+        assert stat.S_IMODE((tmp_path / ours).stat().st_mode) == 0o700
+    assert "holds other things than this tier ('" in caplog.text
+
+
+def test_a_disk_of_its_own_is_closed_although_its_file_system_has_put_something_there(tmp_path: Path) -> None:
+    used(tmp_path, "slab")
+    loosened(tmp_path)
+    (tmp_path / "lost+found").mkdir(mode=0o700)
+    opened(tmp_path, "slab").close()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
+def test_a_link_under_one_of_our_names_is_not_followed(tmp_path: Path) -> None:
+    used(tmp_path / "l3", "pages")
+    loosened(tmp_path / "l3")
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    victim.chmod(0o644)
+    (tmp_path / "l3" / "pins" / "link.json").symlink_to(victim)
+    opened(tmp_path / "l3", "pages").close()
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o644
+
+
+def test_a_file_that_somebody_has_linked_elsewhere_is_not_opened(tmp_path: Path) -> None:
+    """Where others may write into PATH, a link could lead to any file of the server's account."""
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    victim.chmod(0o644)
+    for name in ("lock", "index/header"):
+        path = tmp_path / name.replace("/", "-")
+        used(path, "slab")
+        (path / name).unlink()
+        (path / name).symlink_to(victim)
+        with suppress(StoreSetupError):
+            opened(path, "slab").close()
+        assert (victim.read_text(), stat.S_IMODE(victim.stat().st_mode)) == ("theirs", 0o644)
+
+
+def test_a_directory_above_that_cannot_be_read_is_no_obstacle(open_place: Path) -> None:
+    closed = open_place / "closed"
+    closed.mkdir()
+    os.chown(closed, SOMEBODY, SOMEBODY)
+    closed.chmod(0o300)
+    assert as_account(SOMEBODY, [], lambda: used(closed / "l3", "pages")) is None
+    assert (closed / "l3" / "hicache_ext.json").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_links_and_without_synced_directories_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    link, fsync = os.link, os.fsync
+
+    def no_link(source: Any, target: Any, **options: Any) -> None:
+        if options:
+            return link(source, target, **options)
+        raise OSError(number, os.strerror(number))
+
+    def files_only(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(os, "fsync", files_only)
+    for layout in LAYOUTS:
+        used(tmp_path / layout, layout)
+        assert (tmp_path / layout / "hicache_ext.json").read_text().endswith("}\n")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_directory_of_another_account_is_a_warning_and_what_is_made_in_it_is_closed(
+    open_place: Path, layout: str
+) -> None:
+    path = open_place / "l3"
+    path.mkdir()
+    path.chmod(0o2777)
+
+    def start() -> list[str]:
+        import logging
+
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("hicache_ext").addHandler(handler)
+        used(path, layout)
+        return [line for line in lines if "belong to another account" in line]
+
+    lines = as_account(SOMEBODY, [], start)
+    assert isinstance(lines, list) and len(lines) == 2, lines
+    assert str(path) in lines[0]
+    inside = list(path.rglob("*"))
+    assert {stat.S_IMODE(entry.stat().st_mode) & 0o777 for entry in inside} == {0o700, 0o600}
+
+
+# -- who gets at it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_account_reads_nothing_and_holds_no_lock(open_place: Path, layout: str) -> None:
+    used(open_place / "l3", layout)
+
+    def pry() -> list[str]:
+        got = []
+        for name in ("", "lock", "usage", "hicache_ext.json", "slabs", "pages", "index/data.mdb", "pins/prompt.json"):
+            try:
+                os.close(os.open(open_place / "l3" / name, os.O_RDONLY))
+                got.append(name)
+            except OSError:
+                continue
+        return got
+
+    assert as_account(SOMEBODY, [], pry) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_accounts_of_one_group_share_a_directory(open_place: Path, layout: str) -> None:
+    path = open_place / "l3"
+    open_place.chmod(0o777)
+    keys = page_keys(60)
+
+    def serve(mine: slice) -> Any:
+        def call() -> Any:
+            store = opened(path, layout, mode="group", group=TEAM)
+            results = store_pages(store, keys[mine])
+            found = sum(store.contains(keys))
+            store.close()
+            return [result is SetResult.STORED for result in results].count(True), found
+
+        return call
+
+    assert as_account(SOMEBODY, [TEAM], serve(slice(0, 20))) == (20, 20)
+    assert as_account(SOMEBODY_ELSE, [TEAM], serve(slice(20, 40))) == (20, 40)
+    assert as_account(SOMEBODY, [TEAM], serve(slice(40, 60))) == (20, 60)
+    assert modes(path) == SHARED
+    assert "Permission denied" in as_account(SOMEBODY_ELSE, [], serve(slice(0, 20)))
+
+
+def test_a_group_that_the_account_is_not_in_is_a_sentence(open_place: Path) -> None:
+    open_place.chmod(0o777)
+
+    def start() -> None:
+        opened(open_place / "l3", "pages", mode="group", group=TEAM).close()
+
+    said = as_account(SOMEBODY, [], start)
+    assert said.startswith("StoreSetupError: ") and f"this account (uid {SOMEBODY}) is not a member" in said
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whoever_may_read_may_look(open_place: Path, layout: str) -> None:
+    """A directory that somebody opened for reading, or that is mounted read-only: no tool needs to write there."""
+    path = open_place / "l3"
+    used(path, layout)
+    loosened(path)
+
+    def look() -> Any:
+        with closing(open_inspector(path)) as inspector:
+            pages = list(inspector.pages())
+            reasons = [reason_it_is_bad(page.key, stored) for page in pages if (stored := inspector.read(page))]
+            assert inspector.occupied() > 0
+        return len(pages), reasons == [None] * 40, [main([command, str(path)]) for command in ("ls", "stat", "verify")]
+
+    before = sorted((str(entry), entry.stat().st_mtime_ns) for entry in path.rglob("*"))
+    assert as_account(SOMEBODY, [], look) == (40, True, [0, 0, 0])
+    assert sorted((str(entry), entry.stat().st_mtime_ns) for entry in path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_who_may_only_read_and_wants_to_change_something_gets_a_sentence(
+    open_place: Path, layout: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = open_place / "l3"
+    used(path, layout)
+    loosened(path)
+    keys = open_place / "keys"
+    keys.write_text("00" * 32)
+    before = sorted((str(entry), entry.stat().st_mtime_ns) for entry in path.rglob("*"))
+    for command in ("gc", "clear --all", f"pin --name x --keys {keys}", "unpin --name prompt"):
+        name, *options = command.split()
+        assert as_account(SOMEBODY, [], lambda: main([name, str(path), *options])) == 1  # noqa: B023
+        assert "Permission denied" in capfd.readouterr().err, command
+    assert sorted((str(entry), entry.stat().st_mtime_ns) for entry in path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_root_makes_with_a_tool_is_the_servers(open_place: Path, layout: str) -> None:
+    """Else the server could not read its own index or pins afterwards."""
+    open_place.chmod(0o777)
+    path = open_place / "l3"
+    as_account(SOMEBODY, [], lambda: used(path, layout))
+    (open_place / "keys").write_text("00" * 32)
+    assert main(["pin", str(path), "--name", "roots", "--keys", str(open_place / "keys")]) == 0
+    assert main(["gc", str(path)]) == 0
+    assert main(["clear", str(path), "--all"]) == 0
+    assert {entry.stat().st_uid for entry in [path, *path.rglob("*")]} == {SOMEBODY}
+
+
+def test_a_directory_mounted_for_reading_can_be_looked_at(
+    open_place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even a directory for temporary files is needed."""
+    for layout in LAYOUTS:
+        path = open_place / layout
+        used(path, layout)
+        if subprocess.run(["mount", "--bind", str(path), str(path)], capture_output=True).returncode:
+            pytest.skip("missing: root, to mount a file system")
+        try:
+            subprocess.run(["mount", "-o", "remount,ro,bind", str(path)], check=True)
+            monkeypatch.setattr(tempfile, "gettempdir", lambda: 1 / 0)
+            for command in ("ls", "stat", "verify", "pins", "gc --dry-run"):
+                name, *options = command.split()
+                assert main([name, str(path), *options]) == 0
+            assert "the index is not in order" not in capsys.readouterr().err
+        finally:
+            monkeypatch.undo()
+            subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_who_may_not_read_is_told_so(open_place: Path, layout: str) -> None:
+    used(open_place / "l3", layout)
+    said = as_account(SOMEBODY, [], lambda: open_inspector(open_place / "l3").layout)
+    assert said == f"StoreError: '{open_place / 'l3'}' cannot be read: Permission denied"
+
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    yield
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("layout", "lock"), [("pages", "usage"), ("slab", "lock")])
+def test_a_start_does_not_wait_for_ever_for_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, layout: str, lock: str
+) -> None:
+    used(tmp_path, layout)
+    monkeypatch.setattr(file_lock, "PATIENCE", 0.2)
+    monkeypatch.setattr("hicache_ext.storage.file.slab.directory.PATIENCE", 0.2)
+    with _held(tmp_path / lock):
+        with pytest.raises(StoreSetupError, match=r"another process has held .* and does nothing") as refused:
+            opened(tmp_path, layout)
+        assert "\n" not in str(refused.value)
+    assert f"waiting for {tmp_path / lock}" in caplog.text
+    opened(tmp_path, layout).close()
+
+
+def _stop_amid_a_change(path: Path, ready: Any) -> None:
+    with slab_directory(path, "disk") as directory, directory.index.changing():
+        ready.put(os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_start_does_not_wait_for_ever_for_somebody_stopped_amid_a_change_of_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used(tmp_path, "slab")
+    ready: Any = _SPAWN.SimpleQueue()
+    process = _SPAWN.Process(target=_stop_amid_a_change, args=(tmp_path, ready))
+    process.start()
+    ready.get()
+    monkeypatch.setattr("hicache_ext.storage.file.slab.directory.PATIENCE", 0.5)
+    with pytest.raises(StoreSetupError, match="stopped amid a change of it, perhaps"):
+        opened(tmp_path, "slab")
+    process.kill()
+    process.join()
+    for thread in threading.enumerate():
+        if thread.name == "hicache-open-index":
+            thread.join(30)
+    store = opened(tmp_path, "slab")
+    assert_hits(store, page_keys(40))
+    store.close()
+
+
+def test_who_holds_a_lock_and_works_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    holder = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    waiting = os.open(path, os.O_RDWR)
+    signs = 0
+    begun = os.fstat(holder).st_mtime_ns
+
+    def try_lock(fd: int, operation: int) -> bool:
+        nonlocal signs
+        signs += 1
+        os.utime(holder, ns=(begun + signs, begun + signs))
+        if signs == 40:
+            fcntl.flock(holder, fcntl.LOCK_UN)
+        return file_lock_try(fd, operation)
+
+    file_lock_try = file_lock.try_lock
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_lock, "try_lock", try_lock)
+        file_lock.lock_within(waiting, fcntl.LOCK_SH, 0.2, path)
+    assert signs == 40
+    os.close(waiting)
+    os.close(holder)
+
+
+# -- the configuration -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"mode": "0755"}, "tiers.disk.mode: the text '0755' is not accepted; allowed: private, group"),
+        ({"mode": "grop"}, "did you mean 'group'"),
+        ({"mode": 448}, "tiers.disk.mode: the number 448 is not accepted; allowed: private, group"),
+        ({"group": "team"}, "tiers.disk.group: files of mode private have no group; allowed: with mode: group"),
+        ({"mode": "group", "group": "no such name"}, "tiers.disk.group: the text 'no such name' is no name of a group"),
+        ({"mode": "group", "group": -1}, "tiers.disk.group: -1 is no number of a group"),
+        ({"mode": "group", "group": True}, "tiers.disk.group: the value true is not accepted"),
+        ({"require_mount": "yes"}, "tiers.disk.require_mount: the text 'yes' is not accepted; allowed: true or false"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_is_allowed(keys: dict[str, Any], sentence: str) -> None:
+    disk = {"type": "file", "path": "/x", "capacity": "1GiB", **keys}
+    with pytest.raises(ConfigError) as refused:
+        load_config(ExtraConfig.around({"tiers": {"disk": disk}}))
+    assert sentence in str(refused.value)
+
+
+def test_a_group_that_the_machine_does_not_have_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hicache_ext\.tiers\.disk\.group: this machine has no group 'nobody-s-own'"):
+        opened(tmp_path / "l3", "pages", mode="group", group="nobody-s-own")
+    assert not (tmp_path / "l3").exists()
+
+
+def test_a_group_may_be_named_or_numbered(tmp_path: Path) -> None:
+    mine = grp.getgrgid(pwd.getpwuid(os.geteuid()).pw_gid)
+    for number, group in enumerate((mine.gr_name, mine.gr_gid, str(mine.gr_gid))):
+        path = tmp_path / str(number)
+        opened(path, "slab", mode="group", group=group).close()
+        assert path.stat().st_gid == mine.gr_gid
+
+
+@pytest.mark.parametrize("kind", [PageFileStore, SlabStore])
+def test_a_store_opened_without_a_configuration_is_private(tmp_path: Path, kind: Any) -> None:
+    kind("disk", tmp_path / "a" / "b", capacity=64 << 20).close()
+    assert modes(tmp_path / "a" / "b") == PRIVATE

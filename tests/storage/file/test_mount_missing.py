@@ -1,0 +1,126 @@
+"""A disk that is not mounted: the directory below its mount point is on the root file system."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.cli.main import main
+from hicache_ext.config import ExtraConfig, load_config
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage import file as file_tier
+from hicache_ext.storage.mounts import RootFileSystem, on_root_file_system
+from hicache_ext.storage.opening import open_tiers
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+from tests.storage.file.test_spread import wait_until
+
+
+def configuration(*paths: Path, **keys: Any) -> dict[str, Any]:
+    disk = {"type": "file", "path": [str(path) for path in paths], "capacity": "64MiB", **keys}
+    return ExtraConfig.around({"tiers": {"disk": disk}})
+
+
+def opened(*paths: Path, **keys: Any) -> Any:
+    return open_tiers(load_config(configuration(*paths, **keys)))
+
+
+@pytest.fixture(autouse=True)
+def root_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest's directory is on the root file system, wherever it is, and what is mounted below it is not."""
+    monkeypatch.setattr(file_tier, "_warned_of_root", set())
+
+    def on_root(path: str) -> RootFileSystem | None:
+        mounted = any(
+            (tmp_path / name).is_mount() and Path(path).is_relative_to(tmp_path / name) for name in ("a", "b")
+        )
+        return None if mounted else RootFileSystem("overlay")
+
+    monkeypatch.setattr(file_tier, "on_root_file_system", on_root)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[list[Path]]:
+    """Two disks."""
+    disks = [tmp_path / name for name in ("a", "b")]
+    for disk in disks:
+        disk.mkdir()
+        made = subprocess.run(["mount", "-t", "tmpfs", "none", str(disk)], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip("missing: root, to mount a file system")
+    yield disks
+    for disk in disks:
+        subprocess.run(["umount", "-l", str(disk)], capture_output=True)
+
+
+def test_a_path_on_the_root_file_system_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        opened(tmp_path / "l3").close()
+    lines = [record.getMessage() for record in caplog.records if "root file system" in record.getMessage()]
+    assert lines == [
+        f"tier disk: {tmp_path / 'l3'} is on the root file system (overlay): a container's own, which is gone with it, "
+        "or its host's; if a disk of its own is meant, it is not mounted (require_mount: true refuses that)"
+    ]
+
+
+def test_a_mounted_path_is_not_warned_of(mounted: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    assert on_root_file_system(str(mounted[0])) is None
+    opened(*(disk / "l3" for disk in mounted), require_mount=True).close()
+    assert "root file system" not in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["auto", "pages", "slab"])
+def test_with_require_mount_a_start_without_the_disk_is_refused_and_makes_nothing(
+    tmp_path: Path, mounted: list[Path], layout: str
+) -> None:
+    """One of two disks is there, and the other one's directory is not."""
+    with pytest.raises(StoreSetupError) as refused:
+        opened(mounted[0] / "l3", tmp_path / "other" / "l3", require_mount=True, layout=layout)
+    assert str(refused.value) == (
+        f"tier 'disk' cannot start: '{tmp_path / 'other' / 'l3'}' is on the root file system (overlay): a container's "
+        "own, which is gone with it, or its host's, and require_mount is true; mount its disk, or set "
+        "require_mount: false"
+    )
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_doctor_says_that_a_server_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.dumps(configuration(tmp_path / "l3", require_mount=True))
+    assert main(["doctor", document]) == 1
+    assert "require_mount is true; mount its disk" in capsys.readouterr().out
+    assert not (tmp_path / "l3").exists()
+
+
+def test_a_tier_that_is_not_required_comes_when_its_disk_is_mounted(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    store = opened(tmp_path / "a" / "l3", require_mount=True, required=False)
+    assert not (tmp_path / "a" / "l3").exists()
+    if subprocess.run(["mount", "-t", "tmpfs", "none", str(tmp_path / "a")], capture_output=True).returncode:
+        store.close()
+        pytest.skip("missing: root, to mount a file system")
+    try:
+        wait_until(lambda: (tmp_path / "a" / "l3" / "hicache_ext.json").exists())
+        wait_until(lambda: store_pages(store, page_keys(3))[0].durable)
+        assert_hits(store, page_keys(3))
+    finally:
+        store.close()
+        subprocess.run(["umount", "-l", str(tmp_path / "a")], capture_output=True)
+
+
+def test_where_a_mount_has_vanished_nothing_is_written_below_it(mounted: list[Path], tmp_path: Path) -> None:
+    """Pages go to the other disk, and a restart is refused."""
+    paths = [disk / "l3" for disk in mounted]
+    store = opened(*paths, require_mount=True, layout="pages")
+    store_pages(store, page_keys(40))
+    subprocess.run(["umount", "-l", str(mounted[0])], check=True)
+    for number in range(10):
+        store_pages(store, page_keys(20, f"later {number}"))
+    store.close()
+    assert list(mounted[0].iterdir()) == []
+    with pytest.raises(StoreSetupError, match="require_mount is true"):
+        opened(*paths, require_mount=True)
+    assert list(mounted[0].iterdir()) == []
