@@ -194,6 +194,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
     beside = _beside(before, now, seconds, unit)
     return [
         _prompt_tokens(before, now),
+        *_not_serving(now),
         "",
         *lines,
         *(["", "not hit because:", *reasons] if reasons else []),
@@ -216,6 +217,13 @@ def _prompt_tokens(before: Samples | None, now: Samples) -> str:
             told.append(f"{100 * part / tokens:.1f} % {words}")
     told.append(f"{100 * max(0.0, tokens - cached) / tokens:.1f} % computed")
     return f"prompt tokens: {', '.join(told)} (of {tokens:.0f})"
+
+
+def _not_serving(now: Samples) -> list[str]:
+    ranks = now.each(f"{PREFIX}serving")
+    if all(ranks):
+        return []
+    return [f"{ranks.count(0.0)} of {len(ranks)} ranks store and serve nothing now; the server's log says why"]
 
 
 def _up(now: Samples, tier: str) -> str:

@@ -806,6 +806,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._also_counted.append(metrics)
 
     def _export_sources(self) -> list[TierMetrics]:
+        self._failures.set_level("serving", "", float(not self._unavailable))
         beside = [self._failures, kernel_metrics, *self._also_counted]
         if self._pull_rule is not None:
             beside.append(self._pull_rule.metrics)

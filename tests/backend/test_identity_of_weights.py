@@ -77,6 +77,14 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     return False
 
 
+def serving(backend: Any) -> float:
+    """The gauge that says it."""
+    levels: dict[tuple[str, str], float] = {}
+    for source in backend._export_sources():
+        levels |= source.levels()
+    return levels["serving", ""]
+
+
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Files are not read before this is set."""
@@ -99,11 +107,13 @@ def test_until_the_weights_are_identified_nothing_is_stored_or_served(
     assert backend.batch_set_v1(KEYS, INDICES) == [False, False]
     assert backend.batch_exists(KEYS) == 0
     assert list((tmp_path / "l3" / "identities").glob("*")) == []
+    assert serving(backend) == 0
     held.set()
     assert wait_until(lambda: backend._identified)
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
     assert backend.batch_exists(KEYS) == 2
+    assert serving(backend) == 1
     assert len(list((tmp_path / "l3" / "identities").glob("*"))) == 1
 
 
