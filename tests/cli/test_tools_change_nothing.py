@@ -139,7 +139,7 @@ def test_slabs_of_an_older_format_are_reported_and_stay(tmp_path: Path, capsys: 
     before = seen(path, times=False)
     code, found = doctor(capsys, configuration(tmp_path, path))
     assert (code, found["format"]["level"]) == (0, "warning")
-    assert "gives its pages up" in found["format"]["seen"]
+    assert "holds format 1, an older one: the first server" in found["format"]["seen"]
     for command in ("ls", "stat", "verify", "gc", "clear"):
         assert main([command, str(path), *(["--all"] if command == "clear" else [])]) == 1
         assert "holds format 1, layout 'slab'" in capsys.readouterr().err

@@ -114,8 +114,8 @@ def _open_path(
         prepare_directory(path, access, name)
         plan = _plan(name, tier, path, chosen)
     except OSError as error:
-        remedies = ["run the server as the account that owns it, or share it with mode: group"]
-        remedies = remedies if isinstance(error, PermissionError) else []
+        of_another = ["run the server as the account that owns it, or share it with mode: group"]
+        remedies = of_another if isinstance(error, PermissionError) else []
         raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}", remedies) from error
     share = None if tier.capacity is None else tier.capacity // len(tier.path)
     logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, chosen.layout, chosen.reason, plan, plan.reason)

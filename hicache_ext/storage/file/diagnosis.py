@@ -113,7 +113,8 @@ def _as_found(path: Path, layout: str, tier: FileTierConfig) -> list[Finding]:
         return []
     findings: list[Finding] = []
     if is_taken_over(path, layout):
-        seen = f"{path} is of an older format: the first server that has it alone gives its pages up"
+        number, _ = format_and_layout(path) or (0, "")
+        seen = f"{path} holds format {number}, an older one: the first server that has it alone gives its pages up"
         findings.append(Finding("format", Level.WARNING, seen, "name another path to keep them for an older release"))
     elif (path / MANIFEST).exists() and format_and_layout(path) is None:
         seen = f"{path / MANIFEST} cannot be read, after a power loss perhaps; a server makes it anew at its start"

@@ -90,10 +90,14 @@ def open_place() -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-def as_account(uid: int, groups: list[int], call: Callable[[], Any]) -> Any:
-    """What ``call`` answers in a process of another account; the text of the exception that it raises."""
+def needs_root() -> None:
     if os.geteuid() != 0:
         pytest.skip("missing: root, to become another account")
+
+
+def as_account(uid: int, groups: list[int], call: Callable[[], Any]) -> Any:
+    """What ``call`` answers in a process of another account; the text of the exception that it raises."""
+    needs_root()
     answers: Any = _FORK.Queue()
 
     def run() -> None:
@@ -132,6 +136,7 @@ def test_everything_is_private_whatever_the_umask(tmp_path: Path, umask: None, l
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_mode_group_everything_is_for_the_group_whatever_the_umask(tmp_path: Path, umask: None, layout: str) -> None:
+    needs_root()
     used([tmp_path / "new" / "a", tmp_path / "b"], layout, mode="group", group=TEAM)
     for path in (tmp_path / "new", tmp_path / "b"):
         assert modes(path) == SHARED
@@ -246,6 +251,7 @@ def test_a_file_that_somebody_has_linked_elsewhere_is_not_opened(tmp_path: Path)
 
 
 def test_a_directory_above_that_cannot_be_read_is_no_obstacle(open_place: Path) -> None:
+    needs_root()
     closed = open_place / "closed"
     closed.mkdir()
     os.chown(closed, SOMEBODY, SOMEBODY)
