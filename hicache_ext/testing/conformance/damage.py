@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hicache_ext.storage import bad_pages
 from hicache_ext.storage.store import GetResult, PageStore, SetResult
 from hicache_ext.testing.conformance.pages import (
     OTHER_IDENTITY,
@@ -89,6 +90,11 @@ class DamageTests:
 
     def count(self, store: PageStore, event: str) -> int:
         raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def any_number_of_bad_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A pool removes only a few in a minute; here every one is bad on purpose."""
+        monkeypatch.setattr(bad_pages, "MOST_REMOVED", 1 << 30)
 
     def _assert_refused_and_healed(self, store: PageStore, raw: RawAccess, key: bytes, stored: bytes) -> None:
         """Put ``stored`` in the page's place: it is refused, counted, gone, and the key works again."""

@@ -37,6 +37,7 @@ from hicache_ext.testing.conformance.pages import (
     page_keys,
     payload_of,
     read_pages,
+    settle,
     store_pages,
 )
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
@@ -78,8 +79,7 @@ class PageStoreTests(DamageTests):
 
     def settle(self, store: PageStore) -> None:
         """Wait for what ``store`` still writes and takes away in the background, if it does such things."""
-        wait = getattr(store, "wait_until_written", None)
-        assert wait is None or wait(30)
+        settle(store)
 
     # -- round trips -----------------------------------------------------------------------------------------------
 
