@@ -404,7 +404,9 @@ def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
 
 
 def cut(length: int, at: float) -> Sequence[tuple[int, int]]:
-    """``length`` bytes in two pieces, cut at that share of them: what damages the same place of every reply then
-    damages another place of the object."""
-    place = min(max(1, int(length * at)), length - 1)
-    return [(0, place), (place, length)] if length > 1 else [(0, length)] if length else []
+    """``length`` bytes in two pieces, cut at that share of their first half: what damages the same place of every reply
+    then damages other places of the object, wherever the cut is. Nothing shorter than a header is cut."""
+    if length < envelope.FIELDS_LENGTH:
+        return [(0, length)]
+    place = 2 + int((length // 2 - 2) * at)
+    return [(0, place), (place, length)]
