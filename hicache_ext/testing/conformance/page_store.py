@@ -9,8 +9,11 @@ A store's test file::
             yield store
             store.close()
 
-Two more fixtures may be overridden. Without them their tests are skipped with that reason: ``raw``, a second way to the
-stored objects that bypasses the store, and ``reopen``, a function that opens another store over the same medium.
+Three more fixtures may be overridden. Without them their tests are skipped with that reason: ``raw``, a second way to
+the stored objects that bypasses the store; ``reopen``, a function that opens another store over the same medium; and,
+where other machines see the same pages, ``damaged_reader``, another store over the same medium whose path damages much
+of what it reads, every time in another place. A store that looks at damaged pages again in the background has
+``wait_until_examined(timeout)``.
 """
 
 from __future__ import annotations
@@ -70,6 +73,10 @@ class PageStoreTests(DamageTests):
 
     @pytest.fixture
     def reopen(self, store: PageStore) -> Callable[[], PageStore] | None:
+        return None
+
+    @pytest.fixture
+    def damaged_reader(self, store: PageStore) -> PageStore | None:
         return None
 
     def count(self, store: PageStore, event: str) -> int:

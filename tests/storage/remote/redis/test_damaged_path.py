@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from hicache_ext.storage import bad_pages
+from hicache_ext.storage.remote.redis.store import RedisPageStore
 from hicache_ext.storage.store import GetResult, SetResult
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.redis_servers import RedisServer
 from hicache_ext.testing.trouble_proxy import Trouble, TroubleProxy
-from tests.storage.remote.redis.conftest import PATIENCE, RawValues
+from tests.storage.remote.redis.conftest import PATIENCE, DamagedPath, RawValues, settings_for
 
 # Real servers.
 pytestmark = pytest.mark.slow
@@ -51,32 +51,12 @@ def test_a_reader_with_a_damaged_path_removes_no_good_page(server, open_store):
 
 
 def test_a_cluster_loses_no_good_page_to_a_damaged_path(empty_cluster, open_store, monkeypatch):
-    import hicache_ext.storage.remote.redis.node as module
-
-    real = module.open_connection
-    damage = random.Random(0)
-    damaged = 0.0
-
-    def through_damage(settings, endpoint, address, tls, deadline):
-        connection = real(settings, endpoint, address, tls, deadline)
-        receive = connection.reader._receive_into
-
-        def receive_into(buffers):
-            count = receive(buffers)
-            if count > 2000 and damage.random() < damaged:
-                buffers[0][damage.randrange(min(count, buffers[0].nbytes))] ^= 0x10
-            return count
-
-        connection.reader._receive_into = receive_into
-        return connection
-
     store, keys = open_store(*empty_cluster.servers), page_keys(PAGES)
     store_pages(store, keys, PAGE)
-    monkeypatch.setattr(module, "open_connection", through_damage)
-    reader = open_store(*empty_cluster.servers)
-    damaged = 0.08
+    path = DamagedPath(monkeypatch, settings_for(*empty_cluster.servers), 0.08)
+    reader = RedisPageStore("pool", path.settings)
     read_until(reader, keys, lambda: reader.metrics.value("suspect", "good") > 50)
-    damaged = 0.0
+    reader.close()
     left = store.contains(keys).count(True)
     print(f"{PAGES - left} of {PAGES} good pages removed; {reader.metrics.snapshot()}")
     assert left == PAGES
