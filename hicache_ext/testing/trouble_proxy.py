@@ -38,7 +38,8 @@ class Trouble(enum.Enum):
     SLOW = "slow"
     """Every call takes ``delay`` seconds longer."""
     FLIPPED = "flipped"
-    """Bytes of large replies are changed, at least one in 2 KiB: pages arrive damaged."""
+    """Bytes of large replies are changed, at least one in 2 KiB: pages arrive damaged. Of all that is received at once,
+    the share ``flipped`` is."""
     NONSENSE = "nonsense"
     """Every reply is replaced by as many random bytes."""
     REFUSING = "refusing"
@@ -48,9 +49,10 @@ class Trouble(enum.Enum):
 class TroubleProxy:
     """Forwards connections to a port of this machine. Two threads a connection; any thread may set ``trouble``."""
 
-    def __init__(self, upstream_port: int, *, delay: float = 2.0, seed: int = 0) -> None:
+    def __init__(self, upstream_port: int, *, delay: float = 2.0, flipped: float = 1.0, seed: int = 0) -> None:
         self.port = free_port()
         self.delay = delay
+        self.flipped = flipped
         self._upstream_port = upstream_port
         self._random = random.Random(seed)
         self._trouble = Trouble.NONE
@@ -144,7 +146,8 @@ class TroubleProxy:
     def _spoiled(self, chunk: bytes) -> bytes:
         if self._trouble is Trouble.NONSENSE:
             return self._random.randbytes(len(chunk))
-        if self._trouble is Trouble.FLIPPED and len(chunk) > _SMALL_REPLY:
+        flips = self._trouble is Trouble.FLIPPED and len(chunk) > _SMALL_REPLY
+        if flips and self._random.random() < self.flipped:
             spoiled = bytearray(chunk)
             for begin in range(0, len(spoiled), _FLIP_EVERY):
                 spoiled[self._random.randrange(begin, min(begin + _FLIP_EVERY, len(spoiled)))] ^= 0x55

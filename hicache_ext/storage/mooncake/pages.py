@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hicache_ext import envelope
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.bad_pages import BadPages, Sighting
 from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.copying import gather, scatter
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import Workers
 from hicache_ext.storage.mooncake import engine
 from hicache_ext.storage.mooncake.attachment import Attachment
+from hicache_ext.storage.mooncake.bad_copies import MooncakeMedium
 from hicache_ext.storage.mooncake.transfers import (
     FIRST_PIECES,
     HEADER_LENGTH,
@@ -102,6 +104,8 @@ class MooncakeStore:
         # Patterns of a clear() that has not reached the master: their pages are absent to this process.
         self._clearing: set[bytes | None] = set()
         self._clear_lock = threading.Lock()
+        medium = MooncakeMedium(attachment, self._object_name, self._is_clearing)
+        self._bad_pages = BadPages(name, self._metrics, medium)
         attachment.on_return = self._clear_pending
 
     @property
@@ -209,7 +213,6 @@ class MooncakeStore:
         whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
         reasons = self._for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
         reason_of = dict(zip(whole, reasons, strict=True))
-        bad: dict[str, str] = {}
         failed = False
         answers: list[int] = []
         for number, (position, code) in enumerate(zip(portion.positions, codes, strict=True)):
@@ -224,14 +227,15 @@ class MooncakeStore:
                 reason = reason_of.get(number, "length")
                 results[position] = GetResult.CORRUPT if reason else GetResult.HIT
                 if reason:
-                    bad[names[number]] = reason
+                    seen = Sighting(code) if reason == "length" else Sighting.of(code, [portion.objects[number]])
+                    self._metrics.add("corrupt", reason)
+                    self._bad_pages.suspect(batch.keys[position], expected, seen, reason)
             else:
                 results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
                 if results[position] is not GetResult.MISS:
                     self._metrics.add("error", engine.reason_of(code))
                 self._attachment.report(code)
-        if bad:
-            self._heal(client, bad, deadline)
+        self._bad_pages.clear(batch.keys[i] for i in portion.positions if results[i] is GetResult.HIT)
         # A bad page says nothing about its holder, however long the machine took over it.
         return self._worth_going_on(answers, seconds)
 
@@ -255,22 +259,6 @@ class MooncakeStore:
             return reason
         scatter(payload, batch.buffers[position])
         return None
-
-    def _heal(self, client: Any, bad: dict[str, str], deadline: float) -> None:
-        """Remove copies that are not the page their name says, so that the next write replaces them."""
-        self._metrics.add_many("corrupt", Counter(bad.values()))
-        # Forced: reading it has just given it a lease.
-        codes = self._attachment.call_bounded(lambda: client.batch_remove(list(bad), True), deadline)
-        if codes is None:
-            self._metrics.add("error", "timeout", len(bad))
-            return
-        for (name, reason), code in zip(bad.items(), codes, strict=True):
-            removed = code in (engine.OK, engine.NOT_FOUND)
-            said = "is removed" if removed else f"cannot be removed ({engine.reason_of(code)})"
-            logger.warning("tier %s: %s was bad (%s) and %s", self._name, name, reason, said)
-            if not removed:
-                self._metrics.add("error", f"remove_{engine.reason_of(code)}")
-                self._attachment.report(code)
 
     def _worth_going_on(self, codes: Sequence[int], seconds: float) -> bool:
         """False when the next portion would only wait again."""
@@ -319,7 +307,10 @@ class MooncakeStore:
         if lost != engine.OK:
             self._metrics.add("error", engine.reason_of(lost))
             self._attachment.report(lost)
-        return [code == 1 and not self._is_clearing(key) for key, code in zip(keys, codes, strict=True)]
+        return [
+            code == 1 and not self._is_clearing(key) and not self._bad_pages.hides(key)
+            for key, code in zip(keys, codes, strict=True)
+        ]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -336,12 +327,16 @@ class MooncakeStore:
         if client is None:
             self._metrics.add("rejected", "away", len(batch))
             return results
+        verdicts = self._bad_pages.settle(batch.keys, deadline)
         # A put of a page that is there answers as if it had stored it, after the payload has travelled.
         present = self._contains(client, batch.keys, deadline)
         positions: list[int] = []
         first_of: dict[bytes, int] = {}
         for position, key in enumerate(batch.keys):
             self._identities.add(key[: envelope.IDENTITY_LENGTH])
+            if key in verdicts and self._bad_pages.hides(key):
+                self._metrics.add("rejected", "suspect")
+                continue
             if present[position]:
                 results[position] = SetResult.EXISTS
                 continue
@@ -447,6 +442,7 @@ class MooncakeStore:
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes]) -> int:
+        self._bad_pages.clear(keys)
         names = [self._object_name(key) for key in dict.fromkeys(keys)]
         deadline = self._deadline()
         with self._attachment.client(resting_too=True) as client:
@@ -514,7 +510,12 @@ class MooncakeStore:
     def _is_clearing(self, key: bytes) -> bool:
         return bool(self._clearing) and (None in self._clearing or key[: envelope.IDENTITY_LENGTH] in self._clearing)
 
+    def wait_until_examined(self, timeout: float) -> bool:
+        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
+        return self._bad_pages.wait(timeout)
+
     def close(self) -> None:
+        self._bad_pages.close()
         self._attachment.close()
         self._copying.close()
 

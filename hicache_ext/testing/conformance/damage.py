@@ -9,13 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hicache_ext.storage import bad_pages
 from hicache_ext.storage.store import GetResult, PageStore, SetResult
 from hicache_ext.testing.conformance.pages import (
     OTHER_IDENTITY,
     assert_hits,
     page_key,
+    page_keys,
     payload_of,
     read_pages,
+    settle,
     store_pages,
 )
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
@@ -90,6 +93,11 @@ class DamageTests:
     def count(self, store: PageStore, event: str) -> int:
         raise NotImplementedError
 
+    @pytest.fixture(autouse=True)
+    def any_number_of_bad_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A pool removes only a few in a minute; here every one is bad on purpose."""
+        monkeypatch.setattr(bad_pages, "MOST_REMOVED", 1 << 30)
+
     def _assert_refused_and_healed(self, store: PageStore, raw: RawAccess, key: bytes, stored: bytes) -> None:
         """Put ``stored`` in the page's place: it is refused, counted, gone, and the key works again."""
         raw.write(key, stored)
@@ -136,6 +144,26 @@ class DamageTests:
         damaged = bytearray(good)
         damaged[place] ^= 1 << bit
         self._assert_refused_and_healed(store, raw, key, bytes(damaged))
+
+    def test_a_reader_whose_path_damages_pages_takes_none_from_others(
+        self, store: PageStore, damaged_reader: PageStore | None
+    ) -> None:
+        if damaged_reader is None:
+            pytest.skip("this store has no `damaged_reader`")
+        keys = page_keys(20)
+        store_pages(store, keys, [5000])
+        damaged = 0
+        for _ in range(20):
+            results, payloads = read_pages(damaged_reader, keys, [5000])
+            damaged += results.count(GetResult.CORRUPT)
+            for key, result, payload in zip(keys, results, payloads, strict=True):
+                assert result is not GetResult.HIT or payload == payload_of(key, 5000)
+            if damaged > 10:
+                break
+        settle(damaged_reader)
+        assert damaged
+        assert store.contains(keys) == [True] * 20
+        assert_hits(store, keys, [5000])
 
     def test_a_page_asked_for_with_another_size_is_no_hit(self, store: PageStore) -> None:
         for number, sizes in enumerate([(_SIZE - 1,), (_SIZE + 1,), (1,)]):

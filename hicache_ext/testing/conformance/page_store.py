@@ -9,8 +9,11 @@ A store's test file::
             yield store
             store.close()
 
-Two more fixtures may be overridden. Without them their tests are skipped with that reason: ``raw``, a second way to the
-stored objects that bypasses the store, and ``reopen``, a function that opens another store over the same medium.
+Three more fixtures may be overridden. Without them their tests are skipped with that reason: ``raw``, a second way to
+the stored objects that bypasses the store; ``reopen``, a function that opens another store over the same medium; and,
+where other machines see the same pages, ``damaged_reader``, another store over the same medium whose path damages much
+of what it reads, every time in another place. A store that looks at damaged pages again in the background has
+``wait_until_examined(timeout)``.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from hicache_ext.testing.conformance.pages import (
     page_keys,
     payload_of,
     read_pages,
+    settle,
     store_pages,
 )
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
@@ -71,6 +75,10 @@ class PageStoreTests(DamageTests):
     def reopen(self, store: PageStore) -> Callable[[], PageStore] | None:
         return None
 
+    @pytest.fixture
+    def damaged_reader(self, store: PageStore) -> PageStore | None:
+        return None
+
     def count(self, store: PageStore, event: str) -> int:
         """How often ``event`` was counted in the metrics of the store, or of the stores it is made of."""
         tiers: Sequence[PageStore] = getattr(store, "tiers", [store])
@@ -78,8 +86,7 @@ class PageStoreTests(DamageTests):
 
     def settle(self, store: PageStore) -> None:
         """Wait for what ``store`` still writes and takes away in the background, if it does such things."""
-        wait = getattr(store, "wait_until_written", None)
-        assert wait is None or wait(30)
+        settle(store)
 
     # -- round trips -----------------------------------------------------------------------------------------------
 

@@ -101,3 +101,10 @@ def assert_hits(store: PageStore, keys: Iterable[bytes], sizes: Sequence[int] = 
     results, payloads = read_pages(store, wanted, sizes)
     assert results == [GetResult.HIT] * len(wanted)
     assert payloads == [payload_of(key, sum(sizes)) for key in wanted]
+
+
+def settle(store: PageStore) -> None:
+    """Wait for what ``store`` still writes, examines and takes away in the background, if it does such things."""
+    for name in ("wait_until_written", "wait_until_examined"):
+        wait = getattr(store, name, None)
+        assert wait is None or wait(30), name

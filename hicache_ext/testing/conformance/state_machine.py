@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hicache_ext.storage import bad_pages
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.testing.conformance.page_store import RawAccess
-from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, page_key
+from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, page_key, settle
 
 _SEGMENTS = {IDENTITY: (40, 1, 300), OTHER_IDENTITY: (64,)}
 _KEYS = [page_key(number, identity) for identity in _SEGMENTS for number in range(6)]
@@ -54,8 +56,12 @@ class _PageStoreMachine(RuleBasedStateMachine):
         self.store = self.subject.store
         self.model: dict[bytes, bytes] = {}
         self.damaged: set[bytes] = set()
+        self._unlimited = pytest.MonkeyPatch()
+        # Every bad page is one on purpose.
+        self._unlimited.setattr(bad_pages, "MOST_REMOVED", 1 << 30)
 
     def teardown(self) -> None:
+        self._unlimited.undo()
         self.store.close()
         self.subject.dispose()
 
@@ -84,6 +90,7 @@ class _PageStoreMachine(RuleBasedStateMachine):
         results = self.store.get(PageBatch(keys, pages.buffers))
         pages.assert_guards_intact()
         assert len(results) == len(keys)
+        settle(self.store)
         # A damaged page that is asked for twice in one batch is CORRUPT at least once, and gone afterwards.
         bad = set(keys) & self.damaged
         for key in bad:

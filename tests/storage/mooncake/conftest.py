@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,6 +69,35 @@ class _EngineOfOneClient(Engine):
         return _KeptClient(self._client)
 
 
+class DamagingClient:
+    """The library's client on a machine that damages what arrives: one byte of the share ``flipped`` of all objects."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._random = random.Random(0)
+        self.flipped = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def batch_get_into_multi_buffers(self, names: list[str], addresses: Any, sizes: Any) -> list[int]:
+        codes: list[int] = self._client.batch_get_into_multi_buffers(names, addresses, sizes)
+        for code, places, lengths in zip(codes, addresses, sizes, strict=True):
+            if code > 0 and self._random.random() < self.flipped:
+                piece = self._random.randrange(len(places))
+                byte = ctypes.c_ubyte.from_address(places[piece] + self._random.randrange(lengths[piece]))
+                byte.value ^= 0x10
+        return codes
+
+    def close(self) -> int:
+        return 0
+
+
+def open_with(client: Any, tier: MooncakeTierConfig) -> MooncakeStore:
+    """A store that uses this client of the library."""
+    return MooncakeStore("pool", tier, Attachment("pool", _EngineOfOneClient(tier, client), required=True))
+
+
 @pytest.fixture(scope="module")
 def open_quickly(servers) -> Iterator[Callable[..., MooncakeStore]]:
     """Opens stores (settings of the tier as keywords) that all use one client of the library."""
@@ -74,7 +105,7 @@ def open_quickly(servers) -> Iterator[Callable[..., MooncakeStore]]:
 
     def open_store(**settings) -> MooncakeStore:
         tier = tier_for(servers, **{"timeout": PATIENCE, **settings})
-        return MooncakeStore("pool", tier, Attachment("pool", _EngineOfOneClient(tier, client), required=True))
+        return open_with(client, tier)
 
     yield open_store
     client.close()

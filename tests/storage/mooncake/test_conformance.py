@@ -11,7 +11,7 @@ from hicache_ext.storage.store import SetResult
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
-from tests.storage.mooncake.conftest import PATIENCE, tier_for
+from tests.storage.mooncake.conftest import PATIENCE, DamagingClient, open_with, tier_for
 from tests.storage.mooncake.raw_client import RawClient
 
 pytestmark = pytest.mark.slow
@@ -35,6 +35,14 @@ class TestMooncakeStore(PageStoreTests):
     @pytest.fixture
     def raw(self, client):
         return client
+
+    @pytest.fixture
+    def damaged_reader(self, store, client, servers):
+        damaging = DamagingClient(client.client)
+        damaging.flipped = 0.5
+        reader = open_with(damaging, tier_for(servers, timeout=PATIENCE))
+        yield reader
+        reader.close()
 
     @pytest.fixture
     def reopen(self, open_quickly):

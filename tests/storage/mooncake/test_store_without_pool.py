@@ -279,8 +279,46 @@ def test_an_object_of_another_size_is_corrupt_and_removed(engine, store, change,
     results = read_pages(store, page_keys(3))[0]
     assert sorted(result.value for result in results) == ["corrupt", "hit", "hit"]
     assert store.metrics.value("corrupt", "length") == 1
+    assert store.wait_until_examined(60)
     assert name not in engine.client.objects
     assert store.attached
+
+
+def test_a_page_is_read_again_into_other_memory_and_left_alone_when_it_is_good(engine, store):
+    places: list[int] = []
+    read = engine.client.batch_get_into_multi_buffers
+
+    def damage_the_first_memory(names, addresses, sizes):
+        codes = read(names, addresses, sizes)
+        for pieces in addresses:
+            places.append(pieces[0])
+            if pieces[0] == places[0]:
+                ctypes.c_ubyte.from_address(pieces[0] + 200).value ^= 0x10
+        return codes
+
+    store_pages(store, page_keys(1))
+    engine.client.batch_get_into_multi_buffers = damage_the_first_memory
+    # The same cell, again and again.
+    for _ in range(3):
+        assert read_pages(store, page_keys(1))[0] == [GetResult.CORRUPT]
+        assert store.wait_until_examined(60)
+    assert store.metrics.value("suspect", "good") == 3
+    assert store.contains(page_keys(1)) == [True]
+    assert "remove" not in engine.client.calls
+
+
+def test_a_pool_that_does_not_answer_the_second_look_keeps_the_page_and_takes_no_write_of_it(engine, store):
+    store_pages(store, page_keys(1))
+    name = next(iter(engine.client.objects))
+    engine.client.objects[name] = engine.client.objects[name][:-1] + b"x"
+    engine.client.codes["get_size"] = -800
+    assert read_pages(store, page_keys(1))[0] == [GetResult.CORRUPT]
+    assert store.contains(page_keys(1)) == [False]
+    assert store_pages(store, page_keys(1)) == [SetResult.REJECTED]
+    assert name in engine.client.objects
+    del engine.client.codes["get_size"]
+    assert store_pages(store, page_keys(1)) == [SetResult.STORED]
+    assert read_pages(store, page_keys(1))[0] == [GetResult.HIT]
 
 
 def test_the_threads_that_spin_in_the_library_give_way_and_no_others(engine, store):

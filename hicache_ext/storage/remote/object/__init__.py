@@ -25,4 +25,5 @@ def open_object_tier(name: str, tier: ObjectTierConfig) -> ObjectPageStore:
         timeout=tier.longest_call,
         concurrency=tier.concurrency,
         required=tier.required,
+        reopen=lambda: make_client(name, tier),
     )

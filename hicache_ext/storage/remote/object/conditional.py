@@ -1,5 +1,7 @@
 """Whether a store creates an object only if there is none (``If-None-Match: *``), found out by trying.
 
+The same trial shows whether its ETags are MD5 digests of what it stored, as those of S3 are (without SSE-KMS).
+
 Some S3-compatible servers take the header and ignore it. There the first writer cannot be made to win: a page is then
 looked for before it is written, and two writers that look at the same moment both write. That is harmless: what is
 written under one key is the KV of one page of one identity, either copy is whole, and each carries its own checksum.
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hicache_ext.storage.remote.object.client import Failure, explain
+from hicache_ext.storage.remote.object.examination import is_md5_of
 
 _ASK_AGAIN = 30.0
 """Seconds between attempts to find out, while the store could not be asked."""
@@ -29,12 +32,15 @@ class ConditionalCreate:
         self._next_attempt = 0.0
         self.supported: bool | None = None
         """None while it is not known; pages are looked for before they are written, then as well."""
+        self.etags_are_md5 = False
 
     def find_out(self) -> None:
         """Write an object twice and remove it. Raises what obstore raises."""
         name = f"probe/{secrets.token_hex(16)}"
         self._next_attempt = time.monotonic() + _ASK_AGAIN
-        self._obstore.put(self._client, name, b"hicache_ext", mode="create", use_multipart=False)
+        probe = b"hicache_ext"
+        put = self._obstore.put(self._client, name, probe, mode="create", use_multipart=False)
+        self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
         supported = False
         try:
             self._obstore.put(self._client, name, b"hicache_ext, again", mode="create", use_multipart=False)

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from hicache_ext import envelope
 from hicache_ext.errors import StoreError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.bad_pages import BadPages, Sighting, Verdict
 from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.copying import gather, scatter
 from hicache_ext.storage.diagnosis import Finding
@@ -28,6 +29,7 @@ from hicache_ext.storage.remote.object.calls import Call, RequestThreads
 from hicache_ext.storage.remote.object.clearing import Clearings, delete_objects
 from hicache_ext.storage.remote.object.client import Failure, explain
 from hicache_ext.storage.remote.object.conditional import ConditionalCreate
+from hicache_ext.storage.remote.object.examination import ObjectMedium, is_md5_of
 from hicache_ext.storage.remote.object.names import (
     IDENTITIES,
     PAGES,
@@ -58,6 +60,10 @@ _KEYS_PER_LISTING = 100
 """A listing is given up after one request per this many keys asked for; the rest is asked for key by key."""
 
 
+_OF_ANOTHER_LENGTH = object()
+"""Not written, because something of another length is there."""
+
+
 class ObjectPageStore:
     """PageStore over an obstore client whose root is this tier's prefix. Threads: any."""
 
@@ -71,8 +77,10 @@ class ObjectPageStore:
         timeout: float = 5.0,
         concurrency: int | None = None,
         required: bool = True,
+        reopen: Callable[[], Any] | None = None,
     ) -> None:
-        """``timeout`` in seconds bounds each call; ``concurrency`` is the number of requests at once.
+        """``timeout`` in seconds bounds each call; ``concurrency`` is the number of requests at once. ``reopen`` makes
+        another client like ``client``: pages that arrived damaged are looked at again through it.
 
         Raises StoreSetupError when the store cannot be used; with ``required`` false only when threads are lacking: a
         store that cannot be reached then is asked again by each call.
@@ -90,9 +98,12 @@ class ObjectPageStore:
         self._calls = CallGate(name)
         self._clearings = Clearings(name, obstore, client, self._metrics)
         self._create = ConditionalCreate(obstore, client)
-        self._unhealed: set[bytes] = set()
         self._reached = False
         """Whether the last request that ended was answered by the store."""
+        medium = ObjectMedium(
+            obstore, reopen or (lambda: client), self._clearings.hides, lambda: self._create.etags_are_md5
+        )
+        self._bad_pages = BadPages(name, self._metrics, medium)
         try:
             self._threads = RequestThreads(f"hicache-{name}", self._concurrency)
         except RuntimeError as error:
@@ -238,6 +249,8 @@ class ObjectPageStore:
             return GetResult.TIMEOUT if self._failed(error, call).reason == "timeout" else GetResult.ERROR
         reason: str | None
         if found != expected:
+            # A proxy may say so as well as the store.
+            seen = Sighting(found)
             reason = "truncated" if found < expected else "longer"
         elif body.nbytes != expected:
             # The store contradicts itself; the object may be good.
@@ -246,9 +259,12 @@ class ObjectPageStore:
         else:
             # Checked where it was received: host memory never holds half a page or another one.
             reason = envelope.reason_to_refuse(body[:HEADER_LENGTH], key, [body[HEADER_LENGTH:]])
+            seen = Sighting(found) if reason is None else Sighting.of(found, [body])
         if reason is not None:
-            self._heal(key, reason)
+            self._metrics.add("corrupt", reason)
+            self._bad_pages.suspect(key, expected, seen, reason)
             return GetResult.CORRUPT
+        self._bad_pages.clear([key])
         with call.memory() as mine:
             if not mine:
                 return None
@@ -275,24 +291,6 @@ class ObjectPageStore:
         if failure.reason in ("connection", "denied"):
             call.stop()
         return failure
-
-    def _heal(self, key: bytes, reason: str) -> None:
-        """Remove a copy that is not the page its name says, so that the next write replaces it."""
-        self._metrics.add("corrupt", reason)
-        try:
-            delete_objects(self._obstore, self._client, [page_name(key)])
-        except Exception as error:  # noqa: BLE001 - a client library's errors end here
-            self._metrics.add("error", explain(error).reason)
-            self._remember_unhealed(key)
-            logger.warning("tier %s: page %s is bad (%s) and stays: %s", self._name, key.hex(), reason, explain(error))
-            return
-        self._unhealed.discard(key)
-        logger.warning("tier %s: page %s was bad (%s) and is removed", self._name, key.hex(), reason)
-
-    def _remember_unhealed(self, key: bytes) -> None:
-        if len(self._unhealed) >= _UNHEALED_LIMIT:
-            self._unhealed.clear()
-        self._unhealed.add(key)
 
     # -- presence --------------------------------------------------------------------------------------------------
 
@@ -379,7 +377,7 @@ class ObjectPageStore:
         return False
 
     def _may_be_served(self, key: bytes) -> bool:
-        return key not in self._unhealed and not self._clearings.hides(key)
+        return not self._bad_pages.hides(key) and not self._clearings.hides(key)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -387,27 +385,54 @@ class ObjectPageStore:
         deadline = call_deadline(self._timeout)
         with self._calls:
             self._create.find_out_again(self.within, self._timeout / 4)
-            answers, in_time = self._threads.run(
-                len(batch),
-                lambda i, call: self._set_page(batch.keys[i], batch.buffers[i], call),
-                deadline - time.monotonic(),
-            )
-        missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
-        results = [missing if answer is None else answer for answer in answers]
+            # On the caller's thread: those of the requests are for everybody.
+            verdicts = self._bad_pages.settle(batch.keys, deadline)
+            results = self._write(batch, range(len(batch)), verdicts, deadline)
+            wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
+            if wrong:
+                verdicts = self._bad_pages.settle([batch.keys[position] for position in wrong], deadline)
+                again = self._write(batch, wrong, verdicts, deadline)
+                for position, result in zip(wrong, again, strict=True):
+                    results[position] = SetResult.REJECTED if result is _OF_ANOTHER_LENGTH else result
         self._metrics.add_many("set", counted(results))
+        self._metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
         self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
-    def _set_page(self, key: bytes, segments: Sequence[memoryview], call: Call[SetResult]) -> SetResult | None:
+    def _write(
+        self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
+    ) -> list[Any]:
+        answers, in_time = self._threads.run(
+            len(positions),
+            lambda i, call: self._set_page(
+                batch.keys[positions[i]], batch.buffers[positions[i]], call, verdicts.get(batch.keys[positions[i]])
+            ),
+            deadline - time.monotonic(),
+        )
+        missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
+        return [missing if answer is None else answer for answer in answers]
+
+    def _set_page(
+        self, key: bytes, segments: Sequence[memoryview], call: Call[Any], verdict: Verdict | None
+    ) -> SetResult | object | None:
+        """``verdict``: of a page that arrived damaged here."""
+        size = HEADER_LENGTH + sum([segment.nbytes for segment in segments])
         with self._clearings.writing(key) as write:
+            replaces = write.replaces or verdict is Verdict.DENIED
             try:
-                replaces = write.replaces or key in self._unhealed
+                if not replaces and verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
+                    return SetResult.REJECTED
                 if not replaces and not self._create.supported:
                     found = self._stored_size(key)
-                    if found == HEADER_LENGTH + sum([segment.nbytes for segment in segments]):
+                    if found == size:
                         return SetResult.EXISTS
-                    # Nothing, or an object that no reader would take.
-                    replaces = found is not None
+                    if found is not None and verdict is Verdict.GOOD:
+                        # A whole page of its own: whoever expects another length is wrong, or this process is.
+                        return SetResult.REJECTED
+                    if found is not None:
+                        self._metrics.add("corrupt", "length")
+                        self._bad_pages.suspect(key, size, Sighting(found), "length")
+                        return _OF_ANOTHER_LENGTH
                 with call.memory() as mine:
                     if not mine:
                         return None
@@ -428,17 +453,19 @@ class ObjectPageStore:
     def _put(self, key: bytes, body: memoryview, replaces: bool, write: Any) -> SetResult:
         create = self._create.supported and not replaces
         try:
-            if create:
-                self._obstore.put(self._client, page_name(key), body, mode="create", use_multipart=False)
-            else:
-                self._obstore.put(self._client, page_name(key), body, use_multipart=False)
+            mode = {"mode": "create"} if create else {}
+            put = self._obstore.put(self._client, page_name(key), body, use_multipart=False, **mode)
         except Exception as error:
             if explain(error).reason != "exists":
                 raise
             write.stored = self._reached = True
             return SetResult.EXISTS
-        write.stored = self._reached = True
-        self._unhealed.discard(key)
+        self._reached = True
+        if replaces and self._create.etags_are_md5 and not is_md5_of(body, put["e_tag"]):
+            self._metrics.add("error", "not_as_sent")
+            return SetResult.ERROR
+        write.stored = True
+        self._bad_pages.clear([key])
         return SetResult.STORED
 
     # -- removal ---------------------------------------------------------------------------------------------------
@@ -452,6 +479,7 @@ class ObjectPageStore:
         return sum(answer is True for answer in answers)
 
     def _remove(self, key: bytes, call: Call[bool]) -> bool:
+        self._bad_pages.clear([key])
         if self._clearings.hides(key):
             return False
         try:
@@ -462,7 +490,6 @@ class ObjectPageStore:
         except Exception as error:  # noqa: BLE001 - a client library's errors end here
             self._failed(error, call)
             return False
-        self._unhealed.discard(key)
         self._clearings.forget(key)
         return True
 
@@ -526,15 +553,17 @@ class ObjectPageStore:
         """Wait for the deletion of what was cleared; for tools and tests."""
         return self._clearings.wait(timeout)
 
+    def wait_until_examined(self, timeout: float) -> bool:
+        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
+        return self._bad_pages.wait(timeout)
+
     def close(self) -> None:
         """Waits for requests under way, which end by their own timeouts, and for the deletion of cleared pages."""
         if not self._calls.shut():
             return
+        self._bad_pages.close()
         self._clearings.close(_CLOSE_TIMEOUT)
         self._threads.close()
-
-
-_UNHEALED_LIMIT = 65536
 
 
 def _leading(answers: Sequence[bool | None]) -> int:

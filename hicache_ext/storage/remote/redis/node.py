@@ -40,7 +40,9 @@ class LaneBusyError(TimeoutError):
 class Lane:
     """At most ``limit`` connections to one node. Threads: any."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, keeps: bool = True) -> None:
+        """``keeps`` False: every use has a connection of its own, closed after it."""
+        self._keeps = keeps
         self._free = threading.BoundedSemaphore(limit)
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -60,6 +62,9 @@ class Lane:
             return self._idle.pop() if self._idle else None
 
     def push(self, connection: Connection) -> None:
+        if not self._keeps:
+            connection.close()
+            return
         connection.used = True
         with self._lock:
             self._idle.append(connection)
@@ -89,6 +94,7 @@ class Node:
         self._when_down = when_down
         self.pages = Lane(settings.connections)
         self.requests = Lane(2)
+        self.examinations = Lane(1, keeps=False)
         self._lock = threading.Lock()
         self._address: tuple[int, tuple[str, int] | str] | None = None
         self._up = False

@@ -7,6 +7,7 @@ the middle leaves exactly the pages without a result to be asked for again. A pa
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache_ext import envelope
+from hicache_ext.storage.bad_pages import Removal, Sighting, Stored
 from hicache_ext.storage.remote.redis.connection import Connection
 from hicache_ext.storage.remote.redis.resp import ErrorReply, OversizedValueError, ProtocolError, Reply, Status, command
 from hicache_ext.storage.remote.redis.settings import Endpoint
@@ -27,13 +29,21 @@ _SENT_AT_ONCE = 256 * 1024
 _ASKING = command(b"ASKING")
 _REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) ([A-Za-z0-9._:-]{0,253}):([0-9]{1,5})", re.ASCII)
 
-REMOVE_IF_SAME = b"""
-if redis.call('STRLEN', KEYS[1]) ~= tonumber(ARGV[1]) then return 0 end
-local seen = #ARGV[2]
-if seen > 0 and redis.call('GETRANGE', KEYS[1], 0, seen - 1) ~= ARGV[2] then return 0 end
+_REMOVE_IF_SAME = b"""
+local length = redis.pcall('STRLEN', KEYS[1])
+if type(length) == 'table' then
+  if ARGV[1] ~= '-1' or not string.find(length.err, 'WRONGTYPE') then return 0 end
+else
+  if length ~= tonumber(ARGV[1]) then return 0 end
+  local seen = tonumber(ARGV[2])
+  if seen > 0 and redis.sha1hex(redis.call('GETRANGE', KEYS[1], 0, seen - 1)) ~= ARGV[3] then return 0 end
+end
 return redis.call('UNLINK', KEYS[1])
 """
-"""A bad copy is removed only while it is the one that was seen: a good one may have replaced it since."""
+"""The server compares: what is removed is what was seen, and no copy that came since, and nothing that only looked bad
+on its way here. 0 also where nothing is there."""
+_WITHOUT_SCRIPTS = frozenset({"NOPERM", "ERR"})
+"""A user without EVAL, or something that only speaks like Redis."""
 
 
 class RefusedError(Exception):
@@ -49,13 +59,12 @@ class PageCall:
 
     __slots__ = (
         "asking",
-        "bad_header",
-        "bad_length",
         "key",
         "name",
         "reason",
         "redirect",
         "result",
+        "seen",
         "segments",
         "size",
     )
@@ -71,22 +80,17 @@ class PageCall:
         """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
         self.redirect: tuple[str, int, Endpoint] | None = None
         self.asking = False
-        self.bad_length: int | None = None
-        """Bytes of a copy that is to be removed; -1 where it is no string at all."""
-        self.bad_header = b""
+        self.seen: Sighting | None = None
+        """Of a copy that is not this page."""
 
     def request(self, word: bytes) -> bytes:
-        """A command whose only argument is the page's name."""
+        """A command whose only argument is the page's name; ``_asked`` in haste, since it is made for every page."""
         asked = b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(word), word, len(self.name), self.name)
         return _ASKING + asked if self.asking else asked
 
     def finish(self, result: Any, reason: str = "") -> None:
         self.result = result
         self.reason = reason
-
-    def found_bad(self, length: int, header: bytes = b"") -> None:
-        self.bad_length = length
-        self.bad_header = header
 
 
 def read_pages(connection: Connection, calls: Sequence[PageCall], in_flight: int) -> None:
@@ -113,7 +117,7 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
     try:
         length = connection.reader.page_into(header, call.segments)
     except OversizedValueError as error:
-        call.found_bad(error.length)
+        call.seen = Sighting(error.length)
         call.finish(GetResult.CORRUPT, "longer")
         raise
     except ProtocolError:
@@ -125,7 +129,7 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
         if _is_redirect(call, length):
             return
         if length.code == "WRONGTYPE":
-            call.found_bad(-1)
+            call.seen = Sighting(-1)
             call.finish(GetResult.CORRUPT, "type")
             return
         call.finish(GetResult.ERROR, length.code)
@@ -138,12 +142,14 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
         if reason is None:
             call.finish(GetResult.HIT)
         else:
-            call.found_bad(length, bytes(header[: min(length, HEADER_LENGTH)]))
+            # A value of another length was thrown away, all but its beginning.
+            arrived = [header, *call.segments] if length == call.size else [header[: min(length, HEADER_LENGTH)]]
+            call.seen = Sighting.of(length, arrived)
             call.finish(GetResult.CORRUPT, reason)
 
 
 def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, in_flight: int) -> None:
-    """SET NX of the pages that are not there; a copy of another length is replaced.
+    """SET NX of the pages that are not there. A copy of another length is REJECTED, and ``seen``: the caller looks.
 
     Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency.
     """
@@ -206,14 +212,15 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
             if reply.code != "WRONGTYPE":
                 call.finish(SetResult.ERROR, reply.code)
                 raise RefusedError(reply.code)
-            call.found_bad(-1)
+            length = -1
         elif (length := _integer(reply)) == call.size:
             call.finish(SetResult.EXISTS)
             continue
-        elif length:
-            call.found_bad(length)
-        missing.append(call)
-    remove_bad(connection, [call for call in missing if call.bad_length is not None])
+        if length:
+            call.seen = Sighting(length)
+            call.finish(SetResult.REJECTED, "suspect")
+        else:
+            missing.append(call)
     return missing
 
 
@@ -246,24 +253,45 @@ def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes)
             call.finish(_integer(reply))
 
 
-def remove_bad(connection: Connection, calls: Sequence[PageCall]) -> None:
-    """Remove the copies that were found bad, unless they have been replaced since."""
-    requests = []
-    for call in calls:
-        asking = _ASKING if call.asking else b""
-        if call.bad_length is None or call.bad_length < 0:
-            requests.append(asking + command(b"UNLINK", call.name))
-        else:
-            length = b"%d" % call.bad_length
-            requests.append(asking + command(b"EVAL", REMOVE_IF_SAME, b"1", call.name, length, call.bad_header))
-    replies = _replies(connection, calls, requests)
-    # A user without EVAL, or something that only speaks like Redis: removed all the same, without the comparison.
-    refused = [
-        call
-        for call, reply in zip(calls, replies, strict=True)
-        if isinstance(reply, ErrorReply) and call.bad_length != -1
-    ]
-    _replies(connection, refused, [call.request(b"UNLINK") for call in refused])
+def read_again(connection: Connection, call: PageCall, most: int) -> None:
+    """The first ``most`` bytes of whatever has the page's name, as ``Stored``; None where there is nothing."""
+    (length,) = _ask(connection, [call], b"STRLEN")
+    if isinstance(length, ErrorReply):
+        if length.code == "WRONGTYPE":
+            call.finish(Stored(-1, memoryview(b"")))
+        elif not _is_redirect(call, length):
+            raise RefusedError(length.code)
+        return
+    length = _integer(length)
+    if length == 0 and _ask(connection, [call], b"EXISTS") == [0]:
+        call.finish(GetResult.MISS)
+        return
+    data = memoryview(bytearray(min(length, most)))
+    beginning = b"GETRANGE", call.name, b"0", b"%d" % (most - 1)
+    connection.send([call.request(b"GET") if length <= most else _asked(call, *beginning)])
+    _pass_asking(connection, call)
+    if connection.reader.page_into(data, []) != len(data):
+        raise ProtocolError("not as many bytes as the value has")
+    call.finish(Stored(length, data))
+
+
+def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
+    """Remove the value if it still is ``bad``: the result is a ``Removal``."""
+    digest = hashlib.sha1(bad.data, usedforsecurity=False).hexdigest().encode()
+    numbers = (b"%d" % bad.length, b"%d" % len(bad.data))
+    (reply,) = _replies(connection, [call], [_asked(call, b"EVAL", _REMOVE_IF_SAME, b"1", call.name, *numbers, digest)])
+    if isinstance(reply, ErrorReply) and reply.code in _WITHOUT_SCRIPTS:
+        # Two reads over two connections found the same; only the server's comparison is missing.
+        (reply,) = _ask(connection, [call], b"UNLINK")
+    if isinstance(reply, ErrorReply):
+        if not _is_redirect(call, reply):
+            raise RefusedError(reply.code)
+    else:
+        call.finish(Removal.REMOVED if _integer(reply) else Removal.CHANGED)
+
+
+def _asked(call: PageCall, *words: bytes) -> bytes:
+    return _ASKING + command(*words) if call.asking else command(*words)
 
 
 def _ask(connection: Connection, calls: Sequence[PageCall], word: bytes) -> list[Reply]:

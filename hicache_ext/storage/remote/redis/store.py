@@ -17,6 +17,7 @@ from typing import Any
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.bad_pages import BadPages, NotReadError, Verdict
 from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.diagnosis import Finding
 from hicache_ext.storage.file.parallel import CallGate, Workers
@@ -24,13 +25,13 @@ from hicache_ext.storage.hints.board import BoardLimits
 from hicache_ext.storage.remote.redis import hints
 from hicache_ext.storage.remote.redis.clearing import Clearing, identity_name, page_name, page_prefix
 from hicache_ext.storage.remote.redis.connection import Connection
+from hicache_ext.storage.remote.redis.examination import RedisMedium
 from hicache_ext.storage.remote.redis.node import Lane, LaneBusyError, Node, NodeDownError
 from hicache_ext.storage.remote.redis.page_calls import (
     PageCall,
     RefusedError,
     ask_integers,
     read_pages,
-    remove_bad,
     write_pages,
 )
 from hicache_ext.storage.remote.redis.resp import LARGEST_VALUE, ProtocolError, command
@@ -90,6 +91,7 @@ class RedisPageStore:
             raise StoreSetupError(name, f"no threads: {error}") from None
         self._calls = CallGate(name)
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
+        self._bad_pages = BadPages(name, self._metrics, RedisMedium(self._examine))
 
     @property
     def name(self) -> str:
@@ -155,7 +157,8 @@ class RedisPageStore:
                 read_pages(connection, pages, self._settings.in_flight)
 
             self._do(calls, talk, deadline, GetResult, hidden=GetResult.MISS)
-            self._heal([call for call in calls if call.result is GetResult.CORRUPT], deadline)
+            self._note_suspects(calls)
+            self._bad_pages.clear(call.key for call in calls if call.result is GetResult.HIT)
         results: list[GetResult] = [call.result for call in calls]
         self._metrics.add_many("get", counted(results))
         self._metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
@@ -163,23 +166,19 @@ class RedisPageStore:
         self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
-    def _heal(self, bad: list[PageCall], deadline: float) -> None:
-        """Remove copies that are not the pages their names say, so that the next write replaces them."""
-        for call in bad:
-            logger.warning("tier %s: %s was bad (%s) and is removed", self._name, call.name.decode(), call.reason)
-        by_node: dict[Node, list[PageCall]] = {}
-        for call in bad:
-            node = self._topology.node_of(call.name)
-            if node is not None and call.bad_length is not None:
-                by_node.setdefault(node, []).append(call)
-        for node, calls in by_node.items():
-            for fresh in (False, True):
-                try:
-                    with node.connection(node.requests, deadline, fresh=fresh) as connection:
-                        remove_bad(connection, calls)
-                    break
-                except (OSError, ProtocolError):
-                    self._metrics.add("error", "heal")
+    def _note_suspects(self, calls: Iterable[PageCall]) -> None:
+        """The pages whose copies are not what they should be; looked at again on another thread."""
+        for call in calls:
+            if call.seen is not None:
+                self._bad_pages.suspect(call.key, call.size, call.seen, call.reason)
+
+    def _examine(self, key: bytes, talk: Talk) -> Any:
+        """What ``talk`` finds out about one page over a connection of its own. Raises NotReadError."""
+        call = PageCall(key, self._page_name(key))
+        self._do([call], talk, self._deadline(), GetResult, hidden=GetResult.MISS, examines=True)
+        if call.result in (GetResult.ERROR, GetResult.TIMEOUT):
+            raise NotReadError(call.reason)
+        return call.result
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -193,23 +192,43 @@ class RedisPageStore:
             for call in calls:
                 if call.size > LARGEST_VALUE:
                     call.finish(SetResult.REJECTED, "too_large")
-
-            def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
-                write_pages(connection, pages, self._settings.ttl, self._settings.in_flight)
-
-            self._do([call for call in calls if call.result is None], talk, deadline, SetResult, SetResult.REJECTED)
+                elif self._bad_pages.hides(call.key):
+                    call.finish(SetResult.REJECTED, "suspect")
+            self._write([call for call in calls if call.result is None], deadline)
+            self._note_suspects(calls)
+            wrong = sum(call.seen is not None for call in calls)
+            if wrong:
+                self._metrics.add("corrupt", "length", wrong)
+            self._write(self._settled([call for call in calls if call.reason == "suspect"], deadline), deadline)
+            self._bad_pages.clear(call.key for call in calls if call.result is SetResult.STORED)
         results: list[SetResult] = [call.result for call in calls]
         self._metrics.add_many("set", counted(results))
         self._metrics.add_many("rejected", _reasons(calls, SetResult.REJECTED))
         self._metrics.add_many("error", _reasons(calls, SetResult.ERROR))
-        replaced = sum(call.bad_length is not None for call in calls)
-        if replaced:
-            self._metrics.add("corrupt", "length", replaced)
         stored = [call for call in calls if call.result is SetResult.STORED]
         self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         if stored:
             self._save_identities({call.key[:16] for call in stored}, deadline)
         return results
+
+    def _write(self, calls: list[PageCall], deadline: float) -> None:
+        def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
+            write_pages(connection, pages, self._settings.ttl, self._settings.in_flight)
+
+        if calls:
+            self._do(calls, talk, deadline, SetResult, SetResult.REJECTED)
+
+    def _settled(self, suspects: Sequence[PageCall], deadline: float) -> list[PageCall]:
+        """Of pages that are not written because of a copy that is there: those that can be written now."""
+        verdicts = self._bad_pages.settle([call.key for call in suspects], deadline)
+        again = []
+        for call in suspects:
+            # Settled in the meantime where there is no verdict.
+            verdict = verdicts.get(call.key, Verdict.GONE)
+            if verdict.free or (verdict is Verdict.GOOD and call.seen is None):
+                call.result, call.reason, call.seen = None, "", None
+                again.append(call)
+        return again
 
     def _save_identities(self, digests: Iterable[bytes], deadline: float) -> None:
         """Store the identity documents that have not been stored lately; one that cannot be is tried again later."""
@@ -249,10 +268,12 @@ class RedisPageStore:
 
     def _present(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
-        return [count == 1 for count in self._ask_integers(keys, deadline, b"EXISTS")]
+        counts = self._ask_integers(keys, deadline, b"EXISTS")
+        return [count == 1 and not self._bad_pages.hides(key) for key, count in zip(keys, counts, strict=True)]
 
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._entered():
+            self._bad_pages.clear(keys)
             return sum(self._ask_integers(list(dict.fromkeys(keys)), self._deadline(), b"UNLINK"))
 
     def _ask_integers(self, keys: Sequence[bytes], deadline: float, word: bytes) -> list[int]:
@@ -291,10 +312,15 @@ class RedisPageStore:
         with self._entered():
             return diagnose(self._settings, self._topology)
 
+    def wait_until_examined(self, timeout: float) -> bool:
+        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
+        return self._bad_pages.wait(timeout)
+
     def close(self) -> None:
         if os.getpid() != self._process or not self._calls.shut():
             return
         self._last_look.close(self._settings.short_call)
+        self._bad_pages.close()
         self._workers.close()
         self._clearing.close()
         self._topology.close()
@@ -308,10 +334,13 @@ class RedisPageStore:
         deadline: float,
         results: type[GetResult] | type[SetResult] | None,
         hidden: Any,
+        *,
+        examines: bool = False,
     ) -> None:
         """Give every call a result: by ``talk`` with the nodes, and where that fails TIMEOUT or ERROR of ``results``.
 
-        Without ``results`` the answer is 0. ``hidden`` is the result of pages that are being cleared.
+        Without ``results`` the answer is 0. ``hidden`` is the result of pages that are being cleared. ``examines``:
+        over connections that are used for nothing else.
         """
         timed_out: Any = 0 if results is None else results.TIMEOUT
         failed: Any = 0 if results is None else results.ERROR
@@ -327,7 +356,10 @@ class RedisPageStore:
             else:
                 waiting.setdefault(node, []).append(call)
         for _ in range(1 + _REDIRECTIONS):
-            shares = self._shares(waiting, short=results is None)
+            if examines:
+                shares = [(node, node.examinations, pages) for node, pages in waiting.items()]
+            else:
+                shares = self._shares(waiting, short=results is None)
             self._workers.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed))  # noqa: B023
             if results is SetResult:
                 self._note_full_nodes(waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ class FaultProxy:
     """Forwards to 127.0.0.1:``port`` unless ``fault`` says otherwise.
 
     ``fault``: "" | "500" | "slow down" | "hang" | "cut" (half the body, then the connection is closed) | "half" (half
-    the body, with that length) | "other" (the body of ``other``) | "empty". Faults but 500, slow down and hang touch
-    GET of pages alone. ``times`` counts down; at 0 the fault is over.
+    the body, with that length) | "other" (the body of ``other``) | "empty" | "flip" (a byte of the share ``flipped`` of
+    all bodies, another one each time) | "same flip" (always the byte in the middle of the page) | "same place" (always
+    byte 500 of the body). Faults but 500, slow down and hang touch GET of pages alone. ``times`` counts down; at 0 the
+    fault is over.
     """
 
     def __init__(self, port: int) -> None:
@@ -24,6 +27,8 @@ class FaultProxy:
         self.fault = ""
         self.times = 1 << 30
         self.other = b""
+        self.flipped = 1.0
+        self._random = random.Random(0)
         self.requests = 0
         self.released = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -54,6 +59,24 @@ class FaultProxy:
             return ""
         self.times -= 1
         return self.fault
+
+    def _flipped(self, fault: str, data: bytes, content_range: str | None) -> bytes:
+        if fault == "flip" and self._random.random() < self.flipped:
+            place = self._random.randrange(len(data))
+        elif fault == "same place":
+            place = 500
+        elif fault == "same flip":
+            # "bytes 7-99/100"
+            begin, whole = (0, len(data))
+            if content_range is not None:
+                begin = int(content_range.split()[1].split("-")[0])
+                whole = int(content_range.split("/")[1])
+            place = whole // 2 - begin
+        else:
+            return data
+        if not 0 <= place < len(data):
+            return data
+        return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
 
     def _handler(proxy) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
@@ -92,6 +115,8 @@ class FaultProxy:
                         data, length = proxy.other, len(proxy.other)
                     elif fault == "empty":
                         data, length = b"", 0
+                    else:
+                        data = proxy._flipped(fault, data, reply.headers["Content-Range"])
                 self._answer(reply.status, headers, data, length)
 
             def _answer(self, status: int, headers: dict[str, str], data: bytes, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from hicache_ext.storage.remote.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
 from hicache_ext.testing.s3_server import S3Server
-from tests.storage.remote.object.bucket import Medium, RawBucket, directory_medium, memory_medium, s3_medium
+from tests.storage.remote.object.bucket import Medium, RawBucket, directory_medium, memory_medium, s3_client, s3_medium
+from tests.storage.remote.object.fault_proxy import FaultProxy
+from tests.storage.remote.object.test_object_faults import through
 
 
 class _ObjectStoreTests(PageStoreTests):
@@ -38,8 +41,23 @@ class TestObjectStoreOnS3(_ObjectStoreTests):
     """Without conditional create, which s3rver lacks."""
 
     @pytest.fixture
-    def medium(self, s3_server: S3Server) -> Medium:
-        return s3_medium(s3_server)
+    def prefix(self) -> str:
+        return secrets.token_hex(6)
+
+    @pytest.fixture
+    def medium(self, s3_server: S3Server, prefix: str) -> Medium:
+        return Medium(lambda: s3_client(s3_server, prefix))
+
+    @pytest.fixture
+    def damaged_reader(self, s3_server: S3Server, prefix: str, store: ObjectPageStore) -> Iterator[ObjectPageStore]:
+        with FaultProxy(s3_server.port).serving() as proxy:
+            client = through(proxy.port, s3_server.bucket, prefix)
+            reader = ObjectPageStore("cold", client, url="test", timeout=60.0)
+            proxy.flipped = 0.5
+            proxy.break_with("flip")
+            yield reader
+            proxy.break_with("")
+            reader.close()
 
 
 class TestObjectStoreOnADirectory(_ObjectStoreTests):

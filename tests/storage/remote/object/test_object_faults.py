@@ -208,8 +208,9 @@ def test_a_lie_is_corrupt_and_never_a_hit(
     assert results == [GetResult.CORRUPT] * 2
     # Checked where it was received: not a byte of it has reached host memory.
     assert payloads == [b"\x77" * 1000] * 2
+    assert store.wait_until_examined(PATIENCE)
     proxy.break_with("")
-    assert store_pages(store, keys[:2]) == [SetResult.STORED] * 2
+    assert store_pages(store, keys[:2]) == [SetResult.EXISTS] * 2
     assert_hits(store, keys)
 
 

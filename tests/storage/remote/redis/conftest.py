@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 
+from hicache_ext.storage.remote.redis import node
 from hicache_ext.storage.remote.redis.settings import Endpoint, RedisSettings
 from hicache_ext.storage.remote.redis.store import RedisPageStore
 from hicache_ext.testing.redis_servers import HOST, RedisCluster, RedisServer, redis_program
@@ -49,6 +51,33 @@ class RawValues:
 def settings_for(*servers: RedisServer, **changes: Any) -> RedisSettings:
     endpoints = tuple(Endpoint(HOST, server.port) for server in servers)
     return RedisSettings(**{"endpoints": endpoints, "prefix": PREFIX, "timeout": PATIENCE, **changes})
+
+
+class DamagedPath:
+    """Damages a byte of a share of what arrives on the connections of one store."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: RedisSettings, share: float) -> None:
+        self.share = share
+        self.settings = settings
+        self._random = random.Random(0)
+        real = node.open_connection
+
+        def open_connection(settings: RedisSettings, *others: Any) -> Any:
+            connection = real(settings, *others)
+            if settings is self.settings:
+                connection.reader._receive_into = self._damaging(connection.reader._receive_into)
+            return connection
+
+        monkeypatch.setattr(node, "open_connection", open_connection)
+
+    def _damaging(self, receive_into: Callable[..., int]) -> Callable[..., int]:
+        def damage(buffers: Any) -> int:
+            count = receive_into(buffers)
+            if count > 2000 and self._random.random() < self.share:
+                buffers[0][self._random.randrange(min(count, buffers[0].nbytes))] ^= 0x10
+            return count
+
+        return damage
 
 
 def set_timeout(store: RedisPageStore, seconds: float) -> None:

@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.storage.bad_pages import Removal
 from hicache_ext.storage.diagnosis import Level
 from hicache_ext.storage.remote.redis.topology import slot_of
 from hicache_ext.storage.store import GetResult, PageBatch, SetResult
@@ -229,7 +230,7 @@ def test_another_type_under_a_pages_name_is_replaced(server, open_store):
 
 
 def test_a_good_copy_that_replaced_the_bad_one_is_not_removed(server, open_store, monkeypatch):
-    import hicache_ext.storage.remote.redis.store as module
+    import hicache_ext.storage.remote.redis.examination as module
 
     store, raw = open_store(server), RawValues(server)
     key = page_keys(1)
@@ -237,15 +238,18 @@ def test_a_good_copy_that_replaced_the_bad_one_is_not_removed(server, open_store
     good = raw.read(key[0])
     raw.write(key[0], good[:-1] + b"\0")
     real = module.remove_bad
-    time.sleep(0.002)
+    compared = []
 
-    def raced(connection, calls):
-        raw._client.delete(raw.name(key[0]))
-        assert store_pages(store, key) == [SetResult.STORED]
-        real(connection, calls)
+    def raced(connection, call, bad):
+        raw.write(key[0], good)
+        real(connection, call, bad)
+        compared.append(call.result)
 
     monkeypatch.setattr(module, "remove_bad", raced)
     assert read_pages(store, key)[0] == [GetResult.CORRUPT]
+    assert store.wait_until_examined(PATIENCE)
+    assert compared == [Removal.CHANGED]
+    assert store.metrics.value("suspect", "good") == 1
     assert_hits(store, key)
     raw.close()
 

@@ -94,6 +94,10 @@ def test_a_wrong_reply_costs_its_own_page_and_no_other(sent, result):
     first, last = page_keys(2)
 
     def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"STRLEN":
+            return sent if sent.startswith(b"-") else b":%b\r\n" % sent[1:].partition(b"\r")[0]
+        if words[0] == b"GETRANGE":
+            return bulk(bytes(int(words[3]) + 1))
         if words[0] != b"GET":
             return b":1\r\n"
         key = bytes.fromhex(words[1].decode()[-64:])
@@ -106,8 +110,51 @@ def test_a_wrong_reply_costs_its_own_page_and_no_other(sent, result):
         results, pages = get(store, [first, KEY, last])
         assert results == [GetResult.HIT, result, GetResult.HIT]
         assert (pages.payload(0), pages.payload(2)) == (payload_of(first, 70), payload_of(last, 70))
+        assert store.wait_until_examined(PATIENCE)
         removals = [words for words in server.requests if words[0] in (b"EVAL", b"UNLINK")]
-        assert bool(removals) == (result is GetResult.CORRUPT)
+        assert [words[0] for words in removals] == ([b"EVAL"] if result is GetResult.CORRUPT else [])
+        store.close()
+
+
+def test_a_value_that_comes_damaged_every_time_in_another_way_is_never_removed():
+    replies = 0
+
+    def answer(words: list[bytes]) -> bytes:
+        nonlocal replies
+        if words[0] != b"GET":
+            return b":%d\r\n" % len(value_of(KEY))
+        replies += 1
+        return bulk(value_of(KEY)[:-2] + replies.to_bytes(2, "big"))
+
+    with FakeServer(answer) as server:
+        store = open_store(server)
+        results, _ = get(store, [KEY])
+        assert results == [GetResult.CORRUPT]
+        assert store.wait_until_examined(PATIENCE)
+        assert replies > 2
+        assert not [words for words in server.requests if words[0] in (b"EVAL", b"UNLINK")]
+        assert store.metrics.value("suspect", "unclear") == 1
+        assert store.contains([KEY]) == [False]
+        keys = [KEY]
+        assert store.set(PageBatch(keys, filled(keys, [SIZES]).buffers)) == [SetResult.REJECTED]
+        store.close()
+
+
+def test_a_server_without_scripts_is_asked_to_remove_what_two_connections_found_bad():
+    bad = value_of(KEY)[:-1] + b"\0"
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"EVAL":
+            return b"-ERR unknown command 'EVAL'\r\n"
+        return bulk(bad) if words[0] == b"GET" else b":%d\r\n" % (len(bad) if words[0] == b"STRLEN" else 1)
+
+    with FakeServer(answer) as server:
+        store = open_store(server)
+        assert get(store, [KEY])[0] == [GetResult.CORRUPT]
+        assert store.wait_until_examined(PATIENCE)
+        # The keeper's connection served the read.
+        assert server.connections == 3
+        assert store.metrics.value("suspect", "removed") == 1
         store.close()
 
 

@@ -13,7 +13,7 @@ from hicache_ext.storage.remote.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
 from hicache_ext.testing.redis_servers import RedisCluster, RedisServer
-from tests.storage.remote.redis.conftest import RawValues, settings_for
+from tests.storage.remote.redis.conftest import DamagedPath, RawValues, settings_for
 
 # Real servers.
 pytestmark = pytest.mark.slow
@@ -29,6 +29,13 @@ class TestRedisServer(PageStoreTests):
         store = RedisPageStore("pool", settings_for(*servers))
         yield store
         store.close()
+
+    @pytest.fixture
+    def damaged_reader(self, store, servers, monkeypatch):
+        path = DamagedPath(monkeypatch, settings_for(*servers), 0.5)
+        reader = RedisPageStore("pool", path.settings)
+        yield reader
+        reader.close()
 
     @pytest.fixture
     def raw(self, servers) -> Iterator[RawValues]:
