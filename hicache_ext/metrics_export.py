@@ -51,6 +51,7 @@ HELP = {
     "node": "Redis nodes that went up or down.",
     "connection": "Connections to Redis nodes, opened and lost.",
     "redirect": "Pages whose slot another Redis node serves.",
+    "suspect": "Pages that arrived damaged and were looked at again, by what was found.",
     "cleared": "Pages removed by a clear in the background.",
     "rejected": "Pages not tried, by reason.",
     "error": "Failures of the medium.",

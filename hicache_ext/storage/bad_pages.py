@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -44,13 +45,14 @@ LONGEST_EXAMINED = 16 << 20
 _MOST_SUSPECTS = 4096
 _READS = 3
 _KEPT_IN_MIND = 30.0
-"""Seconds for which a page without a clear verdict counts as absent to this process."""
+"""Seconds for which a page without a clear verdict counts as absent to this process; ``PAUSE`` if it is known to be
+bad."""
 _EXAMINED_AGAIN = 3.0
 """Seconds after which such a page is examined again when it arrives damaged once more."""
 _SLOW_FAILURE = 1.0
 """A read that failed after so many seconds was waited for: it is not tried again."""
 _SAY_AGAIN = 60.0
-"""Seconds between two lines in the log about damage on the way."""
+"""Seconds between two lines in the log that say the same."""
 _LONGEST_REST = 0.5
 """Seconds between two examinations, each as long as the one before: at most half of one connection is spent on them."""
 
@@ -187,10 +189,6 @@ class RemovalBudget:
         self._removed.append(now)
         return True
 
-    @property
-    def paused(self) -> bool:
-        return self.clock() < self._paused_until
-
 
 class BadPages:
     """The suspects of one tier. Threads: any; no call but ``settle``, ``wait`` and ``close`` waits for anything."""
@@ -208,8 +206,8 @@ class BadPages:
         self._thread: threading.Thread | None = None
         self._examining = False
         self._closing = False
-        self._good_since_said = 0
-        self._said = -_SAY_AGAIN
+        self._unsaid = {Verdict.GOOD: 0, Verdict.DENIED: 0}
+        self._said = {Verdict.GOOD: -math.inf, Verdict.DENIED: -math.inf}
 
     # -- asked by calls --------------------------------------------------------------------------------------------
 
@@ -259,8 +257,7 @@ class BadPages:
         with self._changed:
             asked = [suspect for key in dict.fromkeys(keys) if (suspect := self._known(key)) is not None]
             for suspect in asked:
-                if suspect.verdict is not Verdict.WITHHELD or not self._budget.paused:
-                    suspect.verdict = None
+                suspect.verdict = None
                 suspect.wanted += 1
             if asked:
                 self._start()
@@ -290,10 +287,13 @@ class BadPages:
     def _known(self, key: bytes) -> _Suspect | None:
         """The lock is held."""
         suspect = self._suspects.get(key)
-        if suspect is not None and suspect.verdict is not None and self._clock() >= suspect.judged + _KEPT_IN_MIND:
-            del self._suspects[key]
-            return None
-        return suspect
+        if suspect is None or suspect.verdict is None:
+            return suspect
+        kept = PAUSE if suspect.verdict is Verdict.WITHHELD else _KEPT_IN_MIND
+        if self._clock() < suspect.judged + kept:
+            return suspect
+        del self._suspects[key]
+        return None
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -366,24 +366,23 @@ class BadPages:
         return Verdict.UNCLEAR
 
     def _say(self, suspect: _Suspect, verdict: Verdict) -> None:
-        page = suspect.key.hex()
         if verdict is Verdict.REMOVED:
+            page = suspect.key.hex()
             logger.warning("tier %s: page %s was bad (%s) and is removed", self._tier, page, suspect.reason)
-        elif verdict is Verdict.DENIED:
-            logger.warning(
-                "tier %s: page %s arrives damaged (%s), always the same, and the store says that it has other bytes: a "
-                "cache on the way, or a medium that changed under the store? It stays; the next write replaces it",
-                *(self._tier, page, suspect.reason),
-            )
-        elif verdict is Verdict.GOOD:
-            self._good_since_said += 1
-            if self._clock() >= self._said + _SAY_AGAIN:
-                logger.warning(
-                    "tier %s: %d pages arrived damaged and are good in the pool: look at this machine's memory and "
-                    "network card and at what is between it and the pool",
-                    *(self._tier, self._good_since_said),
-                )
-                self._said, self._good_since_said = self._clock(), 0
+        if verdict not in self._said:
+            return
+        self._unsaid[verdict] += 1
+        if self._clock() >= self._said[verdict] + _SAY_AGAIN:
+            logger.warning(_SAYINGS[verdict], self._tier, self._unsaid[verdict])
+            self._said[verdict], self._unsaid[verdict] = self._clock(), 0
+
+
+_SAYINGS = {
+    Verdict.GOOD: "tier %s: %d pages arrived damaged and are good in the pool: look at this machine's memory, "
+    "network card and at what is between it and the pool",
+    Verdict.DENIED: "tier %s: %d pages always arrive as the same bad bytes, and the store says that it has others: a "
+    "cache on the way, or a disk that changed under the store? They stay; the next write replaces them",
+}
 
 
 def reason_to_refuse(key: bytes, stored: Stored) -> str | None:

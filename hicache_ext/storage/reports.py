@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from hicache_ext.metrics import TierMetrics
+from hicache_ext.storage.bad_pages import Verdict
 from hicache_ext.storage.call_threads import CallThreads
 from hicache_ext.storage.store import GetResult, PageStore, SetResult
 
@@ -155,6 +156,8 @@ _REQUEST_ERRORS = (
     *("cut", "other"),
 )
 
+_SUSPECTS = (*(verdict.value for verdict in Verdict), "forgotten")
+
 OF_ANSWERS: Mapping[str, Sequence[str]] = {
     **CHAIN_PAGES,
     "get": (*(result.value for result in GetResult), "gap"),
@@ -201,15 +204,22 @@ OF_TYPE: Mapping[str, Mapping[str, Sequence[str]]] = {
         "connection": ("opened", "lost"),
         "redirect": ("moved", "ask"),
         "cleared": ("",),
+        "suspect": _SUSPECTS,
         "corrupt": ("type",),
-        "rejected": ("memory", "too_large", "clearing"),
-        "error": ("no_node", "redirected", "busy", "timeout", "protocol", "connection", "heal", "identity", "clear"),
+        "rejected": ("memory", "too_large", "clearing", "suspect"),
+        "error": ("no_node", "redirected", "busy", "timeout", "protocol", "connection", "identity", "clear"),
     },
     "mooncake": {
-        "rejected": ("away", "full"),
+        "suspect": _SUSPECTS,
+        "rejected": ("away", "full", "suspect"),
         "error": ("timeout", "full", "transfer", "master_unreachable", "master_timeout", "lease_expired", "leased"),
     },
-    "object": {"cleared": ("",), "error": _REQUEST_ERRORS},
+    "object": {
+        "cleared": ("",),
+        "suspect": _SUSPECTS,
+        "rejected": ("suspect",),
+        "error": (*_REQUEST_ERRORS, "not_as_sent"),
+    },
 }
 
 

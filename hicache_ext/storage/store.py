@@ -12,7 +12,8 @@ The implementer guarantees:
   - no call raises except after close() (StoreClosedError) or for a programming error; trouble is a result;
   - GetResult.HIT only if identity, page hash, length and checksum of the envelope agree with what was read;
   - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
-  - a copy found bad is removed, so that the next write replaces it.
+  - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy itself
+    was shown to be bad (bad_pages.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class GetResult(enum.Enum):
     MISS = "miss"
     """Absent."""
     CORRUPT = "corrupt"
-    """There was an object and it is not this page; it has been removed where that is possible."""
+    """There was an object and it is not this page; the next write replaces it if the stored copy is bad."""
     TIMEOUT = "timeout"
     ERROR = "error"
     """The medium failed (EIO, connection lost)."""

@@ -385,8 +385,8 @@ class ObjectPageStore:
         deadline = call_deadline(self._timeout)
         with self._calls:
             self._create.find_out_again(self.within, self._timeout / 4)
-            # On the caller's thread: those of the requests are for everybody.
-            verdicts = self._bad_pages.settle(batch.keys, deadline)
+            # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
+            verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
             results = self._write(batch, range(len(batch)), verdicts, deadline)
             wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
             if wrong:
