@@ -112,6 +112,8 @@ def test_the_figures_of_a_server_are_those_of_its_answers(
 
 def the_series_are_there_before_the_first_request(server: SglangServer) -> None:
     wait_for(lambda: samples(server).total("hicache_ext_capacity_bytes", tier="disk") == 256 << 20, "the capacity")
+    # Not before every byte of the weights was read.
+    wait_for(lambda: samples(server).total("hicache_ext_serving") == 1, "the identity of the weights")
     now = samples(server)
     assert now.by("version", "hicache_ext_build_info") == {hicache_ext.__version__: 1}
     for tier, kind in (("disk", "file"), ("pool", "redis")):
