@@ -299,6 +299,8 @@ class MooncakeStore:
         if not keys:
             return []
         names = [self._object_name(key) for key in keys]
+        # Before the master is asked: what is removed meanwhile would have been there and be no suspect any more.
+        hidden = [self._bad_pages.hides(key) for key in keys]
         codes = self._attachment.call_bounded(lambda: client.batch_is_exist(names), deadline)
         if codes is None:
             self._metrics.add("error", "timeout", len(keys))
@@ -308,8 +310,8 @@ class MooncakeStore:
             self._metrics.add("error", engine.reason_of(lost))
             self._attachment.report(lost)
         return [
-            code == 1 and not self._is_clearing(key) and not self._bad_pages.hides(key)
-            for key, code in zip(keys, codes, strict=True)
+            code == 1 and not absent and not self._is_clearing(key)
+            for key, code, absent in zip(keys, codes, hidden, strict=True)
         ]
 
     # -- writing ---------------------------------------------------------------------------------------------------

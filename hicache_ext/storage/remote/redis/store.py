@@ -268,8 +268,10 @@ class RedisPageStore:
 
     def _present(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
+        # Before the server is asked: what is removed meanwhile would have been there and be no suspect any more.
+        hidden = [self._bad_pages.hides(key) for key in keys]
         counts = self._ask_integers(keys, deadline, b"EXISTS")
-        return [count == 1 and not self._bad_pages.hides(key) for key, count in zip(keys, counts, strict=True)]
+        return [count == 1 and not absent for count, absent in zip(counts, hidden, strict=True)]
 
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._entered():
