@@ -198,6 +198,7 @@ OF_TYPE: Mapping[str, Mapping[str, Sequence[str]]] = {
         "rejected": ("capacity", "no_space", "obstacle"),
         "error": _FILE_ERRORS,
         "io": ("unaligned",),
+        "suspect": ("good",),
     },
     "redis": {
         "node": ("up", "down"),

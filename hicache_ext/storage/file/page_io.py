@@ -65,6 +65,16 @@ def read_page(
     return reason
 
 
+def is_page(fd: int, status: os.stat_result, key: bytes, segments: Sequence[memoryview]) -> bool:
+    """Whether the file is the page ``key``, read once more: past the page cache where the kernel lets go of it, and
+    into other memory than ``segments``. Raises OSError as the disk does."""
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    elsewhere = [memoryview(bytearray(segment.nbytes)) for segment in segments]
+    return read_page(fd, status, key, elsewhere) is None
+
+
 def created_before(path: str, oldest_valid_ms: int) -> bool:
     """Whether a page file says that its page was written before. Raises nothing: what cannot be read does not say."""
     try:

@@ -210,6 +210,10 @@ class PageFileStore:
             reason = page_io.read_page(fd, status, key, segments, self._flags.read, oldest_valid_ms(self._ttl))
             if reason is None:
                 self._touch(fd, status)
+            elif reason != page_io.EXPIRED and page_io.is_page(fd, status, key, segments):
+                # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
+                self._metrics.add("suspect", "good")
+                return GetResult.CORRUPT
         except OSError as error:
             return self._failed_read(path, error)
         finally:

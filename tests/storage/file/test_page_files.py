@@ -53,6 +53,24 @@ def test_a_truncated_page_is_counted_and_replaced(store, page, length):
     _assert_counted_healed_and_works(store, "truncated")
 
 
+def test_a_page_that_was_damaged_on_the_way_here_stays_for_others(store, page, monkeypatch):
+    """A reader of a shared directory with bad memory or a bad link removed everybody's good pages."""
+    read_into = page_io.vectored.read_into
+
+    def damaging(fd, segments, offset, flags):
+        filled = read_into(fd, segments, offset, flags)
+        monkeypatch.setattr(page_io.vectored, "read_into", read_into)
+        segments[1][7] ^= 1
+        return filled
+
+    monkeypatch.setattr(page_io.vectored, "read_into", damaging)
+    assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
+    assert page.exists()
+    assert store.metrics.value("suspect", "good") == 1
+    assert store.metrics.total("corrupt") == 0
+    assert_hits(store, [KEY])
+
+
 @pytest.mark.parametrize("length", [1129, 5000])
 def test_a_longer_page_is_counted_and_replaced(store, page, length):
     os.truncate(page, length)
