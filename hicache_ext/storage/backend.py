@@ -53,6 +53,7 @@ from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.metrics import TierMetrics, TransferSamples
 from hicache_ext.metrics_export import export_when_wanted
 from hicache_ext.plugin import check_sglang_version, missing_adapter_hooks, missing_decode_hooks, missing_hooks
+from hicache_ext.storage import weights_hooks
 from hicache_ext.storage.config_file import config_file_of
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.hints.board import BoardLimits, HintBoard, board_among
@@ -162,7 +163,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._pools: dict[str, _BoundPool] = {}
         self._flat: _BoundPool | None = None
         self._own_digests: set[bytes] = set()
-        self._suspended_because: str | None = None
+        self._suspended_because = None if weights_hooks.caches_are_flushed() else weights_hooks.NOT_FLUSHED
         self._state_lock = threading.Lock()
         self._failures = TierMetrics("backend")
         self._reports = TierReports()
@@ -319,9 +320,13 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             id=model.id or self._storage_config.model_name or "",
             revision=revision,
             fingerprint="" if model.fingerprint in ("auto", "off") else model.fingerprint,
-            weights_epoch=str(model.weights_epoch),
+            weights_epoch=self._epoch_after(weights_hooks.updated_to()),
             compute=facts.compute,
         )
+
+    def _epoch_after(self, update: str | None) -> str:
+        configured = str(self._config.model.weights_epoch)
+        return configured if update is None else f"{configured}+{update}"
 
     def _weights_to_identify(self) -> ModelWeights | None:
         """None where nothing is to be read: outside a server, or where the configuration says what the weights are.
@@ -336,7 +341,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 f"the hook on {missing[0]} is not in force, so adapters cannot be told apart",
                 "leave SGLANG_PLUGINS unset, or let it name hicache_ext",
             )
-        if self._config.model.fingerprint != "auto":
+        if self._config.model.fingerprint != "auto" or weights_hooks.updated_to() is not None:
+            # The files do not hold what an update has put in their place, and its epoch is like no other.
             return None
         weights = weights_of_server(self._facts)
         if weights.problem is not None:
@@ -764,7 +770,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
         ``nonce`` must be equal on all ranks of this deployment and different for every update of any deployment.
         """
-        epoch = f"{self._config.model.weights_epoch}+{nonce}"
+        epoch = self._epoch_after(nonce)
         self._change_model(weights_epoch=epoch)
         logger.info("hicache_ext: weights updated, epoch is now %s", epoch)
 

@@ -27,10 +27,13 @@ UPDATE_TARGET = (
 )
 FLUSH_TARGET = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 
-_NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
+NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
 
 _updates = 0
-_pending_nonce: str | None = None
+_nonce: str | None = None
+"""Of the last update in this process; None while the weights are those that were loaded."""
+_flushed = True
+"""Whether SGLang's caches hold nothing from before that update."""
 
 
 def make_launch_id() -> None:
@@ -40,7 +43,7 @@ def make_launch_id() -> None:
 
 def around_flush_after_update(original: Callable[..., Any], manager: Any, request: Any, *arguments: Any) -> Any:
     """AROUND hook [scheduler thread]: the weights have just changed, the cache is about to be flushed."""
-    global _updates, _pending_nonce
+    global _updates, _nonce, _flushed
     _updates += 1
     facts = (
         os.environ.get(LAUNCH_ID_VARIABLE, ""),
@@ -48,25 +51,36 @@ def around_flush_after_update(original: Callable[..., Any], manager: Any, reques
         str(getattr(request, "weight_version", None)),
         str(getattr(request, "model_path", None)),
     )
-    _pending_nonce = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    _flushed = False
+    _nonce = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
     for backend in _backends():
-        backend.suspend(_NOT_FLUSHED)
+        backend.suspend(NOT_FLUSHED)
     return original(manager, request, *arguments)
 
 
 def after_flush(result: Any, *_: Any, **__: Any) -> None:
     """AFTER hook [scheduler thread]: a successful flush ends the suspension, under the new epoch."""
-    global _pending_nonce
-    if not result or _pending_nonce is None:
+    global _flushed
+    if not result or _nonce is None or _flushed:
         return
-    nonce, _pending_nonce = _pending_nonce, None
+    _flushed = True
     for backend in _backends():
         if backend.flushes_with_cache:
-            backend.advance_weights_epoch(nonce)
+            backend.advance_weights_epoch(_nonce)
             backend.resume()
         else:
             # A decode node's offload queue is not flushed with the cache: it may still hold pages of the old weights.
             logger.warning("hicache_ext: the weights were updated; this decode node stores no KV until it is restarted")
+
+
+def updated_to() -> str | None:
+    """The nonce of the last update in this process: a backend that is attached later computes with those weights."""
+    return _nonce
+
+
+def caches_are_flushed() -> bool:
+    """Whether everything in SGLang's caches was computed with the weights of now."""
+    return _flushed
 
 
 def register() -> None:

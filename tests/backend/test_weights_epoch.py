@@ -22,7 +22,8 @@ INDICES = page_indices(PAGE_SIZE, [0, 1])
 def _a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(weights_hooks.LAUNCH_ID_VARIABLE, "one launch")
     monkeypatch.setattr(weights_hooks, "_updates", 0)
-    monkeypatch.setattr(weights_hooks, "_pending_nonce", None)
+    monkeypatch.setattr(weights_hooks, "_nonce", None)
+    monkeypatch.setattr(weights_hooks, "_flushed", True)
 
 
 def update(flushes: bool) -> Any:
@@ -81,6 +82,25 @@ def test_ranks_of_one_launch_agree_and_launches_do_not(
         epochs.append(backend._model.weights_epoch)
         backend.close()
     assert epochs[0] == epochs[1] != epochs[2]
+
+
+def test_a_backend_that_is_attached_after_an_update_serves_nothing_of_the_old_weights(
+    open_backend: Callable[..., Any],
+) -> None:
+    """SGLang makes a new backend when storage is attached to a running server; the model's files are the old ones."""
+    host = mha_pools(page_size=PAGE_SIZE).host
+    before = open_backend(host)
+    assert before.batch_set_v1(KEYS, INDICES) == [True, True]
+    before.close()
+    update(flushes=False)
+    attached = open_backend(host)
+    assert attached.batch_exists(KEYS) == 0
+    assert attached.batch_set_v1(KEYS, INDICES) == [False, False]
+    weights_hooks.after_flush(True)
+    assert attached.batch_exists(KEYS) == 0
+    assert attached.batch_set_v1(KEYS, INDICES) == [True, True]
+    attached.close()
+    assert open_backend(host).batch_exists(KEYS) == 2
 
 
 def test_every_update_is_an_epoch_of_its_own(open_backend: Callable[..., Any]) -> None:
