@@ -23,7 +23,6 @@ TESTED_SGLANG = "0.5.23"
 
 def register() -> None:
     """Register all hooks. Called by SGLang, once a process."""
-    weights_hooks.make_launch_id()
     check_sglang_version()
     weights_hooks.register()
     model_weights.register()
@@ -52,7 +51,8 @@ def check_sglang_version(installed: str | None = None) -> None:
 
 def missing_hooks() -> list[str]:
     """Targets of hooks that are not in force in this process."""
-    targets = (weights_hooks.UPDATE_TARGET, weights_hooks.FLUSH_TARGET, model_weights.LOAD_TARGET, *pd_hooks.targets())
+    targets = (*weights_hooks.UPDATE_TARGETS, weights_hooks.RELEASE_TARGET, weights_hooks.FLUSH_TARGET)
+    targets = (*targets, model_weights.LOAD_TARGET, *pd_hooks.targets())
     return [target for target in targets if not _hooked(target)] + sglang_hooks.verify()
 
 

@@ -16,17 +16,19 @@ while the server runs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from hicache_ext.page_hashes import namespaced_extra_key
+from hicache_ext.storage.launch_facts import uses_storage
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +48,13 @@ _digests: dict[str, str] = {}
 
 def after_start(_: Any, manager: Any, *__: Any, **___: Any) -> None:
     """AFTER hook where the adapters of the command line are loaded and it is known what they apply to."""
-    for lora_id in manager.loras:
+    for lora_id in manager.loras if uses_storage() else ():
         _identify(manager, lora_id)
 
 
 def after_load(_: Any, manager: Any, lora_ref: Any, *__: Any, **___: Any) -> None:
     """AFTER hook where the weights of an adapter are in host memory [scheduler thread, which waits for the load]."""
-    if hasattr(manager, "memory_pool"):  # or else after_start comes
+    if hasattr(manager, "memory_pool") and uses_storage():  # or else after_start comes
         _identify(manager, lora_ref.lora_id)
 
 
@@ -75,6 +77,8 @@ def after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
         request.extra_key = namespaced_extra_key(request.extra_key)
         return
     digest = _digests.get(lora_id)
+    if digest is None and not uses_storage():
+        return
     if digest is None:
         digest = _digests[lora_id] = _unheard_of()
         logger.error("hicache_ext: LoRA adapter %s was loaded unseen; its KV is not reused", lora_id)
@@ -90,20 +94,18 @@ def register() -> None:
     HookRegistry.register(REQUEST_TARGET, after_request, HookType.AFTER)
 
 
-def adapter_digest(adapter: Any, server_modules: Iterable[str]) -> str:
+def adapter_digest(adapter: Any, server_modules: Collection[str]) -> str:
     """32 hexadecimal digits over all that a loaded LoRAAdapter adds to the base model.
 
-    ``server_modules``: which modules the server applies adapters to; they count for an adapter that names none itself.
+    ``server_modules``: the modules that the server applies adapters to. Tensors of others are left out by it.
     """
     config = {name: value for name, value in adapter.config.hf_config.items() if name not in _NOT_SHAPING}
-    if isinstance(config.get("target_modules"), str):
-        config["server_modules"] = sorted(server_modules)
-    elif isinstance(config.get("target_modules"), list | set | tuple):
+    if isinstance(config.get("target_modules"), list | set | tuple):
         config["target_modules"] = sorted(config["target_modules"])
     config["added_tokens"] = adapter.config.added_tokens_config
     digest = hashlib.sha256(_DOMAIN + json.dumps(config, sort_keys=True, default=str).encode())
     with ThreadPoolExecutor(_THREADS, "hicache-adapter") as threads:
-        for part in threads.map(_digest_of_tensors, _tensors_of(adapter)):
+        for part in threads.map(functools.partial(_digest_of_tensors, server_modules), _tensors_of(adapter)):
             digest.update(part)
     return digest.hexdigest()[:32]
 
@@ -124,10 +126,11 @@ def _make_private(adapter: Any) -> None:
             tensors[name] = tensor.clone()
 
 
-def _digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _digest_of_tensors(server_modules: Collection[str], tensors: Mapping[str, torch.Tensor]) -> bytes:
     digest = hashlib.sha256(len(tensors).to_bytes(8, "little"))
     for name, tensor in sorted(tensors.items()):
-        facts = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
+        applied = any(module in name for module in server_modules)
+        facts = json.dumps([name, str(tensor.dtype), list(tensor.shape), applied]).encode()
         digest.update(len(facts).to_bytes(8, "little") + facts)
         raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(raw)

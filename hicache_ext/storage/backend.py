@@ -160,6 +160,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._model = self._model_identity()
         self._weights = self._weights_to_identify()
         self._identified = self._weights is None
+        self._clear_when_identified = False
         self._pools: dict[str, _BoundPool] = {}
         self._flat: _BoundPool | None = None
         self._own_digests: set[bytes] = set()
@@ -252,37 +253,48 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 self._store.register_identity(digest, identity.document())
             logger.info("hicache_ext: pages of pool %s have identity %s", bound.name, digest.hex())
 
-    def _change_model(self, *, now_identified: bool = False, **facts: str) -> None:
+    def _change_model(self, **facts: str) -> None:
         """From now on every page belongs to another identity."""
         with self._state_lock:
-            identified = self._identified or now_identified
-            self._model = replace(self._model, **facts)
-            self._flat = None
-            for name, bound in list(self._pools.items()):
-                if bound.identities:
-                    shards = [identity.shard for identity in bound.identities]
-                    self._pools[name] = self._under_model(name, bound.pages, bound.identities[0].pool, shards)
-            self._identified = identified
-            bounds = list(self._pools.values()) if identified else []
+            bounds = self._with_model(**facts)
         for bound in bounds:
             self._register(bound)
+
+    def _with_model(self, **facts: str) -> list[_BoundPool]:
+        """The lock is held. Which pools' identities are to be registered when it is not any more."""
+        self._model = replace(self._model, **facts)
+        self._flat = None
+        for name, bound in list(self._pools.items()):
+            if bound.identities:
+                shards = [identity.shard for identity in bound.identities]
+                self._pools[name] = self._under_model(name, bound.pages, bound.identities[0].pool, shards)
+        return list(self._pools.values()) if self._identified else []
 
     def _weights_known(self) -> None:
         """The weights of the target and of all drafts are identified, or never will be [the thread that read them]."""
         weights = self._weights
         if weights is None or self._closed:
             return
-        if weights.problem is not None:
-            self._identified = False
+        with self._state_lock:
+            # Read before the problem: one that comes up meanwhile comes with a call of its own, which waits here.
+            fingerprint, draft = weights.fingerprint, weights.draft
+            problem = weights.problem
+            if problem is None:
+                self._with_model(fingerprint=fingerprint, draft=draft)
+                bounds = list(self._pools.values())
+            self._identified = problem is None
+            clear_first, self._clear_when_identified = self._clear_when_identified, False
+        if problem is not None:
             logger.error(
                 "hicache_ext: the weights cannot be identified, so nothing is stored or served until a restart: %s",
-                weights.problem,
+                problem,
             )
             return
-        self._change_model(now_identified=True, fingerprint=weights.fingerprint, draft=weights.draft)
-        logger.info(
-            "hicache_ext: weights %s%s", weights.fingerprint, f", draft {weights.draft}" if weights.draft else ""
-        )
+        for bound in bounds:
+            self._register(bound)
+        if clear_first:
+            self.clear()
+        logger.info("hicache_ext: weights %s%s", fingerprint, f", draft {draft}" if draft else "")
 
     def _head_parts(self, name: str, pool: Any) -> int:
         """Objects a page is split in, so that deployments of other TP sizes find their heads (tp_lcm_size)."""
@@ -519,8 +531,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         samples: TransferSamples,
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; which of them went well."""
-        pool = self._pools.get(name)
-        if self._unavailable or pool is None:
+        pool = self._usable_pool(name)
+        if pool is None:
             return [False] * len(keys)
         if pool.pages is None:
             return [True] * len(keys)
@@ -576,8 +588,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     @_answering(_all_false)
     def stored(self, keys: list[str]) -> list[bool]:
         """Which pages need not be written again [pd writer]."""
-        pool = self._pools.get(_KV)
-        if self._unavailable or pool is None:
+        pool = self._usable_pool(_KV)
+        if pool is None:
             return [False] * len(keys)
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
         per_part = [self._store.stored(of_first.under(digest)) for digest in pool.digests]
@@ -586,8 +598,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     @_answering(lambda *_, **__: 0)
     def stored_leading(self, keys: list[str]) -> int:
         """Leading pages of which a prefill node finds every part in the pool [pd writer]."""
-        pool = self._pools.get(_KV)
-        if self._unavailable or pool is None:
+        pool = self._usable_pool(_KV)
+        if pool is None:
             return 0
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
         return min(
@@ -598,8 +610,8 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     @_answering(lambda keys, *_, **__: [SetResult.ERROR] * _length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
         """Like ``batch_set_v1``, with each page's result [pd writer]."""
-        pool = self._pools.get(_KV)
-        if self._unavailable or pool is None or pool.pages is None:
+        pool = self._usable_pool(_KV)
+        if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
         batch, owners = self._batch(pool, pool.pages, keys, host_indices)
         started = time.perf_counter()
@@ -639,9 +651,9 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         )
 
     def _hint_scope(self) -> bytes | None:
-        """Equal on nodes whose pages are of the same weights and size; None before the pools are known."""
-        pool = self._pools.get(_KV)
-        if pool is None or not pool.identities or not self._identified:
+        """Equal on nodes whose pages are of the same weights and size; None before pools and weights are known."""
+        pool = self._usable_pool(_KV)
+        if pool is None or not pool.identities:
             return None
         identity = pool.identities[0]
         common = replace(identity.pool, kind="hint", layout="", segments=(), geometry=())
@@ -649,7 +661,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
     def _bring_inward(self, page_hashes: Sequence[bytes]) -> Counter[str]:
         """Pages that are likely to be asked for soon, to the tier ``promote_to`` [hints' thread]."""
-        pool = self._pools.get(_KV)
+        pool = self._usable_pool(_KV)
         outcomes: Counter[str] = Counter()
         if pool is None or pool.pages is None:
             return outcomes
@@ -779,6 +791,11 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     @_answering(lambda *_, **__: False)
     def clear(self) -> bool:
         """Remove the pages of this rank's own identities, nobody else's. Does not wait for the disk."""
+        with self._state_lock:
+            if not self._identified:
+                # What is to be cleared has no name yet.
+                self._clear_when_identified = True
+                return True
         with self._patience():
             self._store.clear(sorted(self._own_digests))
         return True
@@ -837,6 +854,13 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     def _patience(self) -> AbstractContextManager[None]:
         """Around a call of the store: on the scheduler's thread, guards answer it from what is known."""
         return answering_at_once() if threading.get_ident() == self._scheduler else _UNHURRIED
+
+    def _usable_pool(self, name: str) -> _BoundPool | None:
+        """A registered pool under the identity of now; None where nothing may be stored or served.
+
+        In this order: when the weights become known, pools get their identities before they may be used.
+        """
+        return None if self._unavailable else self._pools.get(name)
 
     @property
     def _unavailable(self) -> bool:

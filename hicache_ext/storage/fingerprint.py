@@ -5,8 +5,9 @@ edited head): so nothing is sampled. Reading all bytes takes a while (docs/decis
 hence three things:
 
 - It runs in the background. Until it has ended, the backend stores and serves nothing.
-- What was read once is remembered: a record per file, found by the file's device, inode, size, mtime and ctime. The
-  kernel sets the ctime of a file whenever its bytes or its times are changed, and nobody can set it back.
+- What was read once is remembered until the machine is started again: a record per file, found by the file's file
+  system, device, inode, size, mtime and ctime. The kernel sets the ctime of a file whenever its bytes or its times are
+  changed; nothing is remembered of file systems where something else may say what it is (FUSE, images, tmpfs).
 - The ranks of a node share the work: each locks the record of the file it reads, and takes another file meanwhile.
 
 The digest must be of the bytes that SGLang loads. So the files' facts are noted before the load begins (``__init__``)
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hicache_ext.storage.file.access import make_directory, open_file
+from hicache_ext.storage.file.file_system import file_system_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +46,17 @@ _NICENESS = 10
 """Of the threads that read: the model's own loading goes first."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _SHAPING_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Beside weights and modelling code (``*.py``): what says how weights become KV."""
+_SHAPING_SUFFIXES = (".index.json", ".py")
+"""Beside weights: what says how they become KV, which of them are loaded, and modelling code."""
 _SETTLED = 10.0
 """Seconds for which a file must have been left alone before its digest is remembered: within the granularity of a
 clock two versions of a file may have equal times."""
 _TICK = 0.1
 """More than that granularity on a local file system: a file is not read sooner after its last change."""
+_KEEPS_CTIME = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "nfs", "nfs4", "lustre", "ceph"}
+)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
 _OTHERS_TURN = 0.2
 _LONGEST_TURN = 60.0
@@ -101,6 +108,7 @@ class ModelFingerprint:
         """
         self.model_path = model_path
         self.revision = revision
+        self._weights = weights
         self.digest: str | None = None
         self.problem: str | None = None
         self.done = threading.Event()
@@ -108,7 +116,7 @@ class ModelFingerprint:
         self._started = False
         self._callbacks: list[Callable[[], None]] = []
         self._records: RememberedDigests | None = None
-        self._read: dict[FileFacts, bytes] = {}
+        self._read: dict[_File, bytes] = {}
         self._seconds = 0.0
         self._files: list[_File] = []
         try:
@@ -134,18 +142,24 @@ class ModelFingerprint:
         elif self.done.is_set():
             self._remember_all()
 
-    def loaded(self) -> None:
-        """The load of the model has ended: what was noted before it must still hold, now and when it was read."""
-        for file in self._files:
-            try:
-                unchanged = FileFacts.of(file.path.stat()) == file.facts
-            except OSError:
-                unchanged = False
-            if not unchanged:
-                self._fail(f"{file.path.name} changed while the model was loaded")
-                if self.done.is_set():
-                    self._end()
-                return
+    def loaded(self) -> bool:
+        """The load of the model has ended: what was noted before it must still hold, now and when it was read.
+
+        False where all that was noted holds and there are more files by now: this is not the digest of the model then,
+        and another one is to be made.
+        """
+        try:
+            now = {file.path: file.facts for file in _files_of(self.model_path, self.revision, self._weights)}
+        except (OSError, WeightsError):
+            now = {}
+        changed = [file.path.name for file in self._files if now.get(file.path) != file.facts]
+        if changed:
+            self._fail(f"{changed[0]} changed while the model was loaded")
+        elif len(now) > len(self._files):
+            self._fail("files were added while the model was loaded")
+        if self.problem is not None and self.done.is_set():
+            self._end()
+        return bool(changed) or self.problem is None
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when it is known: now, or later on the thread that reads. It must not raise.
@@ -168,7 +182,7 @@ class ModelFingerprint:
             self.digest = digest.hexdigest()[:32]
             self._seconds = time.monotonic() - started
             size = sum(file.facts.size for file in self._files)
-            read = sum(facts.size for facts in self._read)
+            read = sum(file.facts.size for file in self._read)
             logger.info(
                 "hicache_ext: the weights in %s are identified: %.1f GB, of which %.1f were read in %.1f s",
                 self.model_path,
@@ -215,9 +229,10 @@ class ModelFingerprint:
 
     def _digest_of(self, file: _File, *, patient: bool) -> bytes | None:
         """None where another process is reading this file and ``patient``."""
-        if self._records is None or file.facts.size <= PIECE:
+        name = None if self._records is None else _record_name(file)
+        if self._records is None or name is None:
             return self._read_whole(file)
-        with self._records.claim(file.facts) as record:
+        with self._records.claim(name) as record:
             if record is None:
                 return None if patient else self._read_whole(file)
             digest = record.read()
@@ -226,31 +241,58 @@ class ModelFingerprint:
                 digest = self._read_whole(file)
                 if settled:
                     record.write(digest)
+            else:
+                with _opened(file):
+                    pass
             return digest
 
     def _read_whole(self, file: _File) -> bytes:
-        if not file.facts.settled(_TICK):
-            time.sleep(_TICK)
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if FileFacts.of(os.fstat(fd)) != file.facts:
-                raise WeightsError(f"{file.path.name} changed while the model was loaded")
+        with _opened(file) as fd:
             digest = digest_of_file(fd, file.facts.size)
             if FileFacts.of(os.fstat(fd)) != file.facts:
                 raise WeightsError(f"{file.path.name} changed while it was read")
-        finally:
-            os.close(fd)
-        self._read[file.facts] = digest
+        self._read[file] = digest
         return digest
 
     def _remember_all(self) -> None:
         """What was read before it was known where to remember it."""
-        for facts, digest in list(self._read.items()):
-            if self._records is None or facts.size <= PIECE or not facts.settled(_SETTLED + self._seconds):
+        for file, digest in list(self._read.items()):
+            name = _record_name(file)
+            if self._records is None or name is None or not file.facts.settled(_SETTLED + self._seconds):
                 continue
-            with self._records.claim(facts) as record:
+            with self._records.claim(name) as record:
                 if record is not None and record.read() is None:
                     record.write(digest)
+
+
+@contextmanager
+def _opened(file: _File) -> Iterator[int]:
+    """The file that was noted, with all that was written to it so far. Raises WeightsError and OSError."""
+    if not file.facts.settled(_TICK):
+        time.sleep(_TICK)
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            # Whoever has the file mapped and goes on writing to it changes its ctime again from here on.
+            os.fsync(fd)
+        except OSError as error:
+            logger.debug("%s cannot be synced: %s", file.path.name, error)
+        if FileFacts.of(os.fstat(fd)) != file.facts:
+            raise WeightsError(f"{file.path.name} changed while the model was loaded")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _record_name(file: _File) -> str | None:
+    """Like no other file's on this machine since it was started. None where a file is not to be remembered."""
+    if file.facts.size <= PIECE or file_system_of(file.path.resolve()).type not in _KEEPS_CTIME:
+        return None
+    try:
+        place = (os.statvfs(file.path).f_fsid, _BOOT_ID.read_text().strip())
+    except OSError:
+        return None
+    return hashlib.sha256(repr((file.facts, place)).encode()).hexdigest()[:32]
 
 
 class RememberedDigests:
@@ -264,9 +306,8 @@ class RememberedDigests:
         self._directory = directory
 
     @contextmanager
-    def claim(self, facts: FileFacts) -> Iterator[_Record | None]:
+    def claim(self, name: str) -> Iterator[_Record | None]:
         """The record of a file for this process alone; None while another process has it."""
-        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
         try:
             make_directory(self._directory)
             fd = open_file(self._directory / name, os.O_RDWR)
@@ -378,7 +419,11 @@ def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_Fil
     if path.is_file():
         named = _parts_of(path)
     else:
-        named = {file.name: file for file in path.iterdir() if file.name in _SHAPING_FILES or file.suffix == ".py"}
+        named = {
+            file.name: file
+            for file in path.iterdir()
+            if file.name in _SHAPING_FILES or file.name.endswith(_SHAPING_SUFFIXES)
+        }
         found = {file.name: file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES}
         if weights and not found:
             raise WeightsError(f"there are no weight files ({', '.join(_WEIGHT_SUFFIXES)}) in {path}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import ServerRole
+from hicache_ext.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,22 @@ _ROLES: dict[str, ServerRole] = {"prefill": "prefill", "decode": "decode"}
 _NAMES_OF_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype`` that say no more than the dtype they stand for."""
 
-_COMPUTE_ARGUMENTS = ("json_model_override_args", "torchao_config", "modelopt_quant")
+_COMPUTE_ARGUMENTS = (
+    *("json_model_override_args", "torchao_config", "modelopt_quant", "model_loader_extra_config"),
+    *("forward_hooks", "rl_quant_profile"),
+)
 """Launch arguments that change KV values although the weights are the same, beside dtype and quantisation, which the
 runner of the model tells."""
+
+_COMPUTE_FILES = ("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file")
+"""Those that name a small file, which counts by its content."""
+
+
+_STORAGE_ARGUMENTS = (
+    *("enable_hierarchical_cache", "hicache_storage_backend"),
+    *("disaggregation_decode_enable_offload_kvcache", "enable_unified_cache_external_linker"),
+)
+_ELSEWHERE = ("weight_cache_mode", "modelopt_checkpoint_restore_path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,9 @@ class LaunchFacts:
     model_path: str | None = None
     revision: str | None = None
     load_format: str = "auto"
+    draft_load_format: str | None = None
+    weights_from_elsewhere: tuple[str, ...] = ()
+    """Launch arguments with which the weights are not those in the files at the model's path."""
     drafts: tuple[tuple[str, str | None], ...] = ()
     lora: bool = False
     kv_cache_dtype: str | None = None
@@ -54,17 +71,33 @@ class LaunchFacts:
 
 
 def read_launch_facts() -> LaunchFacts:
-    """The facts of this process's server; empty outside one (tests, tools). Never raises."""
+    """The facts of this process's server; empty outside one (tests, tools).
+
+    Raises UnsupportedError for a server whose arguments cannot be read: it must not pass for none.
+    """
     try:
-        model_path = resolved("model_path")
+        from sglang.srt.runtime_context import get_server_args
+
+        if get_server_args() is None:
+            return LaunchFacts()
     except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
         logger.debug("no server arguments: %s", error)
         return LaunchFacts()
+    try:
+        return _facts_of_server()
+    except Exception as error:
+        raise UnsupportedError("this SGLang", f"its launch arguments cannot be read ({error})") from error
+
+
+def _facts_of_server() -> LaunchFacts:
     draft = resolved("speculative_draft_model_path")
+    elsewhere = [name.replace("_", "-") for name in _ELSEWHERE if resolved(name) not in (None, "", "off")]
     return LaunchFacts(
-        model_path=model_path,
+        model_path=resolved("model_path"),
         revision=resolved("revision"),
         load_format=str(resolved("load_format") or "auto"),
+        draft_load_format=resolved("speculative_draft_load_format"),
+        weights_from_elsewhere=tuple(elsewhere),
         drafts=((draft, resolved("speculative_draft_model_revision")),) if draft else (),
         lora=bool(resolved("enable_lora")),
         kv_cache_dtype=_kv_cache_dtype(_target()) or resolved("kv_cache_dtype"),
@@ -73,6 +106,15 @@ def read_launch_facts() -> LaunchFacts:
         metrics=bool(resolved("enable_metrics")),
         config_file=_config_file(),
     )
+
+
+def uses_storage() -> bool:
+    """Whether SGLang may ever call a storage backend in this process; true where it is not known (tests)."""
+    try:
+        return any(resolved(argument) for argument in _STORAGE_ARGUMENTS)
+    except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
+        logger.debug("whether storage is in use is not known: %s", error)
+        return True
 
 
 def resolved(argument: str) -> Any:
@@ -116,11 +158,12 @@ def _kv_cache_dtype(runner: Any) -> str | None:
 
 
 def _compute() -> str:
-    compute = {name: str(value) for name in _COMPUTE_ARGUMENTS if (value := resolved(name)) not in (None, "", "{}")}
+    compute = {name: str(value) for name in _COMPUTE_ARGUMENTS if (value := resolved(name)) and value != "{}"}
     if resolved("load_format") == "dummy":
         compute["load_format"] = "dummy"
-    if scales := resolved("quantization_param_path"):
-        compute["kv_scales"] = _digest_of_small_file(scales)
+    for name in _COMPUTE_FILES:
+        if path := resolved(name):
+            compute[name] = _digest_of_small_file(path)
     target = _target()
     if target is None:
         computed = {"dtype": resolved("dtype"), "quantization": resolved("quantization")}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ _FROM_FILES = frozenset(
     | {"layered", "fastsafetensors", "runai_streamer"}
 )
 """Values of ``--load-format`` with which the weights are what lies in the files at ``--model-path``."""
+_DUMMY = "dummy"
+"""No files: random weights, the same in every server."""
 
 
 @dataclass(slots=True)
@@ -65,13 +68,13 @@ class ModelWeights:
 
     @property
     def fingerprint(self) -> str:
-        """Of the target; for those who know that it is ``known`` and there is no ``problem``."""
-        return self._all[0].digest or ""
+        """Of the target. Means nothing before it is ``known``, nor where there is a ``problem``."""
+        return str(self._all[0].digest)
 
     @property
     def draft(self) -> str:
-        """Of all drafts with files of their own; "" without any."""
-        digests = [model.digest or "" for model in self._all[1:]]
+        """Of all drafts with files of their own, likewise; "" without any."""
+        digests = [str(model.digest) for model in self._all[1:]]
         if len(digests) < 2:
             return "".join(digests)
         return hashlib.sha256("\0".join(digests).encode()).hexdigest()[:32]
@@ -81,16 +84,17 @@ class ModelWeights:
             model.start(remember_in)
 
     def when_known(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when all is known, and again when that changes; here, or on a thread that reads files."""
-        lock, waiting = threading.Lock(), len(self._all)
+        """Call the method ``callback`` when all is known, and again when that changes; here, or on a thread that reads
+        files. Its object is not kept alive for that."""
+        lock, waiting, method = threading.Lock(), len(self._all), weakref.WeakMethod(callback)
 
         def one_done() -> None:
             nonlocal waiting
             with lock:
                 waiting -= 1
                 last = waiting <= 0
-            if last:
-                callback()
+            if last and (call := method()) is not None:
+                call()
 
         for model in self._all:
             model.when_done(one_done)
@@ -112,7 +116,7 @@ def after_late_load(_: Any, runner: Any, *__: Any, **___: Any) -> None:
     """AFTER hook on ModelRunner.finalize_startup_weight_load [scheduler thread]."""
     for loaded in _loaded:
         if loaded.runner is runner:
-            loaded.fingerprint.loaded()
+            _quietly(loaded.fingerprint.loaded)
 
 
 def register() -> None:
@@ -127,18 +131,20 @@ def weights_of_server(facts: LaunchFacts) -> ModelWeights:
 
     Raises UnsupportedError where the weights do not come from files.
     """
-    if facts.load_format not in _FROM_FILES | {"dummy"}:
+    elsewhere = [f"--{argument}" for argument in facts.weights_from_elsewhere]
+    formats = {"load-format": facts.load_format, "speculative-draft-load-format": facts.draft_load_format or "auto"}
+    elsewhere += [f"--{name} {kind}" for name, kind in formats.items() if kind not in _FROM_FILES | {_DUMMY}]
+    if elsewhere:
         raise UnsupportedError(
-            f"--load-format {facts.load_format}",
-            "the weights come from elsewhere than the files at --model-path, so nothing tells which they are",
+            elsewhere[0],
+            "the weights come from elsewhere than the files at the model's path, so nothing tells which they are",
             "set hicache_ext.model.fingerprint to a text that changes whenever the weights do",
         )
-    if _loaded:
-        target = next(loaded.fingerprint for loaded in _loaded if not loaded.draft)
-        drafts = [loaded.fingerprint for loaded in _loaded if loaded.draft]
-    else:
-        weights = facts.load_format != "dummy"
-        target = ModelFingerprint(facts.model_path or "", facts.revision, weights=weights)
+    target = next((loaded.fingerprint for loaded in _loaded if not loaded.draft), None)
+    drafts = [loaded.fingerprint for loaded in _loaded if loaded.draft]
+    if target is None:
+        target = ModelFingerprint(facts.model_path or "", facts.revision, weights=facts.load_format != _DUMMY)
+        weights = (facts.draft_load_format or facts.load_format) != _DUMMY
         drafts = [
             ModelFingerprint(path, revision, weights=weights)
             for path, revision in facts.drafts
@@ -162,7 +168,10 @@ def _noted(runner: Any) -> ModelFingerprint:
     for loaded in _loaded:
         if (loaded.fingerprint.model_path, loaded.fingerprint.revision) == (path, revision):
             return loaded.fingerprint
-    fingerprint = ModelFingerprint(path, revision, weights=resolved("load_format") != "dummy")
+    load_format = resolved("load_format")
+    if getattr(runner, "is_draft_worker", False):
+        load_format = resolved("speculative_draft_load_format") or load_format
+    fingerprint = ModelFingerprint(path, revision, weights=load_format != _DUMMY)
     if fingerprint.found and (configured := _configured()) is not None and configured.model.fingerprint == "auto":
         directory = records_directory(configured)
         # What the tier's own directory is to be, the tier decides later.
@@ -171,10 +180,8 @@ def _noted(runner: Any) -> ModelFingerprint:
 
 
 def _look_again(runner: Any, before: ModelFingerprint | None) -> None:
-    if before is None or not before.found:
-        before = _noted(runner)  # SGLang has fetched the files meanwhile
-    else:
-        before.loaded()
+    if before is None or not before.found or not before.loaded():
+        before = _noted(runner)  # SGLang has fetched files meanwhile
     draft = bool(getattr(runner, "is_draft_worker", False))
     _loaded.append(_Loaded(runner, draft, before))
     note_runner(runner, draft=draft)

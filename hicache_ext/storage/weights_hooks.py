@@ -1,61 +1,56 @@
 """Keeps L3 honest across online weight updates: SGLang does not tell its storage backend that the weights changed.
 
-Two hooks on the scheduler. After an update, the backend answers nothing and stores nothing until SGLang has flushed its
-caches: until then L1 and L2 hold KV of the old weights, which must not enter L3 under the new epoch. With the flush the
-backend moves on to a new weights epoch, hence to other keys.
+Hooks on the scheduler. Whatever may change weights is taken to have changed them, before it runs and also where it
+fails: an update that stops half-way leaves weights that nobody has a name for. From then on the backend answers nothing
+and stores nothing until SGLang has flushed its caches: until then L1 and L2 hold KV of the old weights, which must not
+enter L3 under the new epoch. With the flush the backend moves on to a new weights epoch, hence to other keys.
 
-The new epoch is equal on all ranks of one launch and different for every launch and update: it digests a launch id
-(made by the first process that loads the plugin and inherited by the others), a counter, and what the request says.
+An epoch is a random number that the first rank of a tensor-parallel group draws and tells the others, who all are at
+the same place: SGLang hands every such request to all of them. So no other launch or update ever has the same.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
-LAUNCH_ID_VARIABLE = "HICACHE_EXT_LAUNCH_ID"
-
-UPDATE_TARGET = (
-    "sglang.srt.managers.scheduler_components.weight_updater"
-    ".SchedulerWeightUpdaterManager.flush_cache_after_weight_update"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATE_TARGETS = tuple(
+    f"{_MANAGER}.{name}"
+    for name in (
+        *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+        # Between begin and end somebody else may write the weights, with no call at all (P2P, RDMA).
+        *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
+    )
 )
+RELEASE_TARGET = f"{_MANAGER}.release_memory_occupation"
 FLUSH_TARGET = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 
 NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
 
-_updates = 0
 _nonce: str | None = None
 """Of the last update in this process; None while the weights are those that were loaded."""
 _flushed = True
 """Whether SGLang's caches hold nothing from before that update."""
 
 
-def make_launch_id() -> None:
-    """Called in every process at plugin load; the first one (the launcher) decides for its children."""
-    os.environ.setdefault(LAUNCH_ID_VARIABLE, uuid.uuid4().hex)
-
-
-def around_flush_after_update(original: Callable[..., Any], manager: Any, request: Any, *arguments: Any) -> Any:
-    """AROUND hook [scheduler thread]: the weights have just changed, the cache is about to be flushed."""
-    global _updates, _nonce, _flushed
-    _updates += 1
-    facts = (
-        os.environ.get(LAUNCH_ID_VARIABLE, ""),
-        str(_updates),
-        str(getattr(request, "weight_version", None)),
-        str(getattr(request, "model_path", None)),
-    )
+def before_update(manager: Any, *_: Any, **__: Any) -> None:
+    """BEFORE hook [scheduler thread]: the weights are about to change."""
+    global _nonce, _flushed
+    _nonce = _agreed(getattr(manager, "tp_cpu_group", None))
     _flushed = False
-    _nonce = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
     for backend in _backends():
         backend.suspend(NOT_FLUSHED)
-    return original(manager, request, *arguments)
+
+
+def before_release(manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """BEFORE hook [scheduler thread]: memory is given away, and what comes back in place of weights is anything."""
+    tags = getattr(request, "tags", None)
+    if (not tags or "weights" in tags) and not _backed_up():
+        before_update(manager)
 
 
 def after_flush(result: Any, *_: Any, **__: Any) -> None:
@@ -84,11 +79,37 @@ def caches_are_flushed() -> bool:
 
 
 def register() -> None:
-    """Put both hooks into SGLang's registry."""
+    """Put the hooks into SGLang's registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(UPDATE_TARGET, around_flush_after_update, HookType.AROUND)
+    for target in UPDATE_TARGETS:
+        HookRegistry.register(target, before_update, HookType.BEFORE)
+    HookRegistry.register(RELEASE_TARGET, before_release, HookType.BEFORE)
     HookRegistry.register(FLUSH_TARGET, after_flush, HookType.AFTER)
+
+
+def _agreed(group: Any) -> str:
+    """A random number that is the same on all ranks of ``group``; where they cannot agree they miss, which is safe."""
+    drawn = [uuid.uuid4().hex[:16]]
+    try:
+        import torch.distributed as ranks
+
+        if group is not None and ranks.is_initialized() and ranks.get_world_size(group) > 1:
+            ranks.broadcast_object_list(drawn, src=ranks.get_process_group_ranks(group)[0], group=group)
+    except Exception as error:  # noqa: BLE001 - an update must go on
+        logger.warning("hicache_ext: the ranks could not agree on a weights epoch and will not find pages: %s", error)
+    return str(drawn[0])
+
+
+def _backed_up() -> bool:
+    """Whether SGLang keeps the weights in host memory and brings them back as they were."""
+    from hicache_ext.storage.launch_facts import resolved
+
+    try:
+        return bool(resolved("enable_weights_cpu_backup"))
+    except Exception as error:  # noqa: BLE001 - not known means no
+        logger.debug("whether weights are backed up is not known: %s", error)
+        return False
 
 
 def _backends() -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,7 @@ def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """What SGLang does with a model: our AROUND hook around its load."""
     monkeypatch.setattr(model_weights, "_configured", lambda: None)
-    monkeypatch.setattr(model_weights, "resolved", lambda name: "auto" if name == "load_format" else None)
+    monkeypatch.setattr(model_weights, "resolved", {"load_format": "auto"}.get)
 
     def load_(path: Path, *, draft: bool = False, meanwhile: Callable[[], None] = lambda: None) -> Any:
         config = SimpleNamespace(model_path=str(path), revision=None)
@@ -191,6 +192,74 @@ def test_a_draft_in_the_targets_own_files_adds_nothing(
     assert serve(target)._model.draft == ""
 
 
+def test_a_call_at_the_moment_when_the_weights_become_known_has_the_right_identity(
+    tmp_path: Path, serve: Callable[..., Any], held: threading.Event
+) -> None:
+    """It had fetched its pool before, asked whether it may be used after, and stored under no weights at all."""
+    backend = serve(make_tiny_model(tmp_path / "model"), wait=False)
+
+    class Pools(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            pool = super().get(name, default)
+            held.set()
+            assert wait_until(lambda: backend._identified)
+            return pool
+
+    backend._pools = Pools(backend._pools)
+    backend.batch_set_v1(KEYS, INDICES)
+    stored = {file.parent.parent.name for file in (tmp_path / "l3").rglob("*.page")}
+    known = {digest.hex() for digest in dict(backend._pools)["kv"].digests}
+    assert stored <= known
+
+
+def test_what_is_cleared_before_the_weights_are_identified_is_cleared_then(
+    tmp_path: Path, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    first = serve(model)
+    assert first.batch_set_v1(KEYS, INDICES) == [True, True]
+    first.close()
+    go = threading.Event()
+    read = fingerprint.digest_of_file
+    monkeypatch.setattr(fingerprint, "digest_of_file", lambda fd, size: go.wait(30) and read(fd, size))
+    backend = serve(model, wait=False)
+    assert backend.clear()
+    go.set()
+    assert wait_until(lambda: backend._identified)
+    assert wait_until(lambda: backend.batch_exists(KEYS) == 0)
+
+
+def test_a_closed_backend_is_not_kept_alive(
+    tmp_path: Path, serve: Callable[..., Any], load: Callable[..., Any]
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    load(model)
+    gone = weakref.ref(serve(model)._weights_known.__self__)
+    for callback in model_weights._loaded[0].fingerprint._callbacks:
+        assert all(cell.cell_contents is not gone() for cell in callback.__closure__ or ())
+
+
+def test_an_incomplete_model_that_sglang_completes_is_identified_by_what_is_there_then(
+    tmp_path: Path, serve: Callable[..., Any], load: Callable[..., Any]
+) -> None:
+    model = make_tiny_model(tmp_path / "model", seed=1)
+    load(model, meanwhile=lambda: shutil.copy(model / "model.safetensors", model / "more.safetensors"))
+    assert serve(model).batch_set_v1(KEYS, INDICES) == [True, True]
+    model_weights._loaded.clear()
+    (model / "more.safetensors").unlink()
+    assert serve(model).batch_exists(KEYS) == 0
+
+
+@pytest.mark.parametrize("argument", ["weight-cache-mode", "modelopt-checkpoint-restore-path"])
+def test_arguments_that_put_other_weights_in_place_are_refused(
+    tmp_path: Path, serve: Callable[..., Any], argument: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"--{argument}"):
+        serve(make_tiny_model(tmp_path / "model"), weights_from_elsewhere=(argument,))
+    with pytest.raises(UnsupportedError, match="--speculative-draft-load-format remote"):
+        serve(make_tiny_model(tmp_path / "model"), draft_load_format="remote")
+
+
 @pytest.mark.parametrize("load_format", ["remote", "remote_instance", "presharded", "flash_rl", "something new"])
 def test_weights_from_elsewhere_than_the_models_files_are_refused_unless_named(
     tmp_path: Path, serve: Callable[..., Any], load_format: str
@@ -243,6 +312,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchFacts]:
     """The facts of a server that was launched with these arguments and resolved them to what its runner has."""
 
     def launched_(runner: Any, draft: Any = None, **arguments: Any) -> LaunchFacts:
+        from sglang.srt import runtime_context
+
+        monkeypatch.setattr(runtime_context, "get_server_args", lambda: arguments)
         monkeypatch.setattr(launch_facts, "resolved", {"model_path": "m", **arguments}.get)
         monkeypatch.setattr(launch_facts, "_runners", [(runner, False)] + ([(draft, True)] if draft else []))
         return launch_facts.read_launch_facts()
@@ -302,7 +374,29 @@ def test_a_real_servers_namespaces_hold_what_was_resolved() -> None:
         "quantization_param_path",
     }
     asked |= {"speculative_draft_model_path", "speculative_draft_model_revision", "json_model_override_args"}
+    asked |= {*launch_facts._ELSEWHERE, *launch_facts._STORAGE_ARGUMENTS, *launch_facts._COMPUTE_FILES}
+    asked |= {"enable_weights_cpu_backup", "speculative_draft_load_format"}
     assert asked <= set(namespace_of(ServerArgs))
+
+
+def test_a_server_whose_arguments_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passed for no server, and its pages had no weights in their identity."""
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace())
+    monkeypatch.setattr(launch_facts, "resolved", lambda name: 1 / 0)
+    with pytest.raises(UnsupportedError, match="its launch arguments cannot be read"):
+        launch_facts.read_launch_facts()
+
+
+def test_a_server_without_storage_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plug-in is in force in every SGLang server of an environment."""
+    monkeypatch.setattr(adapters, "uses_storage", lambda: False)
+    adapter = loaded_adapter(make_tiny_adapter(tmp_path / "a", seed=1))
+    tensors = dict(adapter.layers[0].weights)
+    adapters.after_start(None, manager_of(id1=adapter))
+    assert all(adapter.layers[0].weights[name] is tensor for name, tensor in tensors.items())
+    assert request("id1", "tenant").extra_key == "tenantid1"
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -356,9 +450,11 @@ def test_every_value_and_every_setting_of_an_adapter_counts(tmp_path: Path) -> N
     also(lambda adapter: adapter.config.hf_config.update(use_rslora=True))
     also(lambda adapter: adapter.embedding_layers.update(embed_tokens=torch.ones(2)))
     also(lambda adapter: setattr(adapter.config, "added_tokens_config", {"<x>": 512}))
-    also(all_linear, ("q_proj",))
-    also(all_linear, ("q_proj", "k_proj"))
-    assert len(seen) == 9
+    also(all_linear)
+    # A server leaves out what it does not apply adapters to.
+    also(lambda adapter: None, ("k_proj",))
+    also(lambda adapter: None, ("k_proj", "o_proj"))
+    assert len(seen) == 10
 
 
 def manager_of(**loras: Any) -> Any:

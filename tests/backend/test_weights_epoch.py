@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,27 +25,20 @@ INDICES = page_indices(PAGE_SIZE, [0, 1])
 
 @pytest.fixture(autouse=True)
 def _a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(weights_hooks.LAUNCH_ID_VARIABLE, "one launch")
-    monkeypatch.setattr(weights_hooks, "_updates", 0)
     monkeypatch.setattr(weights_hooks, "_nonce", None)
     monkeypatch.setattr(weights_hooks, "_flushed", True)
 
 
-def update(flushes: bool) -> Any:
-    """What SGLang does after it has loaded new weights: our AROUND hook around its flush, our AFTER hook on it."""
-
-    def flush_after_update(_manager: object, _request: object) -> str:
-        weights_hooks.after_flush(flushes)
-        return "SGLang's answer"
-
-    request = SimpleNamespace(weight_version="7", model_path=None)
-    return weights_hooks.around_flush_after_update(flush_after_update, None, request)
+def update(flushes: bool) -> None:
+    """What SGLang does: our BEFORE hook, the new weights, a flush, and our AFTER hook on that."""
+    weights_hooks.before_update(SimpleNamespace(tp_cpu_group=None))
+    weights_hooks.after_flush(flushes)
 
 
 def test_pages_of_the_old_weights_are_out_of_reach_after_an_update(open_backend: Callable[..., Any]) -> None:
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
-    assert update(flushes=True) == "SGLang's answer"
+    update(flushes=True)
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_get_v1(KEYS, INDICES) == [False, False]
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
@@ -69,19 +67,80 @@ def test_a_flush_without_an_update_changes_nothing(open_backend: Callable[..., A
     assert backend.batch_exists(KEYS) == 2
 
 
-def test_ranks_of_one_launch_agree_and_launches_do_not(
-    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+AGREE = """
+import sys, torch.distributed as ranks
+from hicache_ext.storage.weights_hooks import _agreed
+ranks.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+print(_agreed(ranks.group.WORLD), _agreed(ranks.group.WORLD))
+"""
+
+
+def test_ranks_of_one_launch_agree_on_an_epoch_that_is_never_used_again(tmp_path: Path) -> None:
+    """It was made of a variable that two engines of one Python process inherited, and of a count."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", AGREE, str(tmp_path / "meeting"), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert told[0] == told[1]
+    assert len(set(told[0])) == 2
+
+
+@pytest.mark.parametrize(
+    "call", ["begin_weight_update", "end_weight_update", "update_weights_from_distributed", "update_weights_from_ipc"]
+)
+def test_an_update_that_fails_or_loads_nothing_itself_counts_as_one(
+    open_backend: Callable[..., Any], call: str
 ) -> None:
-    host = mha_pools(page_size=PAGE_SIZE).host
-    epochs = []
-    for launch in ("one launch", "one launch", "another launch"):
-        monkeypatch.setenv(weights_hooks.LAUNCH_ID_VARIABLE, launch)
-        monkeypatch.setattr(weights_hooks, "_updates", 0)
-        backend = open_backend(host)
-        update(flushes=True)
-        epochs.append(backend._model.weights_epoch)
-        backend.close()
-    assert epochs[0] == epochs[1] != epochs[2]
+    """SGLang reports a flush only where a load went well; a session of P2P writes has none, and half an update, too."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
+    (target,) = [target for target in weights_hooks.UPDATE_TARGETS if target.endswith("." + call)]
+    hooks = HookRegistry._hooks.get(target)
+    if not hooks:
+        weights_hooks.register()
+        hooks = HookRegistry._hooks[target]
+    hooks[0][1](SimpleNamespace(tp_cpu_group=None), SimpleNamespace())
+    assert backend.batch_exists(KEYS) == 0
+    weights_hooks.after_flush(True)
+    assert backend.batch_exists(KEYS) == 0
+
+
+@pytest.mark.parametrize(
+    ("tags", "backed_up", "changes"),
+    [
+        (None, False, True),
+        (["weights"], False, True),
+        (["kv_cache"], False, False),
+        (["weights"], True, False),
+    ],
+)
+def test_weights_that_were_given_away_are_not_taken_for_the_same(
+    open_backend: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tags: list[str] | None,
+    backed_up: bool,
+    changes: bool,
+) -> None:
+    monkeypatch.setattr(weights_hooks, "_backed_up", lambda: backed_up)
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
+    weights_hooks.before_release(SimpleNamespace(tp_cpu_group=None), SimpleNamespace(tags=tags))
+    weights_hooks.after_flush(True)
+    assert backend.batch_exists(KEYS) == (0 if changes else 2)
+
+
+def test_sglang_has_what_the_hooks_are_on() -> None:
+    targets = (*weights_hooks.UPDATE_TARGETS, weights_hooks.RELEASE_TARGET, weights_hooks.FLUSH_TARGET)
+    assert all(callable(pkgutil.resolve_name(target)) for target in targets)
 
 
 def test_a_backend_that_is_attached_after_an_update_serves_nothing_of_the_old_weights(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import mmap
 import os
 import random
 import shutil
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hicache_ext.storage import fingerprint as module
-from hicache_ext.storage.fingerprint import PIECE, FileFacts, ModelFingerprint, digest_of_file
+from hicache_ext.storage.file.file_system import FileSystem
+from hicache_ext.storage.fingerprint import PIECE, ModelFingerprint, digest_of_file
 
 LONG_AGO = 1_600_000_000_000_000_000
 SIZE = 2 * PIECE + 12345
@@ -37,6 +40,13 @@ def digest_of(model: Path, remember_in: Path | None = None) -> str:
     assert fingerprint.problem is None
     assert fingerprint.digest is not None
     return fingerprint.digest
+
+
+def record_name(model: Path) -> str:
+    (file,) = [file for file in ModelFingerprint(str(model))._files if file.name == "model.safetensors"]
+    name = module._record_name(file)
+    assert name is not None
+    return name
 
 
 @pytest.fixture
@@ -77,10 +87,11 @@ def test_every_byte_counts(tmp_path: Path, position: int) -> None:
 def test_what_says_how_to_compute_counts_and_the_tokenizer_does_not(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     seen = [digest_of(model)]
-    for name, text in (("config.json", "{}"), ("modeling_some.py", "x = 1"), ("hf_quant_config.json", "{}")):
-        (model / name).write_text(text)
+    shaping = ("config.json", "modeling_some.py", "hf_quant_config.json", "model.safetensors.index.json")
+    for name in shaping:
+        (model / name).write_text('{"x": 1}')
         seen.append(digest_of(model))
-    assert len(set(seen)) == 4
+    assert len(set(seen)) == 1 + len(shaping)
     (model / "tokenizer.json").write_text('{"other": 1}')
     assert digest_of(model) == seen[-1]
 
@@ -189,6 +200,52 @@ def test_a_file_that_changes_between_the_reading_and_the_load_leaves_it_unidenti
     assert told[1:] == [None]
 
 
+def test_files_that_are_added_during_the_load_are_not_part_of_this_digest(tmp_path: Path) -> None:
+    """Half a snapshot of the hub, of which SGLang fetches the rest."""
+    model = make_model(tmp_path / "model")
+    fingerprint = ModelFingerprint(str(model))
+    assert fingerprint.loaded()
+    (model / "more.safetensors").write_bytes(b"x")
+    assert not fingerprint.loaded()
+    assert fingerprint.digest is None
+    assert fingerprint.problem is not None
+
+
+@pytest.mark.usefixtures("settled")
+def test_bytes_written_through_a_mapping_are_not_taken_for_the_remembered_ones(tmp_path: Path) -> None:
+    """A page that is dirty already can be written again without a new ctime."""
+    model, records = make_model(tmp_path / "model"), tmp_path / "records"
+    with (model / "model.safetensors").open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[100] = 1
+        before = digest_of(model, records)
+        mapped[100] = 2
+        assert digest_of(model, records) != before
+
+
+@pytest.mark.parametrize("kind", ["fuse.rclone", "squashfs", "tmpfs", "9p"])
+@pytest.mark.usefixtures("settled")
+def test_nothing_is_remembered_where_a_ctime_may_be_anything(
+    tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model, records = make_model(tmp_path / "model"), tmp_path / "records"
+    monkeypatch.setattr(module, "file_system_of", lambda path: FileSystem(kind, False, ""))
+    digest_of(model, records)
+    reads.clear()
+    digest_of(model, records)
+    assert SIZE in reads
+
+
+def test_a_record_is_of_one_file_system_and_one_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model")
+    names = {record_name(model)}
+    (tmp_path / "boot_id").write_text("another")
+    monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot_id")
+    names.add(record_name(model))
+    monkeypatch.setattr(module.os, "statvfs", lambda path: SimpleNamespace(f_fsid=17))
+    names.add(record_name(model))
+    assert len(names) == 3
+
+
 def test_a_file_that_gets_shorter_under_the_reader_is_a_problem_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,10 +299,9 @@ def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
 def test_what_another_process_reads_is_left_to_it_and_taken_from_its_record(tmp_path: Path, reads: list[int]) -> None:
     model, records = make_model(tmp_path / "model"), tmp_path / "records"
     expected = digest_of(model)
-    facts = FileFacts.of((model / "model.safetensors").stat())
     fingerprint = ModelFingerprint(str(model))
     reads.clear()
-    with module.RememberedDigests(records).claim(facts) as record:
+    with module.RememberedDigests(records).claim(record_name(model)) as record:
         assert record is not None
         fingerprint.start(records)
         assert not fingerprint.done.wait(1)
@@ -261,16 +317,14 @@ def test_a_stopped_process_that_holds_a_record_delays_nobody_for_ever(
 ) -> None:
     monkeypatch.setattr(module, "_LONGEST_TURN", 0.5)
     model, records = make_model(tmp_path / "model"), tmp_path / "records"
-    facts = FileFacts.of((model / "model.safetensors").stat())
-    with module.RememberedDigests(records).claim(facts):
+    with module.RememberedDigests(records).claim(record_name(model)):
         digest_of(model, records)
 
 
 def test_a_killed_process_gives_its_record_back(tmp_path: Path) -> None:
     model, records = make_model(tmp_path / "model"), tmp_path / "records"
     records.mkdir()
-    facts = FileFacts.of((model / "model.safetensors").stat())
-    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    name = record_name(model)
     hold = (
         "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
         "print('held', flush=True); time.sleep(600)"
