@@ -6,10 +6,10 @@ the slowest of the last 32 calls of its size took, at least ``least`` (a busy ma
 
 Of a size with few calls of its own, those of the next larger sizes count too, and its own still do.
 
-A call that was cut at a learnt limit shows that what was learnt no longer holds, and not only for its size: the next one
-of any size gets four times that. So a tier that has become slower is in use again after a call or two, without anybody's
-help, and one that hangs does not cost the same limit again for each size. A call that was cut at ``longest`` says
-nothing about other sizes: a large one may need that long every time.
+A call that was cut at a learnt limit shows that what was learnt no longer holds, and not only for its size: the next
+one of any size gets four times that. So a tier that has become slower is in use again after a call or two, without
+anybody's help, and one that hangs does not cost the same limit again for each size. A call that was cut at ``longest``
+says nothing about other sizes: a large one may need that long every time.
 """
 
 from __future__ import annotations

@@ -246,9 +246,7 @@ def test_a_tier_that_becomes_slower_is_cut_once_and_not_once_for_each_size(
     assert store.metrics.value("breaker", "open") == 1
 
 
-def test_a_large_read_that_takes_its_whole_timeout_leaves_small_ones_their_limit(
-    store: PageStore, pool: Pool
-) -> None:
+def test_a_large_read_that_takes_its_whole_timeout_leaves_small_ones_their_limit(store: PageStore, pool: Pool) -> None:
     settle(store)
     keys = page_keys(128)
     pool.seconds = 3600.0
