@@ -189,6 +189,10 @@ class RemovalBudget:
         self._removed.append(now)
         return True
 
+    def give_back(self) -> None:
+        """What was taken last was not used."""
+        self._removed.pop()
+
 
 class BadPages:
     """The suspects of one tier. Threads: any; no call but ``settle``, ``wait`` and ``close`` waits for anything."""
@@ -355,7 +359,10 @@ class BadPages:
                     continue
                 if not self._budget.take():
                     return Verdict.WITHHELD
+                # Where no answer comes, it may be gone.
                 removal = self._medium.remove(suspect.key, stored)
+                if removal is not Removal.REMOVED:
+                    self._budget.give_back()
             except NotReadError as error:
                 logger.debug("tier %s: page %s could not be examined: %s", self._tier, suspect.key.hex(), error)
                 if time.monotonic() > begun + _SLOW_FAILURE:

@@ -180,6 +180,34 @@ def test_more_bad_pages_than_a_few_stay_until_the_pause_is_over(pool, suspects, 
     assert settled(suspects, other) in (None, Verdict.GOOD)
 
 
+@pytest.mark.parametrize("answer", [Removal.DENIED, Removal.CHANGED])
+def test_a_removal_that_does_not_take_place_does_not_count(pool, suspects, metrics, answer):
+    """A cache on the way that damages every page is denied every time, and must not end removal for what is bad."""
+    for key in page_keys(2 * bad_pages.MOST_REMOVED, "stays"):
+        pool.objects[key] = bad(key)
+        pool.removal = answer
+        arrive(suspects, key)
+    assert suspects.wait(PATIENCE)
+    pool.removal = None
+    for key in page_keys(bad_pages.MOST_REMOVED):
+        pool.objects[key] = bad(key)
+        arrive(suspects, key)
+    assert suspects.wait(PATIENCE)
+    assert (metrics.value("suspect", "withheld"), metrics.value("suspect", "removed")) == (0, bad_pages.MOST_REMOVED)
+
+
+def test_a_removal_without_an_answer_counts(pool, suspects, metrics, monkeypatch):
+    def no_answer(key: bytes, _: Stored) -> Removal:
+        raise NotReadError("cut")
+
+    monkeypatch.setattr(pool, "remove", no_answer)
+    for key in page_keys(bad_pages.MOST_REMOVED + 1):
+        pool.objects[key] = bad(key)
+        arrive(suspects, key)
+    assert suspects.wait(PATIENCE)
+    assert metrics.value("suspect", "withheld") > 0
+
+
 def test_a_few_bad_pages_every_minute_are_removed_for_ever(pool, suspects, metrics, clock):
     for minute in range(5):
         for key in page_keys(bad_pages.MOST_REMOVED, f"minute {minute}"):
