@@ -70,9 +70,15 @@ class BreakerStore(DelegatingStore):
         self._opened_at = 0.0
 
     def take_over(self, before: BreakerStore) -> None:
-        """Go on from the state of the breaker that stood around the same store until now. Before the first call."""
+        """Go on from the state of the breaker that stood around the same store until now. Before the first call.
+
+        Probing goes on with ``resume``, since these guards may never be put in force.
+        """
         self._breaker.take_over(before._breaker)
         self._suspect, self._opened_at = before._suspect, before._opened_at
+
+    def resume(self) -> None:
+        """These guards are in force now: probe the tier, if the breaker before them had given it up."""
         if self.state is not BreakerState.CLOSED:
             self._start_prober()
 
