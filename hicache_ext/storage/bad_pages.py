@@ -133,7 +133,7 @@ class Verdict(enum.Enum):
     WITHHELD = "withheld"
     """Shown to be bad, and not removed: too many were."""
     UNCLEAR = "unclear"
-    """Every read gave other bytes, or none."""
+    """Every read gave other bytes, or none; or it is a page of a format version that this process does not know."""
 
     @property
     def free(self) -> bool:
@@ -188,6 +188,10 @@ class RemovalBudget:
             return False
         self._removed.append(now)
         return True
+
+    def give_back(self) -> None:
+        """What was taken last was not used."""
+        self._removed.pop()
 
 
 class BadPages:
@@ -276,7 +280,7 @@ class BadPages:
             return self._changed.wait_for(lambda: not self._examining, timeout)
 
     def close(self) -> None:
-        """Waits for the examination under way, which is bounded by the tier's timeout."""
+        """Waits for the request under way, which is bounded by the tier's timeout."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -341,6 +345,8 @@ class BadPages:
         # A length alone is no bytes that a second read could have in common with it.
         seen = [suspect.seen] if suspect.seen.covered else []
         for _ in range(_READS):
+            if self._closing:
+                break
             begun = time.monotonic()
             try:
                 stored = self._medium.read_again(suspect.key, max(suspect.size, LONGEST_EXAMINED))
@@ -350,12 +356,18 @@ class BadPages:
                 if reason is None:
                     return Verdict.GOOD
                 suspect.reason = reason
+                if reason == "version":
+                    # The header's checksum holds: a later version wrote it, for readers that know it.
+                    break
                 if not any(sighting.is_of(stored) for sighting in seen):
                     seen.append(Sighting.of(stored.length, [stored.data]))
                     continue
                 if not self._budget.take():
                     return Verdict.WITHHELD
+                # Where no answer comes, it may be gone.
                 removal = self._medium.remove(suspect.key, stored)
+                if removal is not Removal.REMOVED:
+                    self._budget.give_back()
             except NotReadError as error:
                 logger.debug("tier %s: page %s could not be examined: %s", self._tier, suspect.key.hex(), error)
                 if time.monotonic() > begun + _SLOW_FAILURE:
@@ -390,13 +402,14 @@ def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
     was read of it does not show that."""
     if stored.length < 0:
         return "type"
-    header, payload = stored.data[: envelope.FIELDS_LENGTH], stored.data[envelope.FIELDS_LENGTH :]
-    if len(stored.data) == stored.length:
-        return envelope.reason_to_refuse(header, key, [payload])
     try:
-        page = envelope.decode_header(header)
+        page = envelope.decode_header(stored.data[: envelope.FIELDS_LENGTH])
     except FormatError as error:
         return error.reason
+    if len(stored.data) == stored.length:
+        # This process writes and reads headers of the smallest length; the format allows longer ones.
+        place = page.header_length
+        return envelope.reason_to_refuse(stored.data[:place], key, [stored.data[place:]])
     if page.key != key:
         return "identity" if page.identity != key[: envelope.IDENTITY_LENGTH] else "page_hash"
     return None if page.header_length + page.payload_length == stored.length else "payload_length"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
@@ -53,9 +54,16 @@ def open_live_tiers(configs: Mapping[str, TierConfig]) -> dict[str, LiveTier]:
 
 
 def guard(config: TierConfig, bare: SharedStore, before: LiveTier | None = None) -> LiveTier:
-    """Guards as configured around a store; ``before``: the tier in use with its old ones."""
+    """Guards as configured around a store; ``before``: the tier in use with its old ones.
+
+    Where they cannot be made, ``bare`` is let go of. Raises StoreSetupError.
+    """
     known = None if before is None else before.guarded.store
-    return LiveTier(config, bare, SharedStore(guarded(bare.handle(), plan_guards(config), known)))
+    with ExitStack() as undo:
+        handle = undo.enter_context(closing(bare.handle()))
+        store = guarded(handle, plan_guards(config), known)
+        undo.pop_all()
+    return LiveTier(config, bare, SharedStore(store))
 
 
 def close_unused(tiers: Iterable[LiveTier]) -> None:
@@ -65,18 +73,23 @@ def close_unused(tiers: Iterable[LiveTier]) -> None:
 
 
 def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> TieredStore:
-    """The tiers together, as ``config`` orders them. They are held until what is returned is closed."""
-    held: dict[str, PageStore] = {name: tier.guarded.handle() for name, tier in tiers.items()}
-    if config.pd.pull.mode == "adaptive":
-        held = {name: MeasuredStore(store) for name, store in held.items()}
-    use = tier_use(config)
-    logger.info("hicache_ext: %s", "; ".join(use.lines()))
-    return TieredStore(
-        retrieve=[held[name] for name in config.retrieve_locations],
-        store=[held[name] for name in config.store_locations],
-        promote_to=None if use.promote_to is None else held[use.promote_to],
-        settings=TieringSettings.of(config, use.async_tiers),
-    )
+    """The tiers together, as ``config`` orders them. They are held until what is returned is closed, or not at all."""
+    with ExitStack() as undo:
+        held: dict[str, PageStore] = {
+            name: undo.enter_context(closing(tier.guarded.handle())) for name, tier in tiers.items()
+        }
+        if config.pd.pull.mode == "adaptive":
+            held = {name: MeasuredStore(store) for name, store in held.items()}
+        use = tier_use(config)
+        logger.info("hicache_ext: %s", "; ".join(use.lines()))
+        arranged = TieredStore(
+            retrieve=[held[name] for name in config.retrieve_locations],
+            store=[held[name] for name in config.store_locations],
+            promote_to=None if use.promote_to is None else held[use.promote_to],
+            settings=TieringSettings.of(config, use.async_tiers),
+        )
+        undo.pop_all()
+    return arranged
 
 
 def _open(name: str, config: TierConfig) -> PageStore:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.storage.arrangement import ExchangeableStore
+from hicache_ext.storage.guards.breaker_store import breaker_of
 from hicache_ext.storage.live_tiers import LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.store import PageStore, Resizable
 from hicache_ext.storage.tier_use import tier_use
@@ -76,16 +78,31 @@ class ReloadableStore(ExchangeableStore):
         wanted = used_tiers(config)
         kept = {name: tier for name, tier in self._live.items() if name in wanted and tier.config == wanted[name]}
         changed = {name: tier for name, tier in self._live.items() if name in wanted and name not in kept}
-        opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
-        guarded = {name: guard(wanted[name], tier.bare, tier) for name, tier in changed.items()}
-        live = {name: (kept | opened | guarded)[name] for name in wanted}
-        arrangement = arrange(config, live)
         try:
-            # Guards keep memory of their own: new ones have to be registered like new tiers.
-            self.exchange(arrangement, [tier.guarded.store for tier in (*opened.values(), *guarded.values())])
-        except BaseException:
-            arrangement.close()
+            with ExitStack() as hold:
+                opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
+                # Held here until an arrangement in force holds them.
+                for tier in opened.values():
+                    hold.callback(tier.guarded.handle().close)
+                guarded: dict[str, LiveTier] = {}
+                for name, tier in changed.items():
+                    guarded[name] = guard(wanted[name], tier.bare, tier)
+                    hold.callback(guarded[name].guarded.handle().close)
+                live = {name: (kept | opened | guarded)[name] for name in wanted}
+                arrangement = arrange(config, live)
+                try:
+                    # Guards keep memory of their own: new ones have to be registered like new tiers.
+                    self.exchange(arrangement, [tier.guarded.store for tier in (*opened.values(), *guarded.values())])
+                except BaseException:
+                    arrangement.close()
+                    raise
+        except HicacheExtError:
             raise
+        except Exception as error:
+            raise StoreError(f"the new tiers cannot be used: {error!r}") from error
+        for tier in guarded.values():
+            if (breaker := breaker_of(tier.guarded.store)) is not None:
+                breaker.resume()
         for name in changed:
             _resize(self._live[name], wanted[name])
         self._live = live

@@ -14,6 +14,7 @@ from hicache_ext.storage import bad_pages
 from hicache_ext.storage.bad_pages import BadPages, NotReadError, Removal, Sighting, Stored, Verdict, cut
 from hicache_ext.testing.conformance.pages import page_key, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
+from tests.storage.guards.hung import eventually
 
 PATIENCE = 60.0
 
@@ -121,6 +122,43 @@ def test_a_page_that_is_bad_in_the_pool_goes_after_two_reads_that_agree(pool, su
     assert pool.objects == {} and pool.reads == 3
 
 
+@pytest.mark.parametrize("header_length", [129, 4096, 65536])
+def test_a_page_with_a_longer_header_is_a_page_and_stays(pool, suspects, metrics, header_length):
+    key = page_key("long header")
+    whole = write_page_object(key, payload_of(key, 1000), header_length=header_length)
+    pool.objects[key] = whole
+    arrive(suspects, key, whole)
+    assert suspects.wait(PATIENCE)
+    assert pool.objects and metrics.value("suspect", "good") == 1
+    pool.objects[key] = whole[:-1] + bytes([whole[-1] ^ 1])
+    arrive(suspects, key, pool.objects[key])
+    assert suspects.wait(PATIENCE)
+    assert pool.objects == {}
+
+
+def test_a_page_of_a_later_version_stays_for_readers_that_know_it(pool, suspects):
+    key = page_key("later")
+    pool.objects[key] = write_page_object(key, payload_of(key, 1000), version=2)
+    arrive(suspects, key, pool.objects[key])
+    assert settled(suspects, key) is Verdict.UNCLEAR
+    assert pool.objects and suspects.hides(key)
+
+
+def test_close_waits_for_the_read_under_way_and_begins_no_further_one(pool, suspects):
+    key = page_key("closing")
+    pool.objects[key] = bad(key)
+    pool.path = lambda stored: stored[:-2] + pool.reads.to_bytes(2, "big")
+    pool.go_on.clear()
+    arrive(suspects, key)
+    closer = threading.Thread(target=suspects.close)
+    closer.start()
+    eventually(lambda: suspects._closing)
+    pool.go_on.set()
+    closer.join(PATIENCE)
+    assert not closer.is_alive()
+    assert pool.reads <= 1 and pool.objects
+
+
 def test_a_page_that_arrives_with_other_bytes_each_time_stays_and_is_absent_for_a_while(pool, suspects, clock):
     key = page_key("noisy")
     pool.objects[key] = page_object(key)
@@ -178,6 +216,34 @@ def test_more_bad_pages_than_a_few_stay_until_the_pause_is_over(pool, suspects, 
     pool.objects[other] = page_object(other)
     arrive(suspects, other)
     assert settled(suspects, other) in (None, Verdict.GOOD)
+
+
+@pytest.mark.parametrize("answer", [Removal.DENIED, Removal.CHANGED])
+def test_a_removal_that_does_not_take_place_does_not_count(pool, suspects, metrics, answer):
+    """A cache on the way that damages every page is denied every time, and must not end removal for what is bad."""
+    for key in page_keys(2 * bad_pages.MOST_REMOVED, "stays"):
+        pool.objects[key] = bad(key)
+        pool.removal = answer
+        arrive(suspects, key)
+    assert suspects.wait(PATIENCE)
+    pool.removal = None
+    for key in page_keys(bad_pages.MOST_REMOVED):
+        pool.objects[key] = bad(key)
+        arrive(suspects, key)
+    assert suspects.wait(PATIENCE)
+    assert (metrics.value("suspect", "withheld"), metrics.value("suspect", "removed")) == (0, bad_pages.MOST_REMOVED)
+
+
+def test_a_removal_without_an_answer_counts(pool, suspects, metrics, monkeypatch):
+    def no_answer(key: bytes, _: Stored) -> Removal:
+        raise NotReadError("cut")
+
+    monkeypatch.setattr(pool, "remove", no_answer)
+    for key in page_keys(bad_pages.MOST_REMOVED + 1):
+        pool.objects[key] = bad(key)
+        arrive(suspects, key)
+    assert suspects.wait(PATIENCE)
+    assert metrics.value("suspect", "withheld") > 0
 
 
 def test_a_few_bad_pages_every_minute_are_removed_for_ever(pool, suspects, metrics, clock):

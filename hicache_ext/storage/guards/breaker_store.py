@@ -23,6 +23,7 @@ from hicache_ext.storage.guards.breaker import (
     BreakerState,
     Outcome,
 )
+from hicache_ext.storage.guards.concurrency import counting_seconds_queued, seconds_queued
 from hicache_ext.storage.guards.time_limit import AT_LIMIT
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
@@ -69,9 +70,15 @@ class BreakerStore(DelegatingStore):
         self._opened_at = 0.0
 
     def take_over(self, before: BreakerStore) -> None:
-        """Go on from the state of the breaker that stood around the same store until now. Before the first call."""
+        """Go on from the state of the breaker that stood around the same store until now. Before the first call.
+
+        Probing goes on with ``resume``, since these guards may never be put in force.
+        """
         self._breaker.take_over(before._breaker)
         self._suspect, self._opened_at = before._suspect, before._opened_at
+
+    def resume(self) -> None:
+        """These guards are in force now: probe the tier, if the breaker before them had given it up."""
         if self.state is not BreakerState.CLOSED:
             self._start_prober()
 
@@ -168,16 +175,19 @@ class BreakerStore(DelegatingStore):
             self.metrics.add("rejected", "breaker", pages)
             return refused
         begun = self._clock()
-        try:
-            answer = work()
-        except StoreClosedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
-            logger.warning("hicache_ext: tier %s: a call raised %r", self.name, error)
-            self.metrics.add("error", "raised")
-            self._breaker.record(ticket, Outcome.FAILED, f"a call raised {type(error).__name__}")
-            return failed
-        self._breaker.record(ticket, *judge(answer, self._clock() - begun))
+        with counting_seconds_queued():
+            try:
+                answer = work()
+            except StoreClosedError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
+                logger.warning("hicache_ext: tier %s: a call raised %r", self.name, error)
+                self.metrics.add("error", "raised")
+                self._breaker.record(ticket, Outcome.FAILED, f"a call raised {type(error).__name__}")
+                return failed
+            # Our own queue is no evidence against the tier.
+            outcome, reason = judge(answer, self._clock() - begun - seconds_queued())
+        self._breaker.record(ticket, outcome, reason)
         judge_pages(ticket, answer)
         return answer
 
@@ -214,7 +224,7 @@ class BreakerStore(DelegatingStore):
         """Of a look-up: failures look like absence, so that only time and success speak."""
         limit = call_limit()
         timeout = self._timeout if limit is None else limit.seconds
-        if not found and timeout is not None and seconds >= timeout * AT_LIMIT:
+        if not found and timeout is not None and seconds >= (timeout - seconds_queued()) * AT_LIMIT:
             return _ran_out_of_time("look-up", seconds)
         if seconds > self._settings.slow_call + found * _SLOWEST_LOOK_UP:
             return Outcome.SLOW, f"a look-up took {seconds:.2g} s"

@@ -1,4 +1,9 @@
-"""The concurrency limit: so many calls of a tier at once, whoever asks (demand reads, writes, promotion, prefetch)."""
+"""The concurrency limit: so many calls of a tier at once, whoever asks (demand reads, writes, promotion, prefetch).
+
+Waiting for one's turn is this process's own queue and says nothing about the tier. So it takes at most half of the time
+of a call, which leaves the tier twice what its slowest call took lately (learnt_limit.py), and the breaker further out
+is told how long it was.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,36 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
-from hicache_ext.storage.call_deadline import call_deadline
+from hicache_ext.storage.call_deadline import call_limit
 from hicache_ext.storage.delegating import DelegatingStore
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
 from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+
+_queued: ContextVar[float] = ContextVar("hicache_ext_queued", default=0.0)
+
+
+@contextmanager
+def counting_seconds_queued() -> Iterator[None]:
+    """For ``seconds_queued`` of the call inside."""
+    token = _queued.set(0.0)
+    try:
+        yield
+    finally:
+        _queued.reset(token)
+
+
+def seconds_queued() -> float:
+    """For how long the call at hand has waited for its turn."""
+    return _queued.get()
 
 
 class ConcurrencyLimitStore(DelegatingStore):
     """At most ``calls`` calls of ``inner`` at once; a further one waits up to ``patience`` seconds, then is REJECTED.
 
-    ``patience`` None: waits for as long as it takes. Threads: any. Administration (remove, clear, identities) is rare
-    and goes past the limit.
+    It waits no longer than half of its own limit (call_deadline.py). ``patience`` None: for as long as it takes.
+    Threads: any. Administration (remove, clear, identities) is rare and goes past the limit.
     """
 
     def __init__(self, inner: PageStore, calls: int, patience: float | None) -> None:
@@ -46,9 +69,11 @@ class ConcurrencyLimitStore(DelegatingStore):
         patience = self._patience
         if must_answer_at_once():
             patience = 0.0
-        elif patience is not None:
-            patience = max(0.0, call_deadline(patience) - time.monotonic())
+        elif patience is not None and (limit := call_limit()) is not None:
+            patience = max(0.0, min(patience, limit.seconds / 2, limit.deadline - time.monotonic()))
+        begun = time.monotonic()
         admitted = self._free.acquire(timeout=patience)
+        _queued.set(_queued.get() + time.monotonic() - begun)
         if not admitted:
             self.metrics.add("rejected", "concurrency", pages)
         try:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hicache_ext.errors import StoreClosedError
+from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.storage.call_deadline import call_deadline
 from hicache_ext.storage.call_threads import CallThreads
 from hicache_ext.storage.copying import gather, scatter
@@ -49,10 +49,16 @@ class DeadlineStore(DelegatingStore):
     """Ends each call of ``inner`` within ``timeout`` seconds, or less where it is given less. Threads: any."""
 
     def __init__(self, inner: PageStore, timeout: float, bounce_memory: int) -> None:
-        """``bounce_memory``: bytes. A page larger than that is REJECTED."""
+        """``bounce_memory``: bytes. A page larger than that is REJECTED. Raises StoreSetupError where there is not so
+        much."""
         super().__init__(inner)
         self._timeout = timeout
-        self._bounce = BounceMemory(bounce_memory)
+        try:
+            self._bounce = BounceMemory(bounce_memory)
+        except (OSError, OverflowError, ValueError) as error:
+            raise StoreSetupError(
+                inner.name, f"guards.bounce_memory ({bounce_memory} bytes) is not to be had: {error}", ["set less"]
+            ) from error
         self._threads = CallThreads(f"hicache-{inner.name}-deadline")
         self._calls = CallGate(inner.name)
         self._lock = threading.Lock()

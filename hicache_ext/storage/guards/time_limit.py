@@ -85,9 +85,12 @@ class TimeLimitStore(DelegatingStore):
         nothing about it."""
         seconds = limit.seconds(amount) if self._learns else limit.longest
         begun = self._clock()
-        with ending_within(seconds, learnt=seconds < limit.longest):
+        learnt = seconds < limit.longest
+        with ending_within(seconds, learnt=learnt):
             answer = call()
         taken = self._clock() - begun
-        if observed := amount if taken >= seconds * AT_LIMIT else seen(answer):
+        if taken >= seconds * AT_LIMIT:
+            (limit.observe_cut if learnt else limit.observe)(amount, taken)
+        elif observed := seen(answer):
             limit.observe(observed, taken)
         return answer

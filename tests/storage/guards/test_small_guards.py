@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.call_deadline import ending_within
+from hicache_ext.storage.guards.breaker import BreakerSettings, BreakerState
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
@@ -245,6 +249,44 @@ def test_a_caller_that_waits_gets_its_turn(hung: HungStore) -> None:
     for caller in callers:
         caller.join()
     assert results == [1] * 5
+
+
+@pytest.mark.parametrize(("limit", "patience", "expected"), [(60.0, 3600.0, 30.0), (60.0, 5.0, 5.0), (None, 5.0, 5.0)])
+def test_a_call_waits_for_its_turn_for_half_of_its_limit_at_most(
+    monkeypatch: pytest.MonkeyPatch, limit: float | None, patience: float, expected: float
+) -> None:
+    store = ConcurrencyLimitStore(MemoryPageStore(), 1, patience)
+    waited: list[float | None] = []
+
+    def acquire(timeout: float | None = None) -> bool:
+        waited.append(timeout)
+        return False
+
+    monkeypatch.setattr(store._free, "acquire", acquire)
+    with nullcontext() if limit is None else ending_within(limit):
+        assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
+    assert waited == [expected]
+
+
+def test_what_waited_for_its_turn_in_vain_is_no_evidence_against_the_tier(hung: HungStore) -> None:
+    settings = BreakerSettings(slow_call=0.01, probe_interval=3600.0)
+    store = BreakerStore(ConcurrencyLimitStore(hung, 1, patience=3600.0), settings, 0.1)
+    hung.hang()
+    # Not through the breaker: this test is about those that wait.
+    first = threading.Thread(target=store.inner.count_leading, args=([KEY],))
+    first.start()
+    eventually(lambda: hung.waiting == 1)
+    for _ in range(4):
+        with ending_within(0.1, learnt=True):
+            assert read_pages(store, [KEY])[0] == [GetResult.REJECTED]
+        with ending_within(0.1, learnt=True):
+            assert store.count_leading([KEY]) == 0
+        with ending_within(0.1, learnt=True):
+            assert store.contains([KEY]) == [False]
+    assert store.state is BreakerState.CLOSED
+    hung.let_go()
+    first.join()
+    store.close()
 
 
 # -- exists budget -----------------------------------------------------------------------------------------------------

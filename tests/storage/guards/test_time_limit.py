@@ -133,6 +133,22 @@ def test_small_calls_say_nothing_about_large_ones_and_large_ones_bound_the_small
     assert limit.seconds(900) == 0.25
 
 
+def test_a_size_with_few_calls_goes_by_them_and_by_larger_ones(limit: LearntLimit) -> None:
+    observe(limit, 1_000_000, 0.02)
+    assert limit.seconds(1000) == 0.25
+    limit.observe(1000, 0.2)
+    assert limit.seconds(1000) == pytest.approx(0.8)
+
+
+def test_a_call_that_was_cut_raises_the_limit_of_every_size_for_as_long_as_a_slow_one(limit: LearntLimit) -> None:
+    observe(limit, 1000, 0.001)
+    observe(limit, 1_000_000, 0.02)
+    limit.observe_cut(50_000, 0.25)
+    assert limit.seconds(1000) == limit.seconds(50_000) == limit.seconds(1_000_000) == 1.0
+    observe(limit, 1000, 0.001, 32)
+    assert (limit.seconds(1000), limit.seconds(1_000_000)) == (0.25, 1.0)
+
+
 def test_one_slow_call_is_forgotten_after_32_others(limit: LearntLimit) -> None:
     observe(limit, 100, 0.001)
     limit.observe(100, 0.9)
@@ -211,6 +227,35 @@ def test_a_tier_that_becomes_slower_is_in_use_again_after_one_call(store: PageSt
         assert read_pages(store, KEYS)[0] == [GetResult.HIT] * 4
     assert pool.limits["get"] == READS
     assert store.metrics.value("breaker", "open") == 1
+
+
+@pytest.mark.parametrize("pages", [2, 40, 128])
+def test_a_tier_that_becomes_slower_is_cut_once_and_not_once_for_each_size(
+    store: PageStore, pool: Pool, pages: int
+) -> None:
+    """Reads of sizes that had no calls of their own, and of one that had quick ones."""
+    keys = page_keys(128)
+    store_pages(store, keys)
+    for _ in range(10):
+        assert read_pages(store, keys)[0] == [GetResult.HIT] * 128
+    pool.seconds = 0.4
+    assert read_pages(store, keys[:pages])[0] == [GetResult.TIMEOUT] * pages
+    eventually(lambda: state(store) is BreakerState.CLOSED)
+    for some in (2, 20, 40, 128):
+        assert read_pages(store, keys[:some])[0] == [GetResult.HIT] * some
+    assert store.metrics.value("breaker", "open") == 1
+
+
+def test_a_large_read_that_takes_its_whole_timeout_leaves_small_ones_their_limit(store: PageStore, pool: Pool) -> None:
+    settle(store)
+    keys = page_keys(128)
+    pool.seconds = 3600.0
+    assert read_pages(store, keys)[0] == [GetResult.TIMEOUT] * 128
+    assert pool.limits["get"] == READS
+    pool.seconds = QUICK
+    eventually(lambda: state(store) is BreakerState.HALF_OPEN)
+    assert read_pages(store, KEYS)[0] == [GetResult.HIT] * 4
+    assert pool.limits["get"] == LEAST_READ
 
 
 def test_a_probe_has_the_whole_timeout(store: PageStore, pool: Pool) -> None:

@@ -1,0 +1,140 @@
+"""A reload that is refused half way leaves nothing behind: no open tier, no thread, and the old tiers as they were."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
+from hicache_ext.errors import StoreClosedError, StoreError, StoreSetupError
+from hicache_ext.storage import live_tiers
+from hicache_ext.storage.guards.breaker import BreakerState, Outcome
+from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.reload import ReloadableStore
+from hicache_ext.storage.store import PageStore
+from tests.storage.guards.hung import KEY, eventually
+
+TOO_MUCH = "200TiB"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., HicacheExtConfig]:
+    """A tier "disk" with these settings, and more with none."""
+
+    def configured(*more: str, **settings: Any) -> HicacheExtConfig:
+        tiers = {
+            name: {"type": "file", "path": str(tmp_path / name), "capacity": "64MiB", "layout": "pages"}
+            for name in ("disk", *more)
+        }
+        tiers["disk"] |= settings
+        return load_config(ExtraConfig.around({"tiers": tiers}))
+
+    return configured
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[PageStore]:
+    """Every tier that was opened, without its guards."""
+    stores: list[PageStore] = []
+    real = live_tiers.open_tier
+
+    def open_tier(name: str, config: Any) -> PageStore:
+        stores.append(real(name, config))
+        return stores[-1]
+
+    monkeypatch.setattr(live_tiers, "open_tier", open_tier)
+    return stores
+
+
+@pytest.fixture
+def store(config: Callable[..., HicacheExtConfig], opened: list[PageStore]) -> Iterator[ReloadableStore]:
+    store = open_tiers(config(timeout="60s"))
+    yield store
+    store.close()
+    assert all(is_closed(tier) for tier in opened)
+
+
+def is_closed(store: PageStore) -> bool:
+    try:
+        store.contains([KEY])
+    except StoreClosedError:
+        return True
+    return False
+
+
+def breaker(store: ReloadableStore) -> BreakerStore:
+    (tier,) = store._live.values()
+    found = breaker_of(tier.guarded.store)
+    assert found is not None
+    return found
+
+
+def probers() -> int:
+    return sum(thread.name.endswith("-probe") for thread in threading.enumerate())
+
+
+def test_guards_that_cannot_be_made_close_the_tiers_opened_before_them(
+    config: Callable[..., HicacheExtConfig], opened: list[PageStore], store: ReloadableStore
+) -> None:
+    before = store.current
+    for _ in range(3):
+        sentence = r"tier 'disk' cannot start: guards\.bounce_memory \(\d+ bytes\) is not to be had: .*; set less"
+        with pytest.raises(StoreSetupError, match=sentence):
+            store.reload(config("more", timeout="50s", guards={"bounce_memory": TOO_MUCH}))
+    assert [is_closed(tier) for tier in opened] == [False, True, True, True]
+    assert store.current is before
+
+
+def test_a_tier_whose_guards_cannot_be_made_is_closed(
+    config: Callable[..., HicacheExtConfig], opened: list[PageStore]
+) -> None:
+    with pytest.raises(StoreSetupError, match=r"guards\.bounce_memory"):
+        open_tiers(config(timeout="60s", guards={"bounce_memory": TOO_MUCH}))
+    assert [is_closed(tier) for tier in opened] == [True]
+
+
+def test_tiers_that_cannot_be_put_together_are_closed_and_those_in_use_stay(
+    config: Callable[..., HicacheExtConfig],
+    opened: list[PageStore],
+    store: ReloadableStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_thread(**_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = store.current
+    with monkeypatch.context() as patch:
+        patch.setattr(live_tiers, "TieredStore", no_thread)
+        with pytest.raises(StoreError, match=r"the new tiers cannot be used: .*can't start new thread"):
+            store.reload(config("more", timeout="50s"))
+    assert [is_closed(tier) for tier in opened] == [False, True]
+    assert store.current is before
+    assert store.reload(config(timeout="50s")) == ["tier disk: new timeout"]
+
+
+def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_not_before(
+    config: Callable[..., HicacheExtConfig], store: ReloadableStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.reload(config(timeout="60s", guards={"probe_interval": "30s"}))
+    breaker(store)._breaker.record(0, Outcome.TIMEOUT, "for this test")
+    eventually(lambda: probers() == 1)
+
+    at_that_moment: list[int] = []
+
+    def no_thread(**_: Any) -> None:
+        at_that_moment.append(probers())
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live_tiers, "TieredStore", no_thread)
+        with pytest.raises(StoreError):
+            store.reload(config("more", timeout="50s", guards={"probe_interval": "30s"}))
+    assert [*at_that_moment, probers()] == [1, 1]
+    store.reload(config(timeout="50s", guards={"probe_interval": "10ms", "slow_start": "0s"}))
+    eventually(lambda: breaker(store).state is BreakerState.CLOSED)
+    eventually(lambda: probers() == 0)
