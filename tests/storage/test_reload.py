@@ -70,7 +70,8 @@ def test_a_tier_is_added_drained_and_removed(tier: Callable[..., Section], tmp_p
     assert pages_of(tmp_path / "far") == 1
 
     # Drained: read, no longer written.
-    store.reload(config({"near": near, "far": far}, retrieve_locations=["far", "near"], store_locations=["far"]))
+    drained = {"retrieve_locations": ["far", "near"], "store_locations": ["far"], "promote_to": "off"}
+    store.reload(config({"near": near, "far": far}, **drained))
     store_pages(store, [third])
     assert_hits(store, [first, second, third])
     assert (pages_of(tmp_path / "near"), pages_of(tmp_path / "far")) == (2, 2)
