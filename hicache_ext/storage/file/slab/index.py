@@ -31,6 +31,7 @@ from hicache_ext.storage.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.file.slab import lookup, slot_code
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.ghosts import GhostTable
+from hicache_ext.storage.file.slab.lmdb_file import check_length
 from hicache_ext.storage.file.slab.mapped import Words
 from hicache_ext.storage.file.slab.placed import NONE_PLACED, Known, Placed
 from hicache_ext.storage.file.slab.records import (
@@ -92,6 +93,7 @@ class SlabIndex:
         self._path = path
         self._data = path / "data.mdb"
         self._ghosts: GhostTable | None = None
+        check_length(self._data)
         self._environment = lmdb.open(
             str(path),
             map_size=_MAP_SIZE,
