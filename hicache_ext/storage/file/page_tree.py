@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.file.access import TEMPORARY_FILE
 from hicache_ext.storage.file.manifest import IDENTITY_NAME
 from hicache_ext.storage.file.usage import writer_alive
 from hicache_ext.storage.file.whole_file import read_document, write_whole
@@ -113,13 +114,8 @@ class PageTree:
 
     def left_overs(self) -> Iterator[os.DirEntry[str]]:
         """What processes that no longer run have left in tmp/: a page half written, a tree being cleared."""
-        for entry in list(entries(self.temporary, re.compile(r".+"))):
-            if entry.name.endswith(".clear"):
-                writer = entry.name.rsplit(".", 3)[0]
-            elif entry.name.endswith(".tmp"):
-                writer = entry.name.rsplit(".", 2)[0]
-            else:
-                continue
+        for entry in list(entries(self.temporary, TEMPORARY_FILE)):
+            writer = TEMPORARY_FILE.sub(r"\1", entry.name)
             try:
                 last_change = entry.stat(follow_symlinks=False).st_ctime
             except OSError:
