@@ -25,6 +25,8 @@ BLOCK = 4096
 
 FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
 PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+_PARTS = ("model", "pool", "shard")
+"""Of an identity's document."""
 
 
 def occupied(size: int) -> int:
@@ -33,8 +35,14 @@ def occupied(size: int) -> int:
 
 
 def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
-    """The facts behind an identity in the directory ``path``, None when they were not recorded."""
-    return read_document(path / "identities" / f"{digest.hex()}.json")
+    """The facts behind an identity in the directory ``path``, None when they were not recorded.
+
+    Also None where something else is there than objects of facts: power loss and strangers write what they like.
+    """
+    document = read_document(path / "identities" / f"{digest.hex()}.json")
+    if document is None or not all(isinstance(document.get(part, {}), dict) for part in _PARTS):
+        return None
+    return document
 
 
 def save_document(path: Path, digest: bytes, document: dict[str, Any]) -> None:
