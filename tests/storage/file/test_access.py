@@ -474,6 +474,22 @@ def test_what_root_makes_with_a_tool_is_the_servers(open_place: Path, layout: st
     assert {entry.stat().st_uid for entry in [path, *path.rglob("*")]} == {SOMEBODY}
 
 
+@pytest.mark.parametrize("umask_of_root", [0o022, 0o077])
+def test_an_index_that_a_tool_of_root_makes_anew_is_the_servers(open_place: Path, umask_of_root: int) -> None:
+    open_place.chmod(0o777)
+    path = open_place / "l3"
+    as_account(SOMEBODY, [], lambda: used(path, "slab"))
+    (path / "trust").write_text("another boot")
+    before = os.umask(umask_of_root)
+    try:
+        assert main(["gc", str(path)]) == 0
+    finally:
+        os.umask(before)
+    assert {entry.stat().st_uid for entry in [path, *path.rglob("*")]} == {SOMEBODY}
+    assert modes(path) == PRIVATE
+    assert as_account(SOMEBODY, [], lambda: used(path, "slab")) is None
+
+
 def test_a_directory_mounted_for_reading_can_be_looked_at(
     open_place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,12 +22,9 @@ _PAGE_SIZES = [1 << power for power in range(8, 17)]
 def check_length(file: Path) -> None:
     """Raises lmdb.Error where ``file`` is shorter than its two meta pages say, or has not both of them; OSError.
 
-    A file that is missing or empty is none yet.
+    An empty file is none yet.
     """
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not os.fstat(fd).st_size:
             return
