@@ -292,7 +292,8 @@ def _groups(inspector: Inspector) -> list[_Group]:
 
 
 def _shard(shard: dict[str, Any]) -> str:
-    parts = [f"{axis} {rank}/{size}" for axis, (rank, size) in shard.items() if size > 1]
+    places = [(axis, place) for axis, place in shard.items() if isinstance(place, list) and len(place) == 2]
+    parts = [f"{axis} {rank}/{size}" for axis, (rank, size) in places if size != 1]
     return ", ".join(parts) or "whole"
 
 

@@ -17,6 +17,7 @@ from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page_hashes import page_hashes
 from hicache_ext.storage.file.inspection import open_inspector
+from hicache_ext.storage.file.manifest import IDENTITY_NAME
 from hicache_ext.storage.file.page_tree import load_document
 from hicache_ext.storage.file.pins import Pin, add_pin, read_pins, remove_pin
 
@@ -128,6 +129,8 @@ def _page_size(directories: Sequence[Path]) -> int:
     sizes: set[int] = set()
     for directory in directories:
         for file in (directory / "identities").glob("*.json"):
+            if not IDENTITY_NAME.fullmatch(file.stem):
+                continue
             document = load_document(directory, bytes.fromhex(file.stem)) or {}
             size = document.get("pool", {}).get("page_size")
             if isinstance(size, int) and size > 0:

@@ -269,6 +269,22 @@ def test_clear_of_digits_that_fit_several_identities_names_them(
     assert run(capsys, "verify", tmp_path)[1].startswith("3 good")
 
 
+@pytest.mark.parametrize(
+    "document",
+    ['{"model": "x", "pool": []}', '{"model": {}, "pool": null}', '{"shard": {"tp": 5, "pp": [1, "2", 3]}}', "[]"],
+)
+def test_a_document_of_another_shape_tells_nothing_and_stops_no_tool(
+    directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str], document: str
+) -> None:
+    for file in (directory[0] / "identities").glob("*.json"):
+        file.write_text(document)
+    for command in ("ls", "stat", "verify", "gc --dry-run", "clear --all --dry-run"):
+        name, *options = command.split()
+        code, out = run(capsys, name, directory[0], *options)
+        assert code == 0
+        assert "unknown" in out or name in ("stat", "verify", "gc")
+
+
 def test_a_dry_run_says_what_would_be_removed(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = directory
     for options, pages in ((("--model", "a"), 5), (("--all",), 8), (("--identity", DIGITS), 2)):

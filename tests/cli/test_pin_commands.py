@@ -106,6 +106,23 @@ def test_a_wrong_name_a_wrong_duration_and_a_wrong_place_are_said(directories, t
     assert "is no directory of a file tier" in capsys.readouterr().err
 
 
+def test_a_stranger_s_document_does_not_keep_the_page_size_from_being_found(directories, tmp_path, capsys):
+    for name, text in (("foo", "{}"), ("ab" * 16, '{"pool": []}')):
+        (directories[0] / "identities" / f"{name}.json").write_text(text)
+    tokens = str(tmp_path / "tokens.json")
+    assert main(["pin", str(directories[0]), "--name", "x", "--tokens", tokens]) == 0
+
+
+@pytest.mark.parametrize("time", ["1e999", "1e30", "-1e30", "NaN", "9" * 400, '"1"', "null"])
+def test_a_pin_of_a_time_that_is_none_is_no_pin(directories, tmp_path, time):
+    (tmp_path / "keys").write_text(HASHES[0].hex())
+    assert main(["pin", str(directories[0]), "--name", "good", "--keys", str(tmp_path / "keys")]) == 0
+    bad = {"created": "@", "until": None, "hashes": [HASHES[0].hex()]}
+    (directories[0] / "pins" / "bad.json").write_text(json.dumps(bad).replace('"@"', time))
+    assert [main([command, str(directories[0])]) for command in ("pins", "stat", "gc")] == [0, 0, 0]
+    assert [pin.name for pin in read_pins(directories[0])] == ["good"]
+
+
 def test_without_a_page_size_to_go_by_one_is_asked_for(tmp_path, capsys):
     SlabStore("disk", tmp_path / "empty", capacity=64 << 20).close()
     (tmp_path / "tokens.json").write_text(json.dumps(TOKENS))

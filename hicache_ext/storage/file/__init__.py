@@ -18,7 +18,7 @@ from hicache_ext.storage.file.device_probe import Measured, measured_device, tak
 from hicache_ext.storage.file.expiry import record_ttl
 from hicache_ext.storage.file.file_system import LayoutChoice, choose_layout, file_system_of, sharing_of_paths
 from hicache_ext.storage.file.io_plan import IoPlan, choose_io
-from hicache_ext.storage.file.manifest import check_before_start
+from hicache_ext.storage.file.manifest import check_before_start, layout_in
 from hicache_ext.storage.file.spread import PathStore, SpreadStore
 from hicache_ext.storage.mounts import on_root_file_system
 from hicache_ext.storage.reports import RecentMean
@@ -111,7 +111,7 @@ def _open_path(
     try:
         chosen = chosen_layout(name, tier, path)
         check_before_start(path, chosen.layout, name)
-        prepare_directory(path, access, name)
+        prepare_directory(path, access, name, is_tier=layout_in(path) is not None)
         plan = _plan(name, tier, path, chosen)
     except OSError as error:
         of_another = ["run the server as the account that owns it, or share it with mode: group"]

@@ -25,21 +25,25 @@ logger = logging.getLogger(__name__)
 IDENTITIES = "identities"
 _PAGES = "pages"
 
+INDEX_FILE = re.compile(r"(data|lock)\.mdb|header|records|seals|groups|(buckets|ghosts)-[0-9]+")
+TEMPORARY_FILE = re.compile(r"(.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
+"""In PATH/tmp; its first group is the writer (``writer_name``)."""
 _FILES = re.compile(
     r"hicache_ext\.json|usage|lock|trust|ttl\.json|expiry\.lock|io_probe\.(json|lock)"
     r"|\.(hicache_ext\.json|trust|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+"
 )
 _DIRECTORIES = {
-    IDENTITIES: re.compile(r"[0-9a-f]{32}\.(json|cleared)"),
-    "pins": re.compile(r".+\.json"),
+    IDENTITIES: re.compile(r"[0-9a-f]{32}\.(json|cleared)|\.[0-9a-f]{32}\.(json|cleared)\.[0-9]+\.[0-9]+"),
+    "pins": re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+"),
     "hints": re.compile(r".+\.(hint|new)"),
-    "index": re.compile(r"(data|lock)\.mdb|header|records|seals|groups|(buckets|ghosts)-[0-9]+"),
+    "index": INDEX_FILE,
     "slabs": re.compile(r"[0-9a-f]{8}-[0-9]+\.(slab|headers)"),
-    "tmp": re.compile(r".+\.(tmp|clear)"),
+    "tmp": TEMPORARY_FILE,
     _PAGES: re.compile(r"[0-9a-f]{32}"),
     "weights": re.compile(r"[0-9a-f]{32}"),
 }
-"""Of a tier's directories, the names of what is ours in each. A stranger's file keeps its mode."""
+"""Of a tier's directories, the names of what is ours in each. A stranger's file keeps its mode, and a directory that
+holds one does, too."""
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _PAGE = re.compile(r"[0-9a-f]{64}\.page")
 _NOBODYS = re.compile(r"lost\+found|\.hicache-ext-trial-.+")
@@ -92,9 +96,16 @@ def open_file(path: Path, flags: int) -> int:
     """A descriptor of the file ``path``, made with the mode that belongs there if it is missing. Raises OSError."""
     access = access_in(path.parent)
     # Not through a link: where others may write into the directory, it could lead to any file of this account.
-    fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, access.file_mode)
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        settle(fd, access.file_mode)
+        fd, made = os.open(path, flags | os.O_EXCL, access.file_mode), True
+    except FileExistsError:
+        if flags & os.O_EXCL:
+            raise
+        fd, made = os.open(path, flags, access.file_mode), False
+    try:
+        if made:
+            settle(fd, access.file_mode)
         if access.uid is not None:
             os.chown(fd, access.uid, -1)
     except BaseException:
@@ -156,9 +167,13 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def prepare_directory(path: Path, access: Access, tier: str) -> None:
+def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -> None:
     """Make PATH and what is above it, and give what is in it the modes of ``access``; one line in the log if that
-    changed anything. Raises OSError where PATH cannot be made, StoreSetupError where its group cannot be had."""
+    changed anything. Raises OSError where PATH cannot be made, StoreSetupError where its group cannot be had.
+
+    ``is_tier``: whether PATH has been a tier's before (manifest.py). Otherwise what is in it is somebody else's,
+    whatever its name: ``index`` and ``weights`` are everybody's words.
+    """
     try:
         make_tier_directory(path, access)
         make_directory(path / IDENTITIES, access)
@@ -166,7 +181,7 @@ def prepare_directory(path: Path, access: Access, tier: str) -> None:
         if access.gid is not None and path.exists() and os.access(path, os.W_OK | os.X_OK):
             raise _no_such_right(path, access, tier) from error
         raise
-    _Modes(path, access, tier).put_right()
+    _Modes(path, access, tier).put_right(is_tier=is_tier)
 
 
 def _no_such_right(path: Path, access: Access, tier: str) -> StoreSetupError:
@@ -188,45 +203,64 @@ class _Modes:
         self._theirs: list[str] = []
         self._failed: list[str] = []
 
-    def put_right(self) -> None:
+    def put_right(self, *, is_tier: bool) -> None:
         entries = _entries(self._path)
-        strangers = [entry.name for entry in entries if not _is_ours(entry) and not _NOBODYS.fullmatch(entry.name)]
+        strangers = [stranger for entry in entries if (stranger := self._stranger(entry, is_tier))]
         mode = stat.S_IMODE(self._path.stat().st_mode)
         # Closed from outside inwards, opened from inside outwards: cut off at any point, nothing is open that should
         # not be, and the next start goes on where this one ended.
         if not self._access.group:
-            self._put_top_right(strangers)
-        for entry in entries:
-            if not _is_ours(entry):
+            self._put_shared(self._path, strangers)
+        for entry in entries if is_tier else ():
+            if not _has_our_name(entry):
                 continue
             if not entry.is_dir(follow_symlinks=False):
                 self._put(entry)
             elif entry.name == _PAGES:
                 self._put_pages_right(entry)
             else:
-                self._put(entry)
-                for inner in _entries(entry.path):
-                    if _DIRECTORIES[entry.name].fullmatch(inner.name):
-                        self._put(inner)
+                inside, of_others = _ours_and_others(entry)
+                self._put_shared(Path(entry.path), of_others)
+                for inner in inside:
+                    self._put(inner)
         if self._access.group:
-            self._put_top_right(strangers)
+            self._put_shared(self._path, strangers)
         self._say(mode)
 
-    def _put_top_right(self, strangers: list[str]) -> None:
-        """PATH itself, unless it is also others'."""
-        status = self._path.stat()
+    def _stranger(self, entry: os.DirEntry[str], is_tier: bool) -> str:
+        """What is not this tier's of something in PATH; mostly nothing."""
+        if _NOBODYS.fullmatch(entry.name):
+            return ""
+        if not _has_our_name(entry):
+            return entry.name
+        if not is_tier:
+            # What another process of this start has made by now is right already.
+            return "" if self._is_right(entry) else entry.name
+        others = _ours_and_others(entry)[1] if entry.is_dir(follow_symlinks=False) else []
+        return f"{entry.name}/{others[0]}" if others else ""
+
+    def _put_shared(self, directory: Path, strangers: list[str]) -> None:
+        """PATH, or a directory in it, unless it is also others'."""
+        try:
+            status = directory.lstat() if directory != self._path else directory.stat()
+        except OSError:
+            return
         if not self._is_wrong(status):
             return
-        if not strangers:
-            self._change(str(self._path), status)
+        if not strangers and not status.st_mode & stat.S_ISVTX:
+            self._change(str(directory), status)
             return
         logger.warning(
-            "tier %s: %s holds other things than this tier (%r) and keeps its mode %04o%s",
+            "tier %s: %s %s and keeps its mode %04o%s",
             self._tier,
-            self._path,
-            strangers[0],
+            directory,
+            f"holds other things than this tier ({strangers[0]!r})"
+            if strangers
+            else "has the sticky bit of a place that accounts share",
             stat.S_IMODE(status.st_mode),
-            ": whoever may write there can take the tier's directories away" if status.st_mode & 0o022 else "",
+            ": whoever may write there can take the tier's directories away"
+            if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+            else "",
         )
 
     def _put_pages_right(self, pages: os.DirEntry[str]) -> None:
@@ -235,12 +269,15 @@ class _Modes:
         if not self._is_wrong(status):
             return
         until = float("inf") if self._access.group else time.monotonic() + _PAGE_FILES_SECONDS
+        identities, strangers = _ours_and_others(pages)
         if not self._access.group:
-            self._change(pages.path, status)
-        for identity in _entries(pages.path):
-            if not _DIRECTORIES[_PAGES].fullmatch(identity.name):
+            self._put_shared(Path(pages.path), strangers)
+        for identity in identities:
+            if strangers and self._is_right(identity):
+                # Their directory never tells that all has been done.
                 continue
-            self._put(identity)
+            if not self._access.group:
+                self._put(identity)
             for fan_out in _entries(identity.path):
                 if not _FAN_OUT.fullmatch(fan_out.name):
                     continue
@@ -248,8 +285,10 @@ class _Modes:
                 for page in _entries(fan_out.path) if time.monotonic() < until else ():
                     if _PAGE.fullmatch(page.name):
                         self._put(page)
+            if self._access.group:
+                self._put(identity)
         if self._access.group:
-            self._change(pages.path, status)
+            self._put_shared(Path(pages.path), strangers)
 
     def _put(self, entry: os.DirEntry[str]) -> None:
         try:
@@ -258,6 +297,13 @@ class _Modes:
             return
         if self._is_wrong(status):
             self._change(entry.path, status)
+
+    def _is_right(self, entry: os.DirEntry[str]) -> bool:
+        """Or gone."""
+        try:
+            return not self._is_wrong(entry.stat(follow_symlinks=False))
+        except OSError:
+            return True
 
     def _is_wrong(self, status: os.stat_result) -> bool:
         if self._access.gid is not None and status.st_gid != self._access.gid:
@@ -333,8 +379,17 @@ def _entries(directory: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _is_ours(entry: os.DirEntry[str]) -> bool:
-    """Whether something in PATH has a name of this package's."""
+def _has_our_name(entry: os.DirEntry[str]) -> bool:
     if entry.is_dir(follow_symlinks=False):
         return entry.name in _DIRECTORIES
     return entry.is_file(follow_symlinks=False) and _FILES.fullmatch(entry.name) is not None
+
+
+def _ours_and_others(directory: os.DirEntry[str]) -> tuple[list[os.DirEntry[str]], list[str]]:
+    """What is ours in a directory of a tier, and the names of what is not."""
+    ours = _DIRECTORIES[directory.name]
+    inside = _entries(directory.path)
+    return (
+        [entry for entry in inside if ours.fullmatch(entry.name)],
+        [entry.name for entry in inside if not ours.fullmatch(entry.name)],
+    )

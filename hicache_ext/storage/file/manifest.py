@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.file.access import INDEX_FILE
 from hicache_ext.storage.file.whole_file import create_whole, parsed, write_whole
 
 logger = logging.getLogger(__name__)
@@ -62,13 +63,20 @@ def check_manifest(path: Path, layout: str, tier: str) -> None:
 
     Changes nothing. Raises OSError as the disk does.
     """
+    # Before the manifest, which is made before an index is: so this is not what another process is making.
+    has_index = layout == "slab" and _has(path / "index", INDEX_FILE)
     said = format_and_layout(path)
     if said == (FORMATS[layout], layout):
         return
     if said is None:
         found = layout_in(path)
-        if found == layout or (found is None and not _is_there(path / MANIFEST)):
+        if found == layout:
             return
+        if found is None and not _is_there(path / MANIFEST):
+            if not has_index:
+                return
+            problem = f"{str(path / 'index')!r} is an index, and not of this package: there is no {MANIFEST}"
+            raise StoreSetupError(tier, problem, ["name another path"])
         if found is None:
             raise StoreSetupError(tier, f"{str(path / MANIFEST)!r} is not a manifest of this package")
         said = FORMATS[found], found

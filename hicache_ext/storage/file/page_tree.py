@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.file.access import TEMPORARY_FILE
 from hicache_ext.storage.file.manifest import IDENTITY_NAME
 from hicache_ext.storage.file.usage import writer_alive
 from hicache_ext.storage.file.whole_file import read_document, write_whole
@@ -24,6 +25,8 @@ BLOCK = 4096
 
 FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
 PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+_PARTS = ("model", "pool", "shard")
+"""Of an identity's document."""
 
 
 def occupied(size: int) -> int:
@@ -32,8 +35,14 @@ def occupied(size: int) -> int:
 
 
 def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
-    """The facts behind an identity in the directory ``path``, None when they were not recorded."""
-    return read_document(path / "identities" / f"{digest.hex()}.json")
+    """The facts behind an identity in the directory ``path``, None when they were not recorded.
+
+    Also None where something else is there than objects of facts: power loss and strangers write what they like.
+    """
+    document = read_document(path / "identities" / f"{digest.hex()}.json")
+    if document is None or not all(isinstance(document.get(part, {}), dict) for part in _PARTS):
+        return None
+    return document
 
 
 def save_document(path: Path, digest: bytes, document: dict[str, Any]) -> None:
@@ -113,13 +122,8 @@ class PageTree:
 
     def left_overs(self) -> Iterator[os.DirEntry[str]]:
         """What processes that no longer run have left in tmp/: a page half written, a tree being cleared."""
-        for entry in list(entries(self.temporary, re.compile(r".+"))):
-            if entry.name.endswith(".clear"):
-                writer = entry.name.rsplit(".", 3)[0]
-            elif entry.name.endswith(".tmp"):
-                writer = entry.name.rsplit(".", 2)[0]
-            else:
-                continue
+        for entry in list(entries(self.temporary, TEMPORARY_FILE)):
+            writer = TEMPORARY_FILE.sub(r"\1", entry.name)
             try:
                 last_change = entry.stat(follow_symlinks=False).st_ctime
             except OSError:

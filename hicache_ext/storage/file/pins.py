@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,9 @@ _LOOK_INTERVAL = 2.0
 """Seconds between two looks for new pins."""
 _COUNT_INTERVAL = 10.0
 """Seconds between two counts of what the pinned pages take."""
+
+_LATEST = 1 << 36
+"""Seconds since 1970; the year 4147."""
 
 _said_unreadable: set[Path] = set()
 
@@ -209,4 +213,13 @@ def _read_pin(file: Path) -> Pin:
     hashes = tuple(bytes.fromhex(text) for text in document["hashes"])
     if any(len(page_hash) != PAGE_HASH_LENGTH for page_hash in hashes):
         raise ValueError("a hash of another length")
-    return Pin(file.stem, float(document["created"]), None if until is None else float(until), hashes)
+    created = _moment(document["created"])
+    if created >= _LATEST:
+        raise ValueError("made at a time that no calendar has")
+    return Pin(file.stem, created, None if until is None else _moment(until), hashes)
+
+
+def _moment(seconds: object) -> float:
+    if isinstance(seconds, int | float) and 0 <= seconds < sys.float_info.max:
+        return float(seconds)
+    raise ValueError("a time that is none")

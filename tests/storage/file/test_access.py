@@ -207,13 +207,77 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
         (tmp_path / stranger).write_text("theirs")
         (tmp_path / stranger).chmod(0o644)
     opened(tmp_path, "pages").close()
-    for place in (tmp_path, tmp_path / "models"):
+    for place in (tmp_path, tmp_path / "models", tmp_path / "pages", tmp_path / "identities"):
         assert stat.S_IMODE(place.stat().st_mode) == 0o755
     for stranger in strangers:
         assert stat.S_IMODE((tmp_path / stranger).stat().st_mode) == 0o644
-    for ours in ("pages", "identities", "tmp", "pins"):
+    for ours in ("tmp", "pins", f"pages/{IDENTITY.hex()}"):
         assert stat.S_IMODE((tmp_path / ours).stat().st_mode) == 0o700
-    assert "holds other things than this tier ('" in caplog.text
+    assert stat.S_IMODE((tmp_path / "identities" / f"{IDENTITY.hex()}.json").stat().st_mode) == 0o600
+    for place in (tmp_path, tmp_path / "pages", tmp_path / "identities"):
+        assert f"{place} holds other things than this tier ('" in caplog.text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owner_s(
+    tmp_path: Path, layout: str
+) -> None:
+    """``index``, ``tmp`` and ``weights`` are names that others give, too: the first start deleted and closed them."""
+    theirs = {
+        "tmp": 0o1777,
+        "tmp/backup.2.tmp": 0o644,
+        "tmp/of.somebody.else.clear": 0o644,
+        "weights": 0o755,
+        "weights/model.safetensors": 0o644,
+        "pages": 0o755,
+        "pages/index.html": 0o644,
+        "index": 0o755,
+        "index/vectors.db": 0o644,
+        "pins": 0o775,
+        "pins/board.txt": 0o664,
+    }
+    for name, mode in theirs.items():
+        if mode & 0o100:
+            (tmp_path / name).mkdir()
+        else:
+            (tmp_path / name).write_text("precious")
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "lock").touch()
+    (tmp_path / "lock").chmod(0o666)
+    tmp_path.chmod(0o755)
+    opened(tmp_path, layout).close()
+    assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o666
+    with pytest.MonkeyPatch.context() as patch:
+        # Left-overs of killed writers go when they are old.
+        patch.setattr("hicache_ext.storage.file.usage._FOREIGN_WRITER_SILENCE", -1.0)
+        for _ in range(2):
+            used(tmp_path, layout)
+    assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in theirs} == theirs
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    assert {(tmp_path / name).read_text() for name, mode in theirs.items() if not mode & 0o100} == {"precious"}
+
+
+def test_an_index_of_somebody_else_is_no_place_for_slabs(tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "data.mdb").write_text("precious")
+    before = sorted((str(entry), entry.stat().st_mode) for entry in [tmp_path, *tmp_path.rglob("*")])
+    with pytest.raises(StoreSetupError, match="is an index, and not of this package"):
+        opened(tmp_path, "slab")
+    assert sorted((str(entry), entry.stat().st_mode) for entry in [tmp_path, *tmp_path.rglob("*")]) == before
+    opened(tmp_path, "pages").close()
+    assert (tmp_path / "index" / "data.mdb").read_text() == "precious"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_directory_with_the_sticky_bit_is_shared_by_accounts_and_stays_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: str
+) -> None:
+    """/dev/shm and scratch mounts may happen to be empty."""
+    tmp_path.chmod(0o1777)
+    used(tmp_path, layout)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} <= {0o700, 0o600}
+    assert caplog.text.count("has the sticky bit of a place that accounts share and keeps its mode 1777") == 2
 
 
 def test_a_disk_of_its_own_is_closed_although_its_file_system_has_put_something_there(tmp_path: Path) -> None:
@@ -408,6 +472,22 @@ def test_what_root_makes_with_a_tool_is_the_servers(open_place: Path, layout: st
     assert main(["gc", str(path)]) == 0
     assert main(["clear", str(path), "--all"]) == 0
     assert {entry.stat().st_uid for entry in [path, *path.rglob("*")]} == {SOMEBODY}
+
+
+@pytest.mark.parametrize("umask_of_root", [0o022, 0o077])
+def test_an_index_that_a_tool_of_root_makes_anew_is_the_servers(open_place: Path, umask_of_root: int) -> None:
+    open_place.chmod(0o777)
+    path = open_place / "l3"
+    as_account(SOMEBODY, [], lambda: used(path, "slab"))
+    (path / "trust").write_text("another boot")
+    before = os.umask(umask_of_root)
+    try:
+        assert main(["gc", str(path)]) == 0
+    finally:
+        os.umask(before)
+    assert {entry.stat().st_uid for entry in [path, *path.rglob("*")]} == {SOMEBODY}
+    assert modes(path) == PRIVATE
+    assert as_account(SOMEBODY, [], lambda: used(path, "slab")) is None
 
 
 def test_a_directory_mounted_for_reading_can_be_looked_at(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.file import whole_file
+from hicache_ext.storage.file.inspection import open_inspector
 from hicache_ext.storage.file.page_tree import load_document
 from hicache_ext.storage.file.pages import PageFileStore
 from hicache_ext.storage.file.pins import add_pin, read_pins
@@ -25,6 +28,7 @@ from hicache_ext.storage.store import GetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
 
 DOCUMENT = {"model": {"id": "example"}, "pool": {"name": "kv"}}
+_SPAWN = multiprocessing.get_context("spawn")
 GARBAGE = b'\x00\xff\x80{"format": ['
 
 
@@ -306,3 +310,27 @@ def test_after_a_power_loss_pages_are_read_or_missed_and_can_be_written_again(tm
         store_pages(store, page_keys(25))
         assert_hits(store, page_keys(25))
         store.close()
+
+
+def test_an_index_file_that_was_cut_is_made_anew_and_kills_nobody(tmp_path: Path) -> None:
+    """LMDB maps the file, and a page beyond its end was a SIGBUS: of the server at every start, and of the tools."""
+    process = _SPAWN.Process(target=_use_what_was_cut, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def _use_what_was_cut(path: Path) -> None:
+    store = SlabStore("disk", path, capacity=64 << 20)
+    store_pages(store, page_keys(20))
+    store.close()
+    data = path / "index" / "data.mdb"
+    for size in (1, 4096, 8192, 12288, 20000, data.stat().st_size - 4096):
+        os.truncate(data, size)
+        with closing(open_inspector(path)) as inspector:
+            assert len(list(inspector.pages())) == 20 and inspector.remark
+        store = SlabStore("disk", path, capacity=64 << 20)
+        assert_hits(store, page_keys(20))
+        store.close()
+        with closing(open_inspector(path)) as inspector:
+            assert len(list(inspector.pages())) == 20 and not inspector.remark

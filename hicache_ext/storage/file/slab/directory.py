@@ -39,7 +39,7 @@ import numpy as np
 
 from hicache_ext import envelope
 from hicache_ext.errors import FormatError, StoreSetupError
-from hicache_ext.storage.file.access import make_directory, make_tier_directory, open_file
+from hicache_ext.storage.file.access import INDEX_FILE, make_directory, make_tier_directory, open_file
 from hicache_ext.storage.file.file_lock import PATIENCE, lock_within, show_progress, try_lock
 from hicache_ext.storage.file.file_system import WHY_IN_PLACE, file_system_of
 from hicache_ext.storage.file.manifest import SLAB_FILE, adopt, check_before_start, is_taken_over, write_manifest
@@ -385,7 +385,8 @@ class SlabDirectory:
     def _rebuild(self) -> SlabIndex:
         """A new index from the headers of the slabs. Payloads are checked when they are read, as always."""
         for path in (self.path / "index").glob("*"):
-            path.unlink()
+            if INDEX_FILE.fullmatch(path.name):
+                path.unlink()
         index = SlabIndex(self.path / "index")
         written: dict[int, Words] = {}
         for number, slot_size, slots in slabs_by_files(self.path):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,11 +27,12 @@ import numpy as np
 import xxhash
 
 from hicache_ext.envelope import IDENTITY_LENGTH
-from hicache_ext.storage.file.access import access_in, make_directory, make_tier_directory, settle
+from hicache_ext.storage.file.access import make_directory, make_tier_directory, open_file
 from hicache_ext.storage.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.file.slab import lookup, slot_code
 from hicache_ext.storage.file.slab.change import IndexChange
 from hicache_ext.storage.file.slab.ghosts import GhostTable
+from hicache_ext.storage.file.slab.lmdb_file import check_length
 from hicache_ext.storage.file.slab.mapped import Words
 from hicache_ext.storage.file.slab.placed import NONE_PLACED, Known, Placed
 from hicache_ext.storage.file.slab.records import (
@@ -88,10 +90,15 @@ class SlabIndex:
         """Opens or creates the index in directory ``path``. Raises lmdb.Error or OSError."""
         make_tier_directory(path.parent)
         make_directory(path)
-        mode = access_in(path).file_mode
         self._path = path
         self._data = path / "data.mdb"
         self._ghosts: GhostTable | None = None
+        for file in (self._data, path / "lock.mdb"):
+            # LMDB would make them with the mode that the umask leaves, and as root's where root runs a tool. What is
+            # there is not opened: closing it would take the locks of an LMDB of this process with it.
+            if not os.path.lexists(file):
+                os.close(open_file(file, os.O_RDWR))
+        check_length(self._data)
         self._environment = lmdb.open(
             str(path),
             map_size=_MAP_SIZE,
@@ -101,11 +108,8 @@ class SlabIndex:
             sync=False,
             metasync=False,
             max_spare_txns=16,
-            mode=mode,
         )
         try:
-            for name in ("data.mdb", "lock.mdb"):
-                settle(path / name, mode)
             with self._environment.begin(write=True) as transaction:
                 self.slabs_db, self.state_db = (
                     self._environment.open_db(name, txn=transaction) for name in (b"slabs", b"state")

@@ -22,6 +22,7 @@ from hicache_ext.errors import StoreError
 from hicache_ext.storage.file.slab import slot_code
 from hicache_ext.storage.file.slab.directory import cleared_at, is_trusted, pages_in_headers, slabs_by_files
 from hicache_ext.storage.file.slab.index import words_are_of_living
+from hicache_ext.storage.file.slab.lmdb_file import check_length
 from hicache_ext.storage.file.slab.mapped import Words, map_words
 from hicache_ext.storage.file.slab.records import (
     GENERATION,
@@ -144,9 +145,9 @@ class _Index:
         content = _read_settled(path / "data.mdb")
         with open(os.memfd_create("hicache-ext-index", os.MFD_CLOEXEC), "wb", buffering=0) as copy:
             copy.write(content)
-            environment = lmdb.open(
-                f"/proc/self/fd/{copy.fileno()}", subdir=False, readonly=True, lock=False, create=False, max_dbs=2
-            )
+            file = f"/proc/self/fd/{copy.fileno()}"
+            check_length(Path(file))
+            environment = lmdb.open(file, subdir=False, readonly=True, lock=False, create=False, max_dbs=2)
             try:
                 self._load(environment)
             finally:
