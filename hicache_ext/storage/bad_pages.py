@@ -133,7 +133,7 @@ class Verdict(enum.Enum):
     WITHHELD = "withheld"
     """Shown to be bad, and not removed: too many were."""
     UNCLEAR = "unclear"
-    """Every read gave other bytes, or none; or it is a page of a format version that this process does not know."""
+    """Every read gave other bytes, or none."""
 
     @property
     def free(self) -> bool:
@@ -356,9 +356,6 @@ class BadPages:
                 if reason is None:
                     return Verdict.GOOD
                 suspect.reason = reason
-                if reason == "version":
-                    # The header's checksum holds: a later version wrote it, for readers that know it.
-                    break
                 if not any(sighting.is_of(stored) for sighting in seen):
                     seen.append(Sighting.of(stored.length, [stored.data]))
                     continue

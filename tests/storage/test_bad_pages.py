@@ -136,14 +136,6 @@ def test_a_page_with_a_longer_header_is_a_page_and_stays(pool, suspects, metrics
     assert pool.objects == {}
 
 
-def test_a_page_of_a_later_version_stays_for_readers_that_know_it(pool, suspects):
-    key = page_key("later")
-    pool.objects[key] = write_page_object(key, payload_of(key, 1000), version=2)
-    arrive(suspects, key, pool.objects[key])
-    assert settled(suspects, key) is Verdict.UNCLEAR
-    assert pool.objects and suspects.hides(key)
-
-
 def test_close_waits_for_the_read_under_way_and_begins_no_further_one(pool, suspects):
     key = page_key("closing")
     pool.objects[key] = bad(key)
