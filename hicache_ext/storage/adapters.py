@@ -48,25 +48,25 @@ _digests: dict[str, str] = {}
 
 def after_start(_: Any, manager: Any, *__: Any, **___: Any) -> None:
     """AFTER hook where the adapters of the command line are loaded and it is known what they apply to."""
-    for lora_id in manager.loras if uses_storage() else ():
-        _identify(manager, lora_id)
+    for lora_id, lora_ref in manager.lora_refs.items() if uses_storage() else ():
+        _identify(manager, lora_id, lora_ref.lora_name)
 
 
 def after_load(_: Any, manager: Any, lora_ref: Any, *__: Any, **___: Any) -> None:
     """AFTER hook where the weights of an adapter are in host memory [scheduler thread, which waits for the load]."""
     if hasattr(manager, "memory_pool") and uses_storage():  # or else after_start comes
-        _identify(manager, lora_ref.lora_id)
+        _identify(manager, lora_ref.lora_id, lora_ref.lora_name)
 
 
-def _identify(manager: Any, lora_id: str) -> None:
+def _identify(manager: Any, lora_id: str, name: str) -> None:
     try:
         adapter = manager.loras[lora_id]
         _make_private(adapter)
         digest = adapter_digest(adapter, manager.target_modules)
-        logger.info("hicache_ext: pages of LoRA adapter %s have the adapter digest %s", lora_id, digest)
+        logger.info("hicache_ext: pages of LoRA adapter %s have the adapter digest %s", name, digest)
     except Exception:
         digest = _unheard_of()
-        logger.exception("hicache_ext: LoRA adapter %s cannot be identified; its KV is not reused", lora_id)
+        logger.exception("hicache_ext: LoRA adapter %s cannot be identified; its KV is not reused", name)
     _digests[lora_id] = digest
 
 

@@ -458,7 +458,8 @@ def test_every_value_and_every_setting_of_an_adapter_counts(tmp_path: Path) -> N
 
 
 def manager_of(**loras: Any) -> Any:
-    return SimpleNamespace(loras=loras, target_modules=set(), memory_pool=None)
+    refs = {lora_id: SimpleNamespace(lora_id=lora_id, lora_name="some name") for lora_id in loras}
+    return SimpleNamespace(loras=loras, lora_refs=refs, target_modules=set(), memory_pool=None)
 
 
 def request(lora_id: str | None, extra_key: str | None = None) -> Any:
