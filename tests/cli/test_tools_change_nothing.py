@@ -31,6 +31,8 @@ from hicache_ext.storage.file.slab.store import SlabStore
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 
+pytestmark = pytest.mark.slow  # many starts of tiers and tools, a second each
+
 LAYOUTS = ("pages", "slab")
 
 
@@ -236,8 +238,8 @@ def test_a_trial_that_is_cut_off_is_taken_away_all_the_same(
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        signal.SIGINT,
+        signal.SIGKILL,
     ],
 )
 def test_what_a_doctor_that_was_ended_has_made_is_gone(tmp_path: Path, number: signal.Signals) -> None:
@@ -321,7 +323,6 @@ def _write_without_end(kind: Any, path: str, stop: Any) -> None:
     store.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PageFileStore, SlabStore])
 def test_pages_that_are_written_over_while_they_are_looked_at_are_not_called_bad(tmp_path: Path, kind: Any) -> None:
     """A full tier of two slot sizes: pages, slots and slabs come and go all the time."""

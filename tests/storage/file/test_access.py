@@ -550,6 +550,7 @@ def _stop_amid_a_change(path: Path, ready: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.slow
 def test_a_start_does_not_wait_for_ever_for_somebody_stopped_amid_a_change_of_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

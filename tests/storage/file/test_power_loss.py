@@ -79,6 +79,7 @@ def test_with_all_small_files_spoilt_a_server_starts_and_has_its_pages(tmp_path:
     assert json.loads((tmp_path / "l3" / "hicache_ext.json").read_text())["layout"] == layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pages", "slab"])
 def test_whatever_small_files_are_empty_a_server_starts_and_the_others_count(tmp_path: Path, layout: str) -> None:
     """All combinations, one after the other in one directory: each start makes anew what it needs."""
@@ -312,6 +313,7 @@ def test_after_a_power_loss_pages_are_read_or_missed_and_can_be_written_again(tm
         store.close()
 
 
+@pytest.mark.slow
 def test_an_index_file_that_was_cut_is_made_anew_and_kills_nobody(tmp_path: Path) -> None:
     """LMDB maps the file, and a page beyond its end was a SIGBUS: of the server at every start, and of the tools."""
     process = _SPAWN.Process(target=_use_what_was_cut, args=(tmp_path,))
