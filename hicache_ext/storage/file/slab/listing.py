@@ -38,7 +38,8 @@ from hicache_ext.storage.file.slab.records import (
 from hicache_ext.storage.file.slab.shapes import HEADER
 from hicache_ext.storage.file.slab.touches import Uses
 
-_READINGS = 50
+_PATIENCE = 10.0
+"""Seconds in which the index must come to rest once, with writers at work on a busy machine."""
 _PAUSE = 0.01
 _SEAL_WORDS = 2
 
@@ -204,7 +205,8 @@ class _Index:
 def _read_settled(file: Path) -> bytes:
     """A file that others may be writing, as it was at one moment. Raises StoreError where it does not come to rest."""
     content = file.read_bytes()
-    for _ in range(_READINGS):
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
         again = file.read_bytes()
         if again == content:
             return content
