@@ -52,14 +52,10 @@ class _Loaded:
 
 
 class ModelWeights:
-    """The weights of a server's target and drafts, taken together. ``known`` once all digests are there."""
+    """The weights of a server's target and drafts, taken together."""
 
     def __init__(self, target: ModelFingerprint, drafts: list[ModelFingerprint]) -> None:
         self._all = [target, *drafts]
-
-    @property
-    def known(self) -> bool:
-        return all(model.done.is_set() for model in self._all)
 
     @property
     def problem(self) -> str | None:
@@ -68,7 +64,7 @@ class ModelWeights:
 
     @property
     def fingerprint(self) -> str:
-        """Of the target. Means nothing before it is ``known``, nor where there is a ``problem``."""
+        """Of the target. Means nothing before ``when_known`` has called, nor where there is a ``problem``."""
         return str(self._all[0].digest)
 
     @property
