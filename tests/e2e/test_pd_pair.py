@@ -19,7 +19,7 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.page_hashes import page_hashes
+from hicache_ext.page.hashes import page_hashes
 from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
 from hicache_ext.testing.network_namespace import NetworkNamespace, missing_for_namespaces
 from hicache_ext.testing.pd_pair import PdPair

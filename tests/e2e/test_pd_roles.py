@@ -9,7 +9,7 @@ import yaml
 
 from hicache_ext.cli.stats_command import Samples, read_samples, table
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.page_hashes import page_hashes
+from hicache_ext.page.hashes import page_hashes
 from hicache_ext.testing.network_namespace import missing_for_namespaces
 from hicache_ext.testing.pd_pair import PdPair
 from hicache_ext.testing.server import SglangServer
