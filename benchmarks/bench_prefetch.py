@@ -59,10 +59,10 @@ from hicache_ext.bench.harness import (
     write_json,
 )
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.prefetch import PrefetchSettings
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, StoreInfo
-from hicache_ext.storage.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, StoreInfo
+from hicache_ext.storage.tiering.prefetch import PrefetchSettings
+from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.faults import PageStoreWrapper
 
 IDENTITY = bytes(16)

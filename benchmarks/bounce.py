@@ -20,9 +20,9 @@ from pathlib import Path
 
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config import format_size, parse_size
-from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import page_keys
 
 _PAGES = 64

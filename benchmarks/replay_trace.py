@@ -9,7 +9,7 @@ written (a present one beyond a gap counts as used, not as served). Reported is 
 trace, from an empty cache, first uses included.
 
 Policies:
-  ours         hicache_ext.storage.file.eviction, the file tier's own code, with its ghost list
+  ours         hicache_ext.storage.tiers.file.eviction, the file tier's own code, with its ghost list
   ours -ghost  the same without the ghost list
   LRU          blocks used in chain order: the heads of a chain are its oldest blocks
   LRU tails    of the blocks of one request the tail is the oldest
@@ -38,10 +38,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
-from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
-from hicache_ext.storage.file.slab.index import SlabIndex
-from hicache_ext.storage.file.slab.placed import Located, Placed
+from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy, Ghost, Rank
+from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
 
 Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024

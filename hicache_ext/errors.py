@@ -12,7 +12,7 @@
         `-- StoreSetupError    a tier cannot start (directory, server, credentials)
 
 Only constructors and the command line raise these. Calls that SGLang makes at run time never raise: they answer with
-the enums of ``storage/store.py``.
+the enums of ``storage/contract/store.py``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_ext import envelope
 from hicache_ext.errors import FormatError
+from hicache_ext.page import envelope
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
 
 KEY = bytes(range(48))

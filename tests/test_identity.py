@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from hicache_ext.identity import (
+from hicache_ext.page.identity import (
     ModelIdentity,
     PageIdentity,
     PoolIdentity,
@@ -17,7 +17,7 @@ from hicache_ext.identity import (
     joined_page_hashes,
     page_hash_bytes,
 )
-from hicache_ext.storage.store import PageKeys
+from hicache_ext.storage.contract.store import PageKeys
 
 IDENTITY = PageIdentity(
     model=ModelIdentity("org/model", "main", "f00d", "0", "quantization=none"),

@@ -20,8 +20,9 @@ from hicache_ext.cli import stats_command
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples, table
 from hicache_ext.kernels.engine import Direction
-from hicache_ext.metrics import LATENCY_BOUNDS, TierMetrics
-from hicache_ext.metrics_export import (
+from hicache_ext.runtime.metrics import LATENCY_BOUNDS, TierMetrics
+from hicache_ext.storage.contract.reports import UNKNOWN
+from hicache_ext.storage.serving.metrics_export import (
     BUILD_INFO,
     CALL_SECONDS,
     HELP,
@@ -31,15 +32,14 @@ from hicache_ext.metrics_export import (
     export_when_wanted,
     metric_name,
 )
-from hicache_ext.storage.reports import UNKNOWN
 from tests.rigs.redis_servers import wait_until
 
 ROOT = Path(__file__).parents[1]
 
 _RANK = """
 import sys
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.metrics_export import Exporter
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.serving.metrics_export import Exporter
 for attempt in range(2):  # A detach and a new attach in one process.
     metrics = TierMetrics("pool")
     metrics.add("get", "hit", 5)
@@ -235,10 +235,10 @@ def test_every_metric_that_has_a_help_text_is_documented():
 
 # What is counted under a name that is made when it is counted: (file, expression) -> the names.
 _MADE_NAMES = {
-    ("storage/file/spread.py", "event"): ("get", "set"),
+    ("storage/tiers/file/multipath.py", "event"): ("get", "set"),
     ("storage/guards/deadline.py", "event"): ("timeout", "late", "rejected"),
     ("kernels/selection.py", "str(direction)"): tuple(Direction),
-    ("pd/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
+    ("sglang/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
 }
 _PREFIXES = {
     "pd/": "pd_write_",
@@ -256,7 +256,7 @@ def counted_in_the_package():
         if file.startswith(("testing/", "metrics")):
             continue
         prefix = next((own for room, own in _PREFIXES.items() if file.startswith(room)), "")
-        if file == "storage/reports.py":
+        if file == "storage/contract/reports.py":
             yield from ((metric_name(gauge), gauge) for gauge in UNKNOWN)
             continue
         for call in ast.walk(ast.parse(path.read_text())):
@@ -432,7 +432,7 @@ def test_latencies_go_out_as_they_are_measured(sources, exporter):
 
 
 def test_an_exporter_that_fails_goes_on(sources, exporter, monkeypatch, caplog):
-    monkeypatch.setattr("hicache_ext.metrics_export._INTERVAL", 0.01)
+    monkeypatch.setattr("hicache_ext.storage.serving.metrics_export._INTERVAL", 0.01)
     trouble = threading.Event()
 
     def sources_in_trouble():

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from hicache_ext.errors import HicacheExtError
-from hicache_ext.page_hashes import namespace_seed, page_hashes
+from hicache_ext.page.hashes import namespace_seed, page_hashes
 
 pytestmark = pytest.mark.sglang
 

@@ -28,10 +28,10 @@ from hicache_ext.bench.file_report import HICACHE_FILE
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.envelope import payload_checksum
 from hicache_ext.errors import ConfigError, HicacheExtError
-from hicache_ext.storage.file import vectored
-from hicache_ext.storage.registry import open_tier
+from hicache_ext.page.envelope import payload_checksum
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.tiers.file import vectored
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class HostBuffers:
     def __init__(self, geometry: str, payload: int, batch: int) -> None:
         import torch
 
-        from hicache_ext.storage.host_pool import HostPages
+        from hicache_ext.sglang.host_pool import HostPages
         from hicache_ext.testing.host_pools import mha_pools, mla_pools, page_indices
 
         layers, small = divmod(payload, LAYER_BYTES)
@@ -251,8 +251,8 @@ class OurContender:
     """The backend of this package over a file tier: the whole path, from SGLang's keys and indices on."""
 
     def __init__(self, place: Workplace, layout: str, io: str) -> None:
-        from hicache_ext.storage.backend import HiCacheExtBackend
-        from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
+        from hicache_ext.sglang.backend import HiCacheExtBackend
+        from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
 
         wait_for_compiled_code()
         tier = _tier(place.directory, place.capacity, place.threads, layout, io)

@@ -25,7 +25,7 @@ from hicache_ext.kernels.loader import LayerwiseLoader
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine, has_triton
-from hicache_ext.metrics import TierMetrics
+from hicache_ext.runtime.metrics import TierMetrics
 
 Copy = Callable[[], None]
 """Submits one copy to the current stream."""

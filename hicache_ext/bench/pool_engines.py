@@ -28,10 +28,10 @@ import numpy.typing as npt
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import tier_types
 from hicache_ext.errors import HicacheExtError
-from hicache_ext.storage.file.vectored import IOV_MAX, after
-from hicache_ext.storage.registry import open_tier
-from hicache_ext.storage.remote.object.names import page_name
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.tiers.file.vectored import IOV_MAX, after
+from hicache_ext.storage.tiers.object.names import page_name
 
 _SEGMENTS = 2
 """Segments of a page, as K and V are."""
@@ -427,9 +427,9 @@ def _mooncake_tier(servers: Any) -> dict[str, Any]:
 
 def _open_mooncake_without_checksum(name: str, tier: Any) -> PageStore:
     """No configuration does that: it is measured to see what the checksum costs."""
-    from hicache_ext.storage.mooncake.attachment import Attachment
-    from hicache_ext.storage.mooncake.engine import Engine
-    from hicache_ext.storage.mooncake.pages import MooncakeStore
+    from hicache_ext.storage.tiers.mooncake.attachment import Attachment
+    from hicache_ext.storage.tiers.mooncake.engine import Engine
+    from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 
     return MooncakeStore(name, tier, Attachment(name, Engine(name, tier), required=True), checksum=False)
 

@@ -13,8 +13,8 @@ from hicache_ext.config.render import as_inline_json, as_yaml, launch_flags
 from hicache_ext.config.sources import read_text
 from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.sharing import sharing_of
-from hicache_ext.storage.tier_use import tier_use
+from hicache_ext.storage.contract.sharing import sharing_of
+from hicache_ext.storage.tiering.tier_use import tier_use
 
 _FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
 _RENDERED_FILE = "hicache.yaml"
@@ -128,7 +128,7 @@ def _summary(checked: ExtraConfig) -> Iterator[str]:
 def _notes(checked: ExtraConfig, inline: bool) -> Iterator[str]:
     config = checked.hicache_ext
     if not inline and checked.allocator and config.role != "decode":
-        # On a decode node this package's hook reads the file before SGLang builds its pools (pd/sglang_hooks.py).
+        # On a decode node this package's hook reads the file before SGLang builds its pools (sglang/pd_hooks.py).
         yield "SGLang ignores 'allocator' in a file; pass the configuration inline to use it"
     for name in config.tiers:
         if name not in (*config.retrieve_locations, *config.store_locations):

@@ -19,7 +19,7 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_flags
 from hicache_ext.packages import need
-from hicache_ext.storage.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.testing.server import ServerError, SglangServer
 
 TURNS = 6

@@ -20,10 +20,16 @@ from typing import Any
 from hicache_ext.cli.tables import print_table
 from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.file.expiry import recorded_ttl
-from hicache_ext.storage.file.inspection import Inspector, StoredPage, open_editor, open_inspector, reason_it_is_bad
-from hicache_ext.storage.file.page_tree import load_document
-from hicache_ext.storage.file.pins import pins_that_are_over, read_pins, remove_pin
+from hicache_ext.storage.tiers.file.expiry import recorded_ttl
+from hicache_ext.storage.tiers.file.inspection import (
+    Inspector,
+    StoredPage,
+    open_editor,
+    open_inspector,
+    reason_it_is_bad,
+)
+from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, remove_pin
 
 _PROGRESS_INTERVAL = 0.2
 _REMOVE_BATCH = 256

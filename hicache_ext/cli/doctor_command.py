@@ -18,7 +18,7 @@ from hicache_ext.config import ConfigErrors, check_document
 from hicache_ext.doctor.examination import Section, examine, worst
 from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.diagnosis import Level
+from hicache_ext.storage.contract.diagnosis import Level
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import re
 
 from hicache_ext.errors import ConfigError
-from hicache_ext.page_hashes import namespace_seed, namespaced_extra_key
+from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 

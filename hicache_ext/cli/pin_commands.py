@@ -13,13 +13,13 @@ from pathlib import Path
 from hicache_ext.cli.namespace import add_namespace_arguments, seed_of
 from hicache_ext.cli.tables import print_table
 from hicache_ext.config import FileTierConfig, load_config, parse_duration, rounded_size
-from hicache_ext.envelope import PAGE_HASH_LENGTH
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
-from hicache_ext.page_hashes import page_hashes
-from hicache_ext.storage.file.inspection import open_inspector
-from hicache_ext.storage.file.manifest import IDENTITY_NAME
-from hicache_ext.storage.file.page_tree import load_document
-from hicache_ext.storage.file.pins import Pin, add_pin, read_pins, remove_pin
+from hicache_ext.page.envelope import PAGE_HASH_LENGTH
+from hicache_ext.page.hashes import page_hashes
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME
+from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
 
 
 def configure_pin(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hicache_ext.config import load_document
 from hicache_ext.errors import HicacheExtError
-from hicache_ext.storage.control import Answer, ControlError, ask, servers
+from hicache_ext.storage.serving.control import Answer, ControlError, ask, servers
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

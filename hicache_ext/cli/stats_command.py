@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from hicache_ext.config import parse_duration
 from hicache_ext.errors import ConfigError, HicacheExtError
-from hicache_ext.metrics_export import CALL_SECONDS, PREFIX
+from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 
 _TIMEOUT = 10.0
 _CLEAR = "\x1b[H\x1b[2J"

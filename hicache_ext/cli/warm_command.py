@@ -12,7 +12,7 @@ from typing import Any
 from hicache_ext.cli.namespace import add_namespace_arguments, seed_of
 from hicache_ext.config import load_config, rounded_size
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.warming import read_identities, warm_prompts
+from hicache_ext.storage.serving.warming import read_identities, warm_prompts
 
 _PROGRESS_INTERVAL = 0.1
 

@@ -1,7 +1,7 @@
 """The types of tier: which configuration class each ``type`` names.
 
 A later type is one ``TierConfig`` class in a module of its own, its name added to ``TIER_CLASSES``, and a store in
-storage/registry.py.
+storage/contract/registry.py.
 """
 
 from __future__ import annotations

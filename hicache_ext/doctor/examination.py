@@ -10,8 +10,8 @@ from hicache_ext.config import ExtraConfig, TierConfig
 from hicache_ext.doctor.installation import installation_findings
 from hicache_ext.doctor.settings import setting_findings
 from hicache_ext.errors import ConfigError, StoreError
-from hicache_ext.storage.diagnosis import Finding, Level
-from hicache_ext.storage.registry import examine_tier
+from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.registry import examine_tier
 
 _ORDER = (Level.OK, Level.NOTE, Level.WARNING, Level.ERROR)
 

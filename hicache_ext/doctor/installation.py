@@ -9,7 +9,7 @@ import platform
 from collections.abc import Iterator
 
 from hicache_ext import __version__
-from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.contract.diagnosis import Finding, Level
 
 TESTED_SGLANG = "0.5.23"
 """As plugin.py says, which cannot be asked where torch is missing."""

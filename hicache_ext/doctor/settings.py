@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hicache_ext.config import ExtraConfig
-from hicache_ext.storage.diagnosis import Finding, Level
-from hicache_ext.storage.tier_use import tier_use
+from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.tiering.tier_use import tier_use
 
 _DEFAULT_THRESHOLD = 256
 """Tokens; SGLang 0.5.23."""

@@ -26,7 +26,7 @@ from hicache_ext.kernels.cuda_driver import open_driver
 from hicache_ext.kernels.engine import CopyEngine, CopyError, Operation
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.triton_engine import TritonEngine
-from hicache_ext.metrics import TierMetrics
+from hicache_ext.runtime.metrics import TierMetrics
 
 logger = logging.getLogger(__name__)
 

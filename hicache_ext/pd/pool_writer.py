@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hicache_ext.metrics import TierMetrics
 from hicache_ext.pd.continuation import Continuation, Piece
-from hicache_ext.storage.store import SetResult
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import SetResult
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hicache_ext.config import HicacheExtConfig, ServerRole, TierConfig
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.reload import ReloadableStore
+from hicache_ext.storage.tiering.reload import ReloadableStore
 
 
 def open_tiers(config: HicacheExtConfig) -> ReloadableStore:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from hicache_ext.storage.delegating import DelegatingStore
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 
 class PageStoreWrapper(DelegatingStore):

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hicache_ext import envelope
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.page import envelope
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 
 
 class MemoryPageStore:
-    """Page objects in a dict. Keeps every promise of ``storage/store.py`` except that nothing outlives the process.
+    """Page objects in a dict. Keeps every promise of ``storage/contract/store.py`` except that nothing outlives the process.
 
     ``objects`` (48-byte key -> page object) is open to tests, which read and damage it there.
     """

@@ -10,7 +10,7 @@ missing on CPU                              mended by
 torchvision's operators (a CUDA build)      declaring the two schemas that its import needs
 ``sgl_kernel``                              a stub module with the one function that is called
 pinned host memory                          HiCache host pools, PD transfers and LoRA are told not to pin
-host <-> device copy operations             the reference engine, through ``hicache_ext.kernels.sglang_hooks``
+host <-> device copy operations             the reference engine, through ``hicache_ext.sglang.kernel_hooks``
 CPU engine switch, CUDA events in PD        environment variables (only where unset)
 ==========================================  ==========================================================================
 
@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from hicache_ext.kernels import sglang_hooks
+from hicache_ext.sglang import kernel_hooks as sglang_hooks
 
 MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
 

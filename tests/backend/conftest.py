@@ -28,7 +28,7 @@ def open_backend(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         config = make_storage_config(extra_config=extra_config(tmp_path / "l3", **(ours or {})), **storage_config)
         from sglang.srt.mem_cache.hicache_storage import PoolName
 
-        from hicache_ext.storage.backend import HiCacheExtBackend
+        from hicache_ext.sglang.backend import HiCacheExtBackend
 
         backend = HiCacheExtBackend(config, {})
         opened.append(backend)

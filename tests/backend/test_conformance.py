@@ -41,7 +41,7 @@ class TestHiCacheExtBackend(StorageBackendTests):
     """Its files can be damaged by a suite that knows nothing of slots; tests/storage damages those."""
 
     def open_backend(self, directory: Path, storage_config: Any) -> Any:
-        from hicache_ext.storage.backend import HiCacheExtBackend
+        from hicache_ext.sglang.backend import HiCacheExtBackend
 
         storage_config.extra_config = extra_config(directory, self.layout, kv_dtype=self.kv_dtype)
         return HiCacheExtBackend(storage_config, {})

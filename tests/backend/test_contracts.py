@@ -169,7 +169,7 @@ def test_clear_returns_while_pages_are_still_being_deleted(
     open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """SGLang calls clear() on the scheduler's thread: it must not wait for millions of unlinks."""
-    from hicache_ext.storage.file.directory import PageDirectory
+    from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 
     disk = {"type": "file", "path": str(tmp_path / "pages"), "capacity": "64MiB", "layout": "pages"}
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, {"tiers": {"disk": disk}})
@@ -214,7 +214,7 @@ def test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should
 
 
 def test_a_version_that_is_too_old_is_refused_and_a_newer_one_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    from hicache_ext.plugin import check_sglang_version
+    from hicache_ext.sglang.plugin import check_sglang_version
 
     check_sglang_version("0.5.23")
     with pytest.raises(UnsupportedError, match=r"SGLang 0\.5\.9 cannot be served: this package needs 0\.5\.23"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hicache_ext.storage.store import SetResult
+from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.faults import FailingStore, SlowStore
 from hicache_ext.testing.host_pools import mha_pools, page_indices

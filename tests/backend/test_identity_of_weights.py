@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.page_hashes import namespaced_extra_key
-from hicache_ext.storage import adapters, fingerprint, launch_facts, model_weights
-from hicache_ext.storage.fingerprint import ModelFingerprint
-from hicache_ext.storage.launch_facts import LaunchFacts, logical_dtype
+from hicache_ext.page import fingerprint
+from hicache_ext.page.fingerprint import ModelFingerprint
+from hicache_ext.page.hashes import namespaced_extra_key
+from hicache_ext.sglang import adapters, launch_facts, model_weights
+from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.tiny_model import make_tiny_model
@@ -57,7 +58,7 @@ def serve(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
     """A backend in a process that is told it is the server of a model."""
 
     def serve_(model: Path, *, wait: bool = True, ours: dict[str, Any] | None = None, **facts: Any) -> Any:
-        from hicache_ext.storage import backend as module
+        from hicache_ext.sglang import backend as module
 
         monkeypatch.setattr(module, "read_launch_facts", lambda: LaunchFacts(model_path=str(model), **facts))
         backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours)
@@ -293,7 +294,7 @@ def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
 def test_adapters_that_cannot_be_told_apart_stop_the_start(
     tmp_path: Path, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hicache_ext.storage import backend as module
+    from hicache_ext.sglang import backend as module
 
     monkeypatch.setattr(module, "missing_adapter_hooks", lambda: ["sglang.some.target"])
     with pytest.raises(UnsupportedError, match=r"sglang\.some\.target is not in force"):

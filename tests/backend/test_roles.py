@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hicache_ext.storage import launch_facts
-from hicache_ext.storage.launch_facts import read_launch_facts
+from hicache_ext.sglang import launch_facts
+from hicache_ext.sglang.launch_facts import read_launch_facts
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import fill_with_noise, mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.storage import weights_hooks
+from hicache_ext.sglang import weights_hooks
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 
@@ -69,7 +69,7 @@ def test_a_flush_without_an_update_changes_nothing(open_backend: Callable[..., A
 
 AGREE = """
 import sys, torch.distributed as ranks
-from hicache_ext.storage.weights_hooks import _agreed
+from hicache_ext.sglang.weights_hooks import _agreed
 ranks.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 print(_agreed(ranks.group.WORLD), _agreed(ranks.group.WORLD))
 """

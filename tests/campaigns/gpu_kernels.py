@@ -37,7 +37,7 @@ from hicache_ext.kernels.loader import LayerwiseLoader
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
-from hicache_ext.metrics import TierMetrics
+from hicache_ext.runtime.metrics import TierMetrics
 
 _DELAY_CYCLES = 20_000_000
 """About 10 ms: longer than any copy here."""

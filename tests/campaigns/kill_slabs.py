@@ -31,11 +31,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from hicache_ext import envelope
 from hicache_ext.errors import FormatError
-from hicache_ext.storage.file.slab.directory import SlabDirectory, slab_directory
-from hicache_ext.storage.file.slab.store import SlabStore
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.page import envelope
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
 
 KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(96)]

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
 
 KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(48)]

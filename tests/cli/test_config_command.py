@@ -15,8 +15,8 @@ import yaml
 from hicache_ext import __version__
 from hicache_ext.cli.main import COMMANDS, main
 from hicache_ext.config import ExtraConfig, example_config, load_config
-from hicache_ext.storage.file import file_system
-from hicache_ext.storage.mounts import Mount
+from hicache_ext.runtime.mounts import Mount
+from hicache_ext.storage.tiers.file import file_system
 
 
 @pytest.fixture

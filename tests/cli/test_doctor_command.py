@@ -13,9 +13,9 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.doctor import installation
-from hicache_ext.plugin import TESTED_SGLANG
-from hicache_ext.storage.store import GetResult, PageBatch
-from hicache_ext.storage.trial import try_store
+from hicache_ext.sglang.plugin import TESTED_SGLANG
+from hicache_ext.storage.contract.store import GetResult, PageBatch
+from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.testing.faults import DroppingStore, FailingStore, PageStoreWrapper
 from hicache_ext.testing.memory_store import MemoryPageStore
 from hicache_ext.testing.server import free_port
@@ -62,7 +62,7 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
 def test_slabs_without_compiled_code_are_a_warning_that_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_ext.storage.file.diagnosis.why_not_compiled", lambda: "No module named 'numba'")
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.diagnosis.why_not_compiled", lambda: "No module named 'numba'")
     tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
     _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
     assert found["tier disk"]["pages"]["level"] == "warning"

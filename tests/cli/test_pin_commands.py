@@ -9,10 +9,10 @@ import yaml
 
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig
-from hicache_ext.page_hashes import page_hashes
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.pins import read_pins
-from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.page.hashes import page_hashes
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pins import read_pins
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, store_pages
 
 TOKENS = list(range(100))

@@ -23,12 +23,12 @@ import yaml
 
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.storage import trial
-from hicache_ext.storage.file.inspection import open_inspector, reason_it_is_bad
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.pins import add_pin
-from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.contract import trial
 from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pins import add_pin
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 
 pytestmark = pytest.mark.slow  # many starts of tiers and tools, a second each
@@ -229,7 +229,7 @@ def test_a_trial_that_is_cut_off_is_taken_away_all_the_same(
         assert list((tmp_path / "l3").iterdir())
         raise failure
 
-    monkeypatch.setattr("hicache_ext.storage.trial._judge", fail)
+    monkeypatch.setattr("hicache_ext.storage.contract.trial._judge", fail)
     assert main(["doctor", file]) == (130 if failure is KeyboardInterrupt else 1)
     assert list((tmp_path / "l3").iterdir()) == []
 
@@ -246,7 +246,7 @@ def test_what_a_doctor_that_was_ended_has_made_is_gone(tmp_path: Path, number: s
     """At once where it can, with the next one where it was killed."""
     (tmp_path / "l3").mkdir()
     file = configuration(tmp_path, tmp_path / "l3", layout="pages")
-    hold = "import hicache_ext.storage.trial as t, time, sys; from hicache_ext.cli.main import main\n"
+    hold = "import hicache_ext.storage.contract.trial as t, time, sys; from hicache_ext.cli.main import main\n"
     hold += "t._judge = lambda *_: time.sleep(60)\nsys.exit(main(['doctor', sys.argv[1]]))"
     process = subprocess.Popen([sys.executable, "-c", hold, file], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60

@@ -9,7 +9,7 @@ import pytest
 from hicache_ext.config import ObjectTierConfig, load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.storage.remote.object.client import explain, make_client
+from hicache_ext.storage.tiers.object.client import explain, make_client
 
 SECRET = "hunter2-is-the-secret"
 

@@ -26,11 +26,11 @@ import yaml
 
 from hicache_ext.config import load_config, tier_types
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
-from hicache_ext.page_hashes import page_hashes
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.pins import add_pin
-from hicache_ext.storage.registry import open_tier
+from hicache_ext.page.hashes import page_hashes
+from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import store_pages
 from tests.docs.documented_commands import (
     DOCUMENTS,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hicache_ext import envelope
-from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.store import PageBatch, SetResult
+from hicache_ext.page import envelope
+from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, page_hash_bytes
+from hicache_ext.storage.contract.store import PageBatch, SetResult
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "page-format.md"
 

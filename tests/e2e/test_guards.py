@@ -32,12 +32,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 # Imported by every process of the server at its start: its file tier hangs as long as the flag is there.
 _HOOK = """
-import hicache_ext.storage.registry as registry
+import hicache_ext.storage.contract.registry as registry
 registry._OPENERS["file"] = ("hanging_file_tier", "open_tier", None)
 """
 _STORE = """
 import os, time
-from hicache_ext.storage.file import open_file_tier
+from hicache_ext.storage.tiers.file import open_file_tier
 from hicache_ext.testing.faults import BeforeEachCall
 
 class Hanging(BeforeEachCall):

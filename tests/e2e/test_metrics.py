@@ -14,7 +14,7 @@ import yaml
 import hicache_ext
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import Samples, read_samples
-from hicache_ext.storage.reports import OF_EVERY_TIER, OF_TYPE, UNKNOWN
+from hicache_ext.storage.contract.reports import OF_EVERY_TIER, OF_TYPE, UNKNOWN
 from hicache_ext.testing.server import Generation, SglangServer, free_port
 from tests.e2e.conftest import file_tier_config
 

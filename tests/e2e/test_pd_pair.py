@@ -19,7 +19,7 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.page_hashes import page_hashes
+from hicache_ext.page.hashes import page_hashes
 from hicache_ext.testing.server import ServerError
 from tests.e2e.conftest import file_tier_config
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake

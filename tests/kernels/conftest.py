@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.kernels import sglang_hooks
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
 from hicache_ext.kernels.cuda_driver import Form
 from hicache_ext.kernels.engine import CopyEngine
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
-from hicache_ext.metrics import TierMetrics
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang import kernel_hooks as sglang_hooks
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.kernels import pools
 from tests.rigs.fake_cuda import FakeGpu

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hicache_ext.kernels import sglang_hooks
 from hicache_ext.kernels.selection import Selector
-from hicache_ext.metrics import TierMetrics
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang import kernel_hooks as sglang_hooks
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.kernels.conftest import Rig
 from tests.kernels.pools import (

@@ -15,7 +15,7 @@ from hicache_ext.kernels.loader import LayerwiseLoader
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
-from hicache_ext.metrics import TierMetrics
+from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import PlainMemory, plain_memory
 from tests.rigs.fake_cuda import FakeGpu
 

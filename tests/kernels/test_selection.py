@@ -25,7 +25,7 @@ from hicache_ext.kernels.engine import CopyError, Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector, make_selector
-from hicache_ext.metrics import TierMetrics
+from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import plain_memory
 
 SMALL = Situation(Direction.LOAD, "page_first_direct", True, 4096, 1 << 20)

@@ -19,11 +19,11 @@ prepare_process()
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 
 from hicache_ext.config.pd import WriteConfig  # noqa: E402
-from hicache_ext.metrics import TierMetrics  # noqa: E402
-from hicache_ext.pd.decode_writer import DecodeWriter  # noqa: E402
 from hicache_ext.pd.page_chain import PageChain  # noqa: E402
 from hicache_ext.pd.pool_writer import PoolWriter  # noqa: E402
-from hicache_ext.storage.store import SetResult  # noqa: E402
+from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402
+from hicache_ext.sglang.decode_writer import DecodeWriter  # noqa: E402
+from hicache_ext.storage.contract.store import SetResult  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools  # noqa: E402
 
 PAGE_SIZE = 4

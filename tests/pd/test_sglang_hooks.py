@@ -15,8 +15,8 @@ prepare_process()
 
 from hicache_ext.config.pd import WriteConfig  # noqa: E402
 from hicache_ext.errors import UnsupportedError  # noqa: E402
-from hicache_ext.pd import sglang_hooks  # noqa: E402
-from hicache_ext.storage.pulling import prefill_cost  # noqa: E402
+from hicache_ext.sglang import pd_hooks as sglang_hooks  # noqa: E402
+from hicache_ext.sglang import prefill_cost  # noqa: E402
 
 
 class BrokenWriter:

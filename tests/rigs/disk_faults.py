@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
-from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
 
 
 class DiskFaults:
@@ -109,7 +109,7 @@ def compiled_code_through_python() -> Iterator[None]:
     if code is None:
         yield
         return
-    from hicache_ext.storage.file.slab.foreign import PREADV2, PWRITEV2
+    from hicache_ext.runtime.foreign_calls import PREADV2, PWRITEV2
 
     known = code.functions.copy()
     for position, callback in ((PREADV2, _read_callback), (PWRITEV2, _write_callback)):

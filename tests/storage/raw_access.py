@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_ext import envelope
 from hicache_ext.errors import FormatError
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.path_choice import PathChoice
-from hicache_ext.storage.file.slab.placed import Located, Placed
-from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.page import envelope
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.path_choice import PathChoice
+from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.memory_store import MemoryPageStore
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.storage.file.directory import PageDirectory
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.store import PageBatch, SetResult
-from hicache_ext.storage.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.write_behind import AsyncStore
+from hicache_ext.storage.contract.store import PageBatch, SetResult
+from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.write_behind import AsyncStore
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, payload_of, store_pages
 from hicache_ext.testing.conformance.second_reader import write_page_object
@@ -201,7 +201,7 @@ _WRONG_STORES = """
 import threading
 import time
 import pytest
-from hicache_ext.storage.store import GetResult
+from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.testing import faults
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.memory_store import MemoryPageStore

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_ext.storage import fingerprint as module
-from hicache_ext.storage.file.file_system import FileSystem
-from hicache_ext.storage.fingerprint import PIECE, ModelFingerprint, digest_of_file
+from hicache_ext.page import fingerprint as module
+from hicache_ext.page.fingerprint import PIECE, ModelFingerprint, digest_of_file
+from hicache_ext.storage.tiers.file.file_system import FileSystem
 
 LONG_AGO = 1_600_000_000_000_000_000
 SIZE = 2 * PIECE + 12345

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="missing: torch")
 
-from hicache_ext.storage.host_pool import HostPages  # noqa: E402
+from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("batch_kernels")
 

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from hicache_ext.storage.demand import DemandGate
-from hicache_ext.storage.prefetch import Prefetcher, PrefetchSettings
-from hicache_ext.storage.store import GetResult
-from hicache_ext.storage.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.contract.store import GetResult
+from hicache_ext.storage.tiering.io_priority import DemandGate
+from hicache_ext.storage.tiering.prefetch import Prefetcher, PrefetchSettings
+from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     HostPages,

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from hicache_ext.storage.demand import DemandGate
-from hicache_ext.storage.prefetch import PrefetchSettings
-from hicache_ext.storage.store import GetResult
-from hicache_ext.storage.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.write_behind import QueueSettings
+from hicache_ext.storage.contract.store import GetResult
+from hicache_ext.storage.tiering.io_priority import DemandGate
+from hicache_ext.storage.tiering.prefetch import PrefetchSettings
+from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.test_tiered import Recording

@@ -8,11 +8,11 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.registry import open_tier
+from hicache_ext.storage.contract.registry import open_tier
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
-    for module in [name for name in sys.modules if name.startswith("hicache_ext.storage.remote.redis")]:
+    for module in [name for name in sys.modules if name.startswith("hicache_ext.storage.tiers.redis")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "redis", None)
     tier = load_config(ExtraConfig.around({"tiers": {"pool": {"type": "redis", "url": "redis://pool"}}})).tiers["pool"]

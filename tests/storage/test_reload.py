@@ -17,11 +17,11 @@ import yaml
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
-from hicache_ext.storage.arrangement import SharedStore
-from hicache_ext.storage.config_file import ConfigFile, config_file_of
+from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.reload import ReloadableStore
-from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
+from hicache_ext.storage.tiering.hot_swap import SharedStore
+from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, eventually
@@ -486,7 +486,7 @@ def test_close_leaves_neither_socket_nor_thread(file: Path, runtime: Path) -> No
 def test_nonsense_on_the_socket_is_answered_or_dropped(file: Path, runtime: Path, serve: Callable[..., Server]) -> None:
     import socket
 
-    from hicache_ext.storage.control import ask
+    from hicache_ext.storage.serving.control import ask
 
     serve(file)
     (path,) = runtime.iterdir()

@@ -14,15 +14,8 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.delegating import DelegatingStore
-from hicache_ext.storage.file.slab.clock_times import ClockTimes
-from hicache_ext.storage.guards.breaker import BreakerState, Outcome
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
-from hicache_ext.storage.guards.late_open import LateStore
-from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.reload import ReloadableStore
-from hicache_ext.storage.reports import (
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.reports import (
     OF_ANSWERS,
     OF_EVERY_TIER,
     OF_TYPE,
@@ -32,7 +25,14 @@ from hicache_ext.storage.reports import (
     TierReports,
     gauges_of,
 )
-from hicache_ext.storage.write_behind import AsyncStore, QueueSettings
+from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.guards.breaker import BreakerState, Outcome
+from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.tiering.reload import ReloadableStore
+from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
+from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.memory_store import MemoryPageStore
 from hicache_ext.testing.server import free_port
@@ -159,7 +159,7 @@ def test_a_redis_server_tells_how_full_it_is_and_is_not_up_when_it_has_gone(
 ) -> None:
     if redis_program() is None:
         pytest.skip("missing: redis-server or valkey-server")
-    monkeypatch.setattr("hicache_ext.storage.remote.redis.store._LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr("hicache_ext.storage.tiers.redis.store._LOOK_INTERVAL", 0.0)
     with RedisServer(tmp_path / "redis", [("maxmemory", "64mb")]) as server:
         store, reports = opened({"pool": {"type": "redis", "url": server.url, "required": False}}), TierReports()
         eventually(lambda: levels(store, "pool", reports)["capacity_bytes"] == 64 << 20)
@@ -244,8 +244,8 @@ def test_a_breaker_that_was_taken_over_still_comes_back_by_itself(
 def test_a_file_tier_tells_how_full_it_is_and_how_old_what_it_evicts(
     layout: str, tmp_path: Path, opened: Callable[..., ReloadableStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_ext.storage.file.spread._LOOK_INTERVAL", 0.0)
-    monkeypatch.setattr("hicache_ext.storage.file.pages._COUNT_INTERVAL", 0.0)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.multipath._LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.store._COUNT_INTERVAL", 0.0)
     store = opened({"disk": file_tier(tmp_path / "l3", layout=layout, capacity="16MiB")})
     size = 64 * 1024
 

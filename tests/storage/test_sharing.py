@@ -11,11 +11,11 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, load_config
 from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.storage import mounts
-from hicache_ext.storage.file import file_system
-from hicache_ext.storage.mounts import followed, is_on_network, read_mounts
+from hicache_ext.runtime import mounts
+from hicache_ext.runtime.mounts import followed, is_on_network, read_mounts
+from hicache_ext.storage.contract.sharing import sharing_of
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.sharing import sharing_of
+from hicache_ext.storage.tiers.file import file_system
 from hicache_ext.testing.conformance.pages import page_keys, store_pages
 
 NETWORK = [

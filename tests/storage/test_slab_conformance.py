@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ext.envelope import IDENTITY_LENGTH
-from hicache_ext.storage.file.slab import page_moves, slot_code
-from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
-from hicache_ext.storage.file.slab.store import SlabStore
-from hicache_ext.storage.page_memory import PageMemory, addresses_of
-from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, SetResult
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.memory import PageMemory, addresses_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
+from hicache_ext.storage.tiers.file.slab import page_moves, slot_code
+from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.raw_access import RawSlots
 

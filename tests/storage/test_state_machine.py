@@ -8,11 +8,11 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.file.device_errors import Trouble
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.spread import SpreadStore
-from hicache_ext.storage.tiered import TieredStore
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.tiering.tiered import TieredStore
+from hicache_ext.storage.tiers.file.device_errors import Trouble
+from hicache_ext.storage.tiers.file.multipath import SpreadStore
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.raw_access import RawFiles, RawObjects, SpreadRaw

@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hicache_ext.storage.page_memory import Addresses, PageMemory, addresses_of
-from hicache_ext.storage.store import GetResult, PageBatch, PageKeys, counted, key_words
+from hicache_ext.page.memory import Addresses, PageMemory, addresses_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, counted, key_words
 
 HIT, MISS, ERROR = GetResult.HIT, GetResult.MISS, GetResult.ERROR
 

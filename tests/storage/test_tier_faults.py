@@ -13,8 +13,8 @@ import pytest
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.storage import live_tiers
-from hicache_ext.storage.store import SetResult
+from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiering import live_tiers
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.rigs import step_costs, tier_faults
@@ -54,7 +54,7 @@ def test_a_file_says_what_is_wrong_now(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_step_costs_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hicache_ext.pd.sglang_hooks import Stopwatch
+    from hicache_ext.sglang.pd_hooks import Stopwatch
 
     assert pkgutil.resolve_name(step_costs._TARGET) is Stopwatch.step_ends
     file = tmp_path / "steps"

@@ -10,10 +10,10 @@ import pytest
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.config.model import ServerRole
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.mounts import Mount
+from hicache_ext.runtime.mounts import Mount
+from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.store import GetResult, SetResult
-from hicache_ext.storage.tier_use import TierUse, tier_use
+from hicache_ext.storage.tiering.tier_use import TierUse, tier_use
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from tests.storage.guards.hung import eventually
 
@@ -112,7 +112,7 @@ def test_hints_without_a_tier_to_bring_the_pages_to_stop_the_start_before_anythi
     config = config_of({"near": near, "pool": POOL}, "prefill", pd={"hints": {"enabled": True}})
     assert tier_use(config).promote_to == "near"
     mounts = [Mount("/", "nfs4", "server:/", {})]
-    monkeypatch.setattr("hicache_ext.storage.file.file_system.read_mounts", lambda _: mounts)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.file_system.read_mounts", lambda _: mounts)
     with pytest.raises(ConfigError, match="brings the pages to the tier promote_to, and there is none"):
         open_tiers(config)
     assert not (tmp_path / "near").exists()

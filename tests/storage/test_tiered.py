@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from hicache_ext.storage.prefetch import PrefetchSettings
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.write_behind import QueueSettings
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiering.prefetch import PrefetchSettings
+from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.testing.conformance.pages import (
     HostPages,
     assert_hits,

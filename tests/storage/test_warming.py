@@ -12,11 +12,11 @@ from hicache_ext.cli.warm_command import parse_tokens
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError
-from hicache_ext.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
-from hicache_ext.page_hashes import page_hashes
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.registry import open_tier
-from hicache_ext.storage.warming import WarmError, warm_prompts
+from hicache_ext.page.hashes import page_hashes
+from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.serving.warming import WarmError, warm_prompts
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, store_pages
 from hicache_ext.testing.server import free_port
 from tests.rigs.redis_servers import RedisServer, redis_program
@@ -107,7 +107,7 @@ def test_slabs_of_an_older_format_are_left_to_a_server(config, pool, tmp_path):
 
 
 def test_kv_behind_a_gap_is_left_where_it_is(config, pool, tmp_path, monkeypatch):
-    monkeypatch.setattr("hicache_ext.storage.warming._PAGES_AT_ONCE", 4)
+    monkeypatch.setattr("hicache_ext.storage.serving.warming._PAGES_AT_ONCE", 4)
     fill(pool, identity(), skip=(5,))
     report = warm_prompts(config, [TOKENS])
     # The portion with the gap is the last one that is read.

@@ -14,8 +14,9 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.storage.call_deadline import call_limit, ending_within
-from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.runtime.call_deadline import call_limit, ending_within
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.breaker import (
     LONGEST_PROBE_INTERVAL,
     Breaker,
@@ -25,7 +26,6 @@ from hicache_ext.storage.guards.breaker import (
 )
 from hicache_ext.storage.guards.concurrency import counting_seconds_queued, seconds_queued
 from hicache_ext.storage.guards.time_limit import AT_LIMIT
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass
 
 from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, RemoteTierConfig, TierConfig
+from hicache_ext.runtime.mounts import is_on_network
+from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
@@ -20,8 +22,6 @@ from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
 from hicache_ext.storage.guards.time_limit import TimeLimitStore
-from hicache_ext.storage.mounts import is_on_network
-from hicache_ext.storage.store import PageStore
 
 REMOTE_RETRIES = 1
 NEGATIVE_LIFE = 1.0

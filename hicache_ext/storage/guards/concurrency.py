@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from hicache_ext.storage.call_deadline import call_limit
-from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.runtime.call_deadline import call_limit
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
 _queued: ContextVar[float] = ContextVar("hicache_ext_queued", default=0.0)
 

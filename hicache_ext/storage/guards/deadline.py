@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
-from hicache_ext.storage.call_deadline import call_deadline
-from hicache_ext.storage.call_threads import CallThreads
-from hicache_ext.storage.copying import gather, scatter
-from hicache_ext.storage.delegating import DelegatingStore
-from hicache_ext.storage.diagnosis import Finding, Level
-from hicache_ext.storage.file.parallel import CallGate
+from hicache_ext.page.copying import gather, scatter
+from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.call_threads import CallThreads
+from hicache_ext.runtime.workers import CallGate
+from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.bounce import BounceMemory, Lease
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.storage.call_threads import CallThreads
-from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.runtime.call_threads import CallThreads
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.diagnosis import Diagnosable, Finding, Level
-from hicache_ext.storage.reports import NOT_REACHED, gauges_of
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding, Level
+from hicache_ext.storage.contract.reports import NOT_REACHED, gauges_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
 

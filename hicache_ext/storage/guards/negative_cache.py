@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from hicache_ext.storage.delegating import DelegatingStore
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 MOST_ENTRIES = 65536
 """About 10 MB."""

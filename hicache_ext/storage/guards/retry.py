@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hicache_ext.storage.call_deadline import call_limit
-from hicache_ext.storage.delegating import DelegatingStore
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.runtime.call_deadline import call_limit
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 R = TypeVar("R", GetResult, SetResult)
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hicache_ext.storage.call_deadline import ending_within
-from hicache_ext.storage.delegating import DelegatingStore
+from hicache_ext.runtime.call_deadline import ending_within
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.learnt_limit import LearntLimit
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 
 LEAST_READ = 0.25
 """Seconds. Less would cut calls for nothing: a busy machine, a server that forks, a connection that is made anew."""

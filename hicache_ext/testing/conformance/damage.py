@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage import bad_pages
-from hicache_ext.storage.store import GetResult, PageStore, SetResult
+from hicache_ext.storage.contract import bad_pages
+from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.testing.conformance.pages import (
     OTHER_IDENTITY,
     assert_hits,

@@ -1,4 +1,4 @@
-"""Every promise of ``storage/store.py`` as a test. For any PageStore, bare or wrapped.
+"""Every promise of ``storage/contract/store.py`` as a test. For any PageStore, bare or wrapped.
 
 A store's test file::
 
@@ -27,7 +27,7 @@ from typing import Protocol
 import pytest
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.testing.conformance.damage import DamageTests
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,

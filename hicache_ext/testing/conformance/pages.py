@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 
 IDENTITY = bytes(range(16))
 OTHER_IDENTITY = bytes(range(16, 32))

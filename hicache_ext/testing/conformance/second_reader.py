@@ -1,4 +1,4 @@
-"""A second reader and writer of page objects that shares no line with ``hicache_ext.envelope``.
+"""A second reader and writer of page objects that shares no line with ``hicache_ext.page.envelope``.
 
 The conformance suite looks at stored bytes through it, so that a mistake made twice, in a store's writing and in its
 reading, cannot hide. Written from ``docs/page-format.md``: a page object is a header and the payload behind it; numbers

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hicache_ext.storage import bad_pages
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract import bad_pages
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.testing.conformance.page_store import RawAccess
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, page_key, settle
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.storage.file.directory import PageDirectory
-from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from tests.storage.raw_access import RawFiles
 
 

@@ -24,15 +24,16 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.storage.file import file_lock, hints
-from hicache_ext.storage.file.inspection import open_inspector, reason_it_is_bad
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.pins import add_pin
-from hicache_ext.storage.file.slab.directory import slab_directory
-from hicache_ext.storage.file.slab.store import SlabStore
-from hicache_ext.storage.hints.board import BoardLimits
+from hicache_ext.runtime import file_lock
+from hicache_ext.storage.contract.hint_board import BoardLimits
+from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.store import SetResult
+from hicache_ext.storage.tiers.file import hints
+from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pins import add_pin
+from hicache_ext.storage.tiers.file.slab.directory import slab_directory
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 
 LAYOUTS = ("pages", "slab")
@@ -147,7 +148,7 @@ def test_in_mode_group_everything_is_for_the_group_whatever_the_umask(tmp_path: 
 def test_files_of_a_page_tier_without_unnamed_files_are_private_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    from hicache_ext.storage.file.directory import PageDirectory
+    from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 
     monkeypatch.setattr(PageDirectory, "_supports_unnamed_files", lambda self: False)
     used(tmp_path / "l3", layout)
@@ -249,7 +250,7 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
     assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o666
     with pytest.MonkeyPatch.context() as patch:
         # Left-overs of killed writers go when they are old.
-        patch.setattr("hicache_ext.storage.file.usage._FOREIGN_WRITER_SILENCE", -1.0)
+        patch.setattr("hicache_ext.storage.tiers.file.usage._FOREIGN_WRITER_SILENCE", -1.0)
         for _ in range(2):
             used(tmp_path, layout)
     assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in theirs} == theirs
@@ -535,7 +536,7 @@ def test_a_start_does_not_wait_for_ever_for_a_lock(
 ) -> None:
     used(tmp_path, layout)
     monkeypatch.setattr(file_lock, "PATIENCE", 0.2)
-    monkeypatch.setattr("hicache_ext.storage.file.slab.directory.PATIENCE", 0.2)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.directory.PATIENCE", 0.2)
     with _held(tmp_path / lock):
         with pytest.raises(StoreSetupError, match=r"another process has held .* and does nothing") as refused:
             opened(tmp_path, layout)
@@ -559,7 +560,7 @@ def test_a_start_does_not_wait_for_ever_for_somebody_stopped_amid_a_change_of_th
     process = _SPAWN.Process(target=_stop_amid_a_change, args=(tmp_path, ready))
     process.start()
     ready.get()
-    monkeypatch.setattr("hicache_ext.storage.file.slab.directory.PATIENCE", 0.5)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.directory.PATIENCE", 0.5)
     with pytest.raises(StoreSetupError, match="stopped amid a change of it, perhaps"):
         opened(tmp_path, "slab")
     process.kill()

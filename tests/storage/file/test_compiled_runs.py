@@ -24,20 +24,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hicache_ext
-from hicache_ext import envelope
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.file.io_plan import IoPlan
-from hicache_ext.storage.file.slab import compiled_code as compiled_code_module
-from hicache_ext.storage.file.slab.compiled_code import CompiledCode, compiled_code, wait_for_compiled_code
-from hicache_ext.storage.file.slab.directory import SlabFile
-from hicache_ext.storage.file.slab.page_moves import Moving, PageMoves
-from hicache_ext.storage.file.slab.placed import Located, Placed
-from hicache_ext.storage.file.slab.records import Slab
-from hicache_ext.storage.file.slab.shapes import slot_size_of
-from hicache_ext.storage.file.slab.slot_io import SlotIo
-from hicache_ext.storage.file.slab.store import SlabStore
-from hicache_ext.storage.page_memory import Addresses, PageMemory, addresses_of
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.page import envelope
+from hicache_ext.page.memory import Addresses, PageMemory, addresses_of
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.slab import compiled_code as compiled_code_module
+from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode, compiled_code, wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.directory import SlabFile
+from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
+from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
+from hicache_ext.storage.tiers.file.slab.records import Slab
+from hicache_ext.storage.tiers.file.slab.shapes import slot_size_of
+from hicache_ext.storage.tiers.file.slab.slot_io import SlotIo
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
     assert_hits,
     cut,
@@ -544,7 +544,7 @@ def test_what_speaks_against_the_call_and_not_the_disk_is_left_to_the_other_way(
 
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_a_failed_call_that_gives_no_reason_is_never_done(tmp_path, monkeypatch, sizes):
-    from hicache_ext.storage.file.slab.foreign import PREADV2, PWRITEV2
+    from hicache_ext.runtime.foreign_calls import PREADV2, PWRITEV2
 
     monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
@@ -709,8 +709,8 @@ handler.emit = lambda record: said.append(record.getMessage())
 logging.getLogger("hicache_ext").addHandler(handler)
 logging.getLogger("hicache_ext").setLevel(logging.INFO)
 {first}
-from hicache_ext.storage.file.slab.compiled_code import wait_for_compiled_code
-from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 
 for name in ("one", "other"):
@@ -791,7 +791,7 @@ def _counts_nothing(move: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("name", ["read_pages", "write_pages"])
 @pytest.mark.parametrize("wrong", [_says_done, lambda *_: None])
 def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used(monkeypatch, name, wrong):
-    from hicache_ext.storage.file.slab import compiled_runs
+    from hicache_ext.storage.tiers.file.slab import compiled_runs
 
     monkeypatch.setattr(compiled_runs, name, wrong)
     with pytest.raises(ImportError, match="not those of this version"):
@@ -800,7 +800,7 @@ def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used
 
 @pytest.mark.parametrize("name", ["read_pages", "write_pages"])
 def test_code_that_does_not_say_how_many_pages_it_moved_is_not_used(monkeypatch, name):
-    from hicache_ext.storage.file.slab import compiled_runs
+    from hicache_ext.storage.tiers.file.slab import compiled_runs
 
     monkeypatch.setattr(compiled_runs, name, _counts_nothing(getattr(compiled_runs, name)))
     with pytest.raises(ImportError, match="does not count its pages"):
@@ -850,7 +850,7 @@ print("hicache-compile" in threads, wait_for_compiled_code() is not None, why_no
         [
             "import threading",
             "from importlib.util import find_spec",
-            "from hicache_ext.storage.file.slab.compiled_code import compiled_code, why_not_compiled",
+            "from hicache_ext.storage.tiers.file.slab.compiled_code import compiled_code, why_not_compiled",
             after,
         ]
     )

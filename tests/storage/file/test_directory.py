@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.file import directory as directory_module
-from hicache_ext.storage.file.directory import PageDirectory
-from hicache_ext.storage.file.pages import PageFileStore
+from hicache_ext.storage.tiers.file.pages import directory as directory_module
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     OTHER_IDENTITY,

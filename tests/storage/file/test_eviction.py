@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.testing.conformance.pages import (
     OTHER_IDENTITY,
     assert_hits,

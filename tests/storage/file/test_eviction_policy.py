@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage.file.eviction import RANK_LENGTH, Clock, EvictionPolicy, Ghost, Rank
+from hicache_ext.storage.tiers.file.eviction import RANK_LENGTH, Clock, EvictionPolicy, Ghost, Rank
 
 _SCRIPT = Path(__file__).parents[3] / "benchmarks" / "replay_trace.py"
 

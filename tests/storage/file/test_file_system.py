@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.file.file_system import FileSystem, choose_layout, file_system_of
-from hicache_ext.storage.file.slab.store import SlabStore
+from hicache_ext.storage.tiers.file.file_system import FileSystem, choose_layout, file_system_of
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 
 CAPACITY = 64 << 20
 
@@ -47,7 +47,7 @@ def test_a_file_system_that_writes_elsewhere_gets_page_files_because_a_full_disk
 
 def test_slabs_are_refused_where_a_full_disk_would_kill(tmp_path, monkeypatch):
     elsewhere = FileSystem("btrfs", True, "btrfs is local", in_place=False)
-    monkeypatch.setattr("hicache_ext.storage.file.slab.directory.file_system_of", lambda _: elsewhere)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.directory.file_system_of", lambda _: elsewhere)
     with pytest.raises(
         StoreSetupError, match=r"cannot hold slabs: btrfs writes changed blocks elsewhere.*layout: pages"
     ):
@@ -111,7 +111,9 @@ def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held
 
 
 def test_a_file_system_that_cannot_preallocate_gets_page_files(tmp_path, mounted, monkeypatch):
-    monkeypatch.setattr("hicache_ext.storage.file.file_system._cannot_allocate", lambda _: "Operation not supported")
+    monkeypatch.setattr(
+        "hicache_ext.storage.tiers.file.file_system._cannot_allocate", lambda _: "Operation not supported"
+    )
     choice = choose_layout(tmp_path / "tier", CAPACITY, mounted("xfs"))
     assert choice.layout == "pages"
     assert "xfs is local and cannot preallocate: Operation not supported" in choice.reason

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ext.storage.file.slab import slot_code
-from hicache_ext.storage.file.slab.ghosts import GhostTable
-from hicache_ext.storage.file.slab.slot_code import HITS_BITS, RECORD_WORDS
+from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab.ghosts import GhostTable
+from hicache_ext.storage.tiers.file.slab.slot_code import HITS_BITS, RECORD_WORDS
 
 SIZE = 2000
 

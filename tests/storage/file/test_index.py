@@ -15,13 +15,13 @@ import lmdb
 import numpy as np
 import pytest
 
-from hicache_ext.storage.file.slab import change as change_module
-from hicache_ext.storage.file.slab import slot_code, slot_table
-from hicache_ext.storage.file.slab.change import IndexChange
-from hicache_ext.storage.file.slab.index import SlabIndex
-from hicache_ext.storage.file.slab.placed import Located, Placed
-from hicache_ext.storage.file.slab.records import Slab
-from hicache_ext.storage.store import PageKeys
+from hicache_ext.storage.contract.store import PageKeys
+from hicache_ext.storage.tiers.file.slab import change as change_module
+from hicache_ext.storage.tiers.file.slab import slot_code, slot_table
+from hicache_ext.storage.tiers.file.slab.change import IndexChange
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
+from hicache_ext.storage.tiers.file.slab.records import Slab
 
 A, B = bytes(range(16)), bytes(range(16, 32))
 SMALL, MIDDLE, LARGE = 4096, 1 << 20, 3 << 20

@@ -13,9 +13,9 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage import file as file_tier
-from hicache_ext.storage.mounts import RootFileSystem, on_root_file_system
+from hicache_ext.runtime.mounts import RootFileSystem, on_root_file_system
 from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.tiers import file as file_tier
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.storage.file.test_spread import wait_until
 

@@ -13,8 +13,8 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, load_config, rounded_size
 from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.store import GetResult
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
 from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import account_and_walk

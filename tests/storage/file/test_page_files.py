@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.file import page_io, pages
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.file.pages import page_file as page_io
+from hicache_ext.storage.tiers.file.pages import store as pages
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, payload_of, read_pages, store_pages
 from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import RawFiles, account_and_walk
@@ -427,7 +428,7 @@ def test_an_account_that_fails_is_a_refused_write_and_not_an_exception(store, pa
     def fail(*_):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr("hicache_ext.storage.file.usage.fcntl.flock", fail)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.usage.fcntl.flock", fail)
     assert store_pages(store, page_keys(3)) == [SetResult.ERROR] * 3
     assert_hits(store, [KEY])
     _flip(page, 300)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hicache_ext.storage.file.parallel import Workers
+from hicache_ext.runtime.workers import Workers
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import hashlib
 import pytest
 
 from hicache_ext.errors import StoreError
-from hicache_ext.storage.file import pins
-from hicache_ext.storage.file.pins import PinnedPages, add_pin, pins_that_are_over, read_pins, remove_pin
+from hicache_ext.storage.tiers.file import pins
+from hicache_ext.storage.tiers.file.pins import PinnedPages, add_pin, pins_that_are_over, read_pins, remove_pin
 
 HASHES = [hashlib.sha256(bytes([number])).digest() for number in range(10)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.storage.file.slab.placed import NONE_PLACED, Located, Placed
+from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Located, Placed
 
 _pages = st.lists(
     st.builds(

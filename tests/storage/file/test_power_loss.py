@@ -15,16 +15,16 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.file import whole_file
-from hicache_ext.storage.file.inspection import open_inspector
-from hicache_ext.storage.file.page_tree import load_document
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.pins import add_pin, read_pins
-from hicache_ext.storage.file.slab.index import SlabIndex
-from hicache_ext.storage.file.slab.store import SlabStore
-from hicache_ext.storage.file.whole_file import create_whole, write_whole
+from hicache_ext.runtime import whole_file
+from hicache_ext.runtime.whole_file import create_whole, write_whole
+from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.store import GetResult
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.pins import add_pin, read_pins
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
 
 DOCUMENT = {"model": {"id": "example"}, "pool": {"name": "kv"}}

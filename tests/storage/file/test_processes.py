@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.store import PageBatch
+from hicache_ext.storage.contract.store import PageBatch
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import HostPages, page_key, read_pages
 from tests.storage.raw_access import account_and_walk
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ext.storage import jit
-from hicache_ext.storage.file import eviction
-from hicache_ext.storage.file.eviction import Clock, EvictionPolicy, Ghost, Rank
-from hicache_ext.storage.file.slab import lookup, slot_code
-from hicache_ext.storage.file.slab.mapped import Words
-from hicache_ext.storage.file.slab.slot_code import (
+from hicache_ext.runtime import jit
+from hicache_ext.storage.tiers.file import eviction
+from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy, Ghost, Rank
+from hicache_ext.storage.tiers.file.slab import lookup, slot_code
+from hicache_ext.storage.tiers.file.slab.mapped import Words
+from hicache_ext.storage.tiers.file.slab.slot_code import (
     FREE,
     GROUP_WORDS,
     HASH,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.file.spread import CALLS_BEFORE_OUT, SpreadStore
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.file.multipath import CALLS_BEFORE_OUT, SpreadStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     OTHER_IDENTITY,

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from hicache_ext.storage.file.slab import touches as module
-from hicache_ext.storage.file.slab.touches import Chains, Touches
+from hicache_ext.storage.tiers.file.slab import touches as module
+from hicache_ext.storage.tiers.file.slab.touches import Chains, Touches
 
 PATIENCE = 30.0
 

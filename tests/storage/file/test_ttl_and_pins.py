@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from hicache_ext import envelope
-from hicache_ext.storage.file import expiry, pins
-from hicache_ext.storage.file.pages import PageFileStore
-from hicache_ext.storage.file.pins import add_pin
-from hicache_ext.storage.file.slab.store import SlabStore
-from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.page import envelope
+from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.file import expiry, pins
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pins import add_pin
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import OTHER_IDENTITY, assert_hits, page_keys, read_pages, store_pages
 
 MIB = 1 << 20

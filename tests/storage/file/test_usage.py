@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage.file.usage import UnderWay, Usage, writer_alive, writer_name
+from hicache_ext.storage.tiers.file.usage import UnderWay, Usage, writer_alive, writer_name
 
 _SPAWN = multiprocessing.get_context("spawn")
 

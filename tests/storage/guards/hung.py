@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, page_key
 from hicache_ext.testing.faults import BeforeEachCall
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.guards.breaker import LONGEST_PROBE_INTERVAL, Breaker, BreakerSettings, BreakerState, Outcome
 from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
-from hicache_ext.storage.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
 from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
 from hicache_ext.testing.memory_store import MemoryPageStore

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.storage.diagnosis import Finding, Level
+from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.guards.bounce import BounceMemory
 from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS, DeadlineStore
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 from hicache_ext.testing.conformance.pages import (
     HostPages,
     assert_hits,

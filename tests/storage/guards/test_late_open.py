@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
-from hicache_ext.storage.diagnosis import Level
+from hicache_ext.storage.contract.diagnosis import Level
+from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.storage.guards.late_open import LateStore
-from hicache_ext.storage.store import GetResult, PageStore, SetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, assert_hits, read_pages, store_pages
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, eventually

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import StoreError
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.delegating import DelegatingStore
-from hicache_ext.storage.hints.board import BoardLimits, HintBoard, NoBoardError, board_among
-from hicache_ext.storage.hints.hint import Hint, decode, encode, longest
-from hicache_ext.storage.hints.receiver import HintReceiver
-from hicache_ext.storage.hints.sender import HintSender
-from hicache_ext.storage.prefetch import PrefetchSettings
-from hicache_ext.storage.registry import open_tier
-from hicache_ext.storage.tiered import TieredStore, TieringSettings
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, NoBoardError, board_among
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.serving.hints.hint import Hint, decode, encode, longest
+from hicache_ext.storage.serving.hints.receiver import HintReceiver
+from hicache_ext.storage.serving.hints.sender import HintSender
+from hicache_ext.storage.tiering.prefetch import PrefetchSettings
+from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.rigs.redis_servers import RedisServer, redis_program

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hicache_ext.config import MooncakeTierConfig
-from hicache_ext.storage.mooncake.attachment import Attachment
-from hicache_ext.storage.mooncake.engine import Engine
-from hicache_ext.storage.mooncake.pages import MooncakeStore
+from hicache_ext.storage.tiers.mooncake.attachment import Attachment
+from hicache_ext.storage.tiers.mooncake.engine import Engine
+from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import NetworkUnavailable, own_network
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hicache_ext.storage.diagnosis import Level
-from hicache_ext.storage.mooncake import open_mooncake_tier
-from hicache_ext.storage.store import SetResult
+from hicache_ext.storage.contract.diagnosis import Level
+from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiers.mooncake import open_mooncake_tier
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine

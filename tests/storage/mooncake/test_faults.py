@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
-from hicache_ext.storage.mooncake import open_mooncake_tier
-from hicache_ext.storage.mooncake.pages import MooncakeStore
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.mooncake import open_mooncake_tier
+from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     HostPages,

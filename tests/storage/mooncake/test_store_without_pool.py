@@ -15,13 +15,14 @@ import pytest
 
 from hicache_ext.config import MooncakeTierConfig
 from hicache_ext.errors import StoreClosedError, StoreSetupError
-from hicache_ext.storage.call_deadline import ending_within
-from hicache_ext.storage.mooncake import attachment as attachment_module
-from hicache_ext.storage.mooncake import pages as pages_module
-from hicache_ext.storage.mooncake.attachment import Attachment, address_of
-from hicache_ext.storage.mooncake.engine import environment
-from hicache_ext.storage.mooncake.pages import MooncakeStore
-from hicache_ext.storage.mooncake.transfers import (
+from hicache_ext.runtime.call_deadline import ending_within
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.mooncake import attachment as attachment_module
+from hicache_ext.storage.tiers.mooncake import pages as pages_module
+from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
+from hicache_ext.storage.tiers.mooncake.engine import environment
+from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
+from hicache_ext.storage.tiers.mooncake.transfers import (
     FIRST_PIECES,
     HEADER_LENGTH,
     PIECE_BYTES,
@@ -29,7 +30,6 @@ from hicache_ext.storage.mooncake.transfers import (
     SCRATCH_BYTES,
     portions,
 )
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_keys, read_pages, store_pages
 
 
@@ -407,8 +407,8 @@ def test_the_librarys_variables_are_set_before_the_import_and_the_users_kept():
 import os, sys
 os.environ["MC_LOG_LEVEL"] = "INFO"
 from hicache_ext.config import MooncakeTierConfig
-import hicache_ext.storage.mooncake.pages
-from hicache_ext.storage.mooncake import engine
+import hicache_ext.storage.tiers.mooncake.pages
+from hicache_ext.storage.tiers.mooncake import engine
 assert "mooncake" not in sys.modules
 class Library:
     def find_spec(self, name, path, target=None):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from hicache_ext.config.pd import PullConfig
-from hicache_ext.metrics import TierMetrics
-from hicache_ext.storage.pulling.linear_cost import LinearCost
-from hicache_ext.storage.pulling.measured_store import LookUp, MeasuredStore
-from hicache_ext.storage.pulling.rule import PullRule, open_pull_rule
-from hicache_ext.storage.pulling.sized_cost import SizedCost
-from hicache_ext.storage.store import GetResult, PageBatch
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import GetResult, PageBatch
+from hicache_ext.storage.tiering.pulling.linear_cost import LinearCost
+from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
+from hicache_ext.storage.tiering.pulling.rule import PullRule, open_pull_rule
+from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
 
 MIB = 2**20
 
@@ -225,7 +225,7 @@ def test_an_unused_tier_is_measured_in_the_background_and_used_again(caplog: pyt
     def keys(count: int) -> list[bytes]:
         return [bytes([number]) * 48 for number in range(count)]
 
-    with caplog.at_level(logging.DEBUG, logger="hicache_ext.storage.pulling.rule"):
+    with caplog.at_level(logging.DEBUG, logger="hicache_ext.storage.tiering.pulling.rule"):
         assert ask(rule, tier, keys) == 0
     assert "recompute 1024 tokens: dearer" in caplog.text
     assert inner.read.wait(60)

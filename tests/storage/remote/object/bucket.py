@@ -10,7 +10,7 @@ from typing import Any
 import obstore
 import obstore.store
 
-from hicache_ext.storage.remote.object.store import ObjectPageStore
+from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import obstore.store
 import pytest
 
-from hicache_ext.storage.diagnosis import Level
+from hicache_ext.storage.contract.diagnosis import Level
 from tests.rigs.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw, missing_radosgw
 from tests.storage.remote.object.bucket import Medium
 from tests.storage.remote.object.test_object_conformance import _ObjectStoreTests

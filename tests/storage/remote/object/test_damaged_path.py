@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.storage import bad_pages
-from hicache_ext.storage.bad_pages import Removal, Stored
-from hicache_ext.storage.remote.object.examination import ObjectMedium
-from hicache_ext.storage.remote.object.store import ObjectPageStore
-from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.storage.contract import bad_pages
+from hicache_ext.storage.contract.bad_pages import Removal, Stored
+from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.object.examination import ObjectMedium
+from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
 from tests.rigs.s3_server import S3Server
 from tests.storage.remote.object.bucket import RawBucket, s3_client

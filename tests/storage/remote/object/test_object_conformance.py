@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hicache_ext.storage.remote.object.store import ObjectPageStore
+from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
 from tests.rigs.s3_server import S3Server

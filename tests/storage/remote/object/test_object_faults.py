@@ -12,9 +12,9 @@ from pathlib import Path
 import obstore.store
 import pytest
 
-from hicache_ext.storage.call_deadline import ending_within
-from hicache_ext.storage.remote.object.store import ObjectPageStore
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.runtime.call_deadline import ending_within
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     HostPages,

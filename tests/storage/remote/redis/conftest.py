@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import redis
 
-from hicache_ext.storage.remote.redis import node
-from hicache_ext.storage.remote.redis.settings import Endpoint, RedisSettings
-from hicache_ext.storage.remote.redis.store import RedisPageStore
+from hicache_ext.storage.tiers.redis import node
+from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
+from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from tests.rigs.redis_servers import HOST, RedisCluster, RedisServer, redis_program
 
 PREFIX = "test:"

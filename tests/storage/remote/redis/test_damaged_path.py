@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from hicache_ext.storage import bad_pages
-from hicache_ext.storage.remote.redis.store import RedisPageStore
-from hicache_ext.storage.store import GetResult, SetResult
+from hicache_ext.storage.contract import bad_pages
+from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
 from tests.rigs.redis_servers import RedisServer
 from tests.rigs.trouble_proxy import Trouble, TroubleProxy

@@ -11,10 +11,10 @@ import pytest
 import redis
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
-from hicache_ext.storage.bad_pages import Removal
-from hicache_ext.storage.diagnosis import Level
-from hicache_ext.storage.remote.redis.topology import slot_of
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.contract.bad_pages import Removal
+from hicache_ext.storage.contract.diagnosis import Level
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.redis.topology import slot_of
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     HostPages,
@@ -230,7 +230,7 @@ def test_another_type_under_a_pages_name_is_replaced(server, open_store):
 
 
 def test_a_good_copy_that_replaced_the_bad_one_is_not_removed(server, open_store, monkeypatch):
-    import hicache_ext.storage.remote.redis.examination as module
+    import hicache_ext.storage.tiers.redis.examination as module
 
     store, raw = open_store(server), RawValues(server)
     key = page_keys(1)
@@ -289,7 +289,7 @@ def test_clearing_a_node_that_is_down_keeps_its_pages_out_of_sight_until_it_is_b
 
 
 def test_identity_documents_come_back_after_the_server_has_forgotten_them(server, open_store, monkeypatch):
-    import hicache_ext.storage.remote.redis.store as module
+    import hicache_ext.storage.tiers.redis.store as module
 
     store = open_store(server)
     store.register_identity(IDENTITY, {"model": {"id": "a/b"}})
@@ -321,7 +321,7 @@ def test_a_frozen_server_does_not_hold_up_the_opening(server, open_store):
 
 
 def test_a_required_server_that_is_slow_at_the_start_is_waited_for(server, open_store, monkeypatch):
-    monkeypatch.setattr("hicache_ext.storage.remote.redis.settings.SHORT_CALL", 0.2)
+    monkeypatch.setattr("hicache_ext.storage.tiers.redis.settings.SHORT_CALL", 0.2)
     server.freeze()
     thaw = threading.Timer(0.5, server.thaw)
     thaw.start()
@@ -386,8 +386,8 @@ def test_a_refused_login_is_a_sentence_without_the_secret(tmp_path, open_store, 
 
 @pytest.mark.parametrize("client_certificate", [False, True])
 def test_pages_travel_over_tls(tmp_path, client_certificate):
-    from hicache_ext.storage.remote.redis.settings import TlsSettings
-    from hicache_ext.storage.remote.redis.store import RedisPageStore
+    from hicache_ext.storage.tiers.redis.settings import TlsSettings
+    from hicache_ext.storage.tiers.redis.store import RedisPageStore
 
     ca, certificate, key = make_certificates(tmp_path / "certificates")
     options = tls_options(ca, certificate, key, client_certificates=client_certificate)
@@ -414,7 +414,7 @@ def test_pages_travel_over_tls(tmp_path, client_certificate):
 
 
 def test_a_unix_socket_serves(tmp_path, open_store):
-    from hicache_ext.storage.remote.redis.settings import Endpoint
+    from hicache_ext.storage.tiers.redis.settings import Endpoint
 
     path = f"/tmp/hicache-test-{os.getpid()}.sock"
     with RedisServer(tmp_path / "unix", [("unixsocket", path)]) as server:
@@ -488,7 +488,7 @@ def test_a_diagnosis_says_what_an_operator_should_change(server, open_store):
     ("there", "level"), [(100, Level.OK), (103, Level.OK), (98, Level.WARNING), (105, Level.WARNING)]
 )
 def test_a_late_answer_is_no_clock_that_is_off(monkeypatch, there, level):
-    from hicache_ext.storage.remote.redis import diagnosis
+    from hicache_ext.storage.tiers.redis import diagnosis
 
     class Late:
         """Was asked at 100 s and has answered at 103 s."""
@@ -582,8 +582,8 @@ def test_a_cluster_node_that_is_replaced_by_another_is_found(cluster, open_store
 
 def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(tmp_path, open_store, monkeypatch):
     """Restarted on an empty disk, a node answers CLUSTER SLOTS with nothing, and may be the first to be asked."""
-    from hicache_ext.storage.remote.redis.settings import Endpoint
-    from hicache_ext.storage.remote.redis.topology import Topology
+    from hicache_ext.storage.tiers.redis.settings import Endpoint
+    from hicache_ext.storage.tiers.redis.topology import Topology
 
     with RedisServer(tmp_path / "a") as first, RedisServer(tmp_path / "b") as second:
         halves = [(0, 8191, Endpoint(HOST, first.port)), (8192, 16383, Endpoint(HOST, second.port))]

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from hicache_ext.storage.call_deadline import ending_within
-from hicache_ext.storage.remote.redis.settings import RedisSettings
-from hicache_ext.storage.remote.redis.store import RedisPageStore
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult
+from hicache_ext.runtime.call_deadline import ending_within
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.redis.settings import RedisSettings
+from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
 from tests.storage.remote.redis.conftest import PATIENCE, set_timeout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hicache_ext.storage.remote.redis.store import RedisPageStore
+from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
 from tests.rigs.redis_servers import RedisCluster, RedisServer

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage.remote.redis.resp import (
+from hicache_ext.storage.tiers.redis.resp import (
     LARGEST_VALUE,
     LONGEST_DRAINED,
     LONGEST_LINE,
@@ -17,7 +17,7 @@ from hicache_ext.storage.remote.redis.resp import (
     ReplyReader,
     command,
 )
-from hicache_ext.storage.remote.redis.wire import ServerClosedError
+from hicache_ext.storage.tiers.redis.wire import ServerClosedError
 from hicache_ext.testing.conformance.pages import HostPages, cut
 
 HEADER = 128

@@ -1,0 +1,449 @@
+"""A digest of every byte of a model's weight files, made on threads of its own while the model loads.
+
+Two models served under one name must not share KV, also where only a few rows of one tensor differ (trained tokens, an
+edited head): so nothing is sampled. Reading all bytes takes a while (docs/decisions/weights-identity.md has the rates),
+hence three things:
+
+- It runs in the background. Until it has ended, the backend stores and serves nothing.
+- What was read once is remembered until the machine is started again: a record per file, found by the file's file
+  system, device, inode, size, mtime and ctime. The kernel sets the ctime of a file whenever its bytes or its times are
+  changed; nothing is remembered of file systems where something else may say what it is (FUSE, images, tmpfs).
+- The ranks of a node share the work: each locks the record of the file it reads, and takes another file meanwhile.
+
+The digest must be of the bytes that SGLang loads. So the files' facts are noted before the load begins (``__init__``)
+and compared afterwards (``loaded``) and when a file is read: one that changed meanwhile leaves the model unidentified.
+
+SHA-256 and not a faster checksum: whoever may publish a model or an adapter must not be able to make one whose digest
+is that of somebody else's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hicache_ext.runtime.access import make_directory, open_file
+from hicache_ext.storage.tiers.file.file_system import file_system_of
+
+logger = logging.getLogger(__name__)
+
+PIECE = 8 * 1024 * 1024
+"""Bytes that are read and hashed at once; part of the format of a digest."""
+
+_DOMAIN = b"hicache_ext/weights/2\0"
+_THREADS = 8
+_NICENESS = 10
+"""Of the threads that read: the model's own loading goes first."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+_SHAPING_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_SHAPING_SUFFIXES = (".index.json", ".py")
+"""Beside weights: what says how they become KV, which of them are loaded, and modelling code."""
+_SETTLED = 10.0
+"""Seconds for which a file must have been left alone before its digest is remembered: within the granularity of a
+clock two versions of a file may have equal times."""
+_TICK = 0.1
+"""More than that granularity on a local file system: a file is not read sooner after its last change."""
+_KEEPS_CTIME = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "nfs", "nfs4", "lustre", "ceph"}
+)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
+_OTHERS_TURN = 0.2
+_LONGEST_TURN = 60.0
+"""Seconds without any progress after which a file is read although another process is said to be reading it."""
+
+
+class WeightsError(Exception):
+    """The files of a model cannot be identified; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What changes whenever the bytes of a file do."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileFacts:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def settled(self, seconds: float) -> bool:
+        """Whether the last change is so long ago. A file system that keeps no ctime has no settled files."""
+        return 0 < self.ctime_ns < (time.time() - seconds) * 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """``name`` is what counts of its path: equal models have equal digests wherever they lie."""
+
+    name: str
+    path: Path
+    facts: FileFacts
+
+
+class ModelFingerprint:
+    """The digest of the files of one model. Thread-safe.
+
+    ``digest`` is 32 hexadecimal digits, None until ``done`` or where ``problem`` says why there is none.
+    """
+
+    def __init__(self, model_path: str, revision: str | None = None, *, weights: bool = True) -> None:
+        """Notes which files there are. ``model_path``: a directory, a GGUF file, or a name in the local hub cache.
+
+        Without ``weights`` the files that hold them do not count, and may be absent (``--load-format dummy``).
+        """
+        self.model_path = model_path
+        self.revision = revision
+        self._weights = weights
+        self.digest: str | None = None
+        self.problem: str | None = None
+        self.done = threading.Event()
+        self._lock = threading.Lock()
+        self._started = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._records: RememberedDigests | None = None
+        self._read: dict[_File, bytes] = {}
+        self._seconds = 0.0
+        self._files: list[_File] = []
+        try:
+            self._files = _files_of(model_path, revision, weights)
+        except (OSError, WeightsError) as error:
+            self.problem = str(error)
+
+    @property
+    def found(self) -> bool:
+        """Whether there are files to read."""
+        return bool(self._files)
+
+    def start(self, remember_in: Path | None = None) -> None:
+        """Begin to read, once; later calls may still say where to remember. Does not wait."""
+        with self._lock:
+            if self._records is None and remember_in is not None:
+                self._records = RememberedDigests(remember_in)
+            first, self._started = not self._started, True
+        if first and self.problem is None:
+            threading.Thread(target=self._run, name="hicache-weights", daemon=True).start()
+        elif first:
+            self._end()
+        elif self.done.is_set():
+            self._remember_all()
+
+    def loaded(self) -> bool:
+        """The load of the model has ended: what was noted before it must still hold, now and when it was read.
+
+        False where all that was noted holds and there are more files by now: this is not the digest of the model then,
+        and another one is to be made.
+        """
+        try:
+            now = {file.path: file.facts for file in _files_of(self.model_path, self.revision, self._weights)}
+        except (OSError, WeightsError):
+            now = {}
+        changed = [file.path.name for file in self._files if now.get(file.path) != file.facts]
+        if changed:
+            self._fail(f"{changed[0]} changed while the model was loaded")
+        elif len(now) > len(self._files):
+            self._fail("files were added while the model was loaded")
+        if self.problem is not None and self.done.is_set():
+            self._end()
+        return bool(changed) or self.problem is None
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when it is known: now, or later on the thread that reads. It must not raise.
+
+        It is called once more where ``loaded`` finds afterwards that the digest is not of what was loaded.
+        """
+        with self._lock:
+            self._callbacks.append(callback)
+            done = self.done.is_set()
+        if done:
+            callback()
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        try:
+            digests = self._digests()
+            digest = hashlib.sha256(_DOMAIN)
+            for name, of_file in sorted(digests.items()):
+                digest.update(len(name).to_bytes(8, "little") + name.encode() + of_file)
+            self.digest = digest.hexdigest()[:32]
+            self._seconds = time.monotonic() - started
+            size = sum(file.facts.size for file in self._files)
+            read = sum(file.facts.size for file in self._read)
+            logger.info(
+                "hicache_ext: the weights in %s are identified: %.1f GB, of which %.1f were read in %.1f s",
+                self.model_path,
+                size / 1e9,
+                read / 1e9,
+                self._seconds,
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model is unidentified and the server goes on
+            self._fail(str(error) or type(error).__name__)
+        self._end()
+        self._remember_all()
+
+    def _fail(self, problem: str) -> None:
+        self.problem = f"{problem} ({self.model_path})"
+        self.digest = None
+
+    def _end(self) -> None:
+        with self._lock:
+            if self.problem is not None:
+                self.digest = None
+            self.done.set()
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            callback()
+
+    def _digests(self) -> dict[str, bytes]:
+        """Of every file, by its name."""
+        digests: dict[str, bytes] = {}
+        waiting = self._files
+        last_progress = time.monotonic()
+        while waiting:
+            busy: list[_File] = []
+            for file in waiting:
+                digest = self._digest_of(file, patient=time.monotonic() - last_progress < _LONGEST_TURN)
+                if digest is None:
+                    busy.append(file)
+                else:
+                    digests[file.name] = digest
+                    last_progress = time.monotonic()
+            if len(busy) == len(waiting):
+                time.sleep(_OTHERS_TURN)
+            waiting = busy
+        return digests
+
+    def _digest_of(self, file: _File, *, patient: bool) -> bytes | None:
+        """None where another process is reading this file and ``patient``."""
+        name = None if self._records is None else _record_name(file)
+        if self._records is None or name is None:
+            return self._read_whole(file)
+        with self._records.claim(name) as record:
+            if record is None:
+                return None if patient else self._read_whole(file)
+            digest = record.read()
+            if digest is None:
+                settled = file.facts.settled(_SETTLED)
+                digest = self._read_whole(file)
+                if settled:
+                    record.write(digest)
+            else:
+                with _opened(file):
+                    pass
+            return digest
+
+    def _read_whole(self, file: _File) -> bytes:
+        with _opened(file) as fd:
+            digest = digest_of_file(fd, file.facts.size)
+            if FileFacts.of(os.fstat(fd)) != file.facts:
+                raise WeightsError(f"{file.path.name} changed while it was read")
+        self._read[file] = digest
+        return digest
+
+    def _remember_all(self) -> None:
+        """What was read before it was known where to remember it."""
+        for file, digest in list(self._read.items()):
+            name = _record_name(file)
+            if self._records is None or name is None or not file.facts.settled(_SETTLED + self._seconds):
+                continue
+            with self._records.claim(name) as record:
+                if record is not None and record.read() is None:
+                    record.write(digest)
+
+
+@contextmanager
+def _opened(file: _File) -> Iterator[int]:
+    """The file that was noted, with all that was written to it so far. Raises WeightsError and OSError."""
+    if not file.facts.settled(_TICK):
+        time.sleep(_TICK)
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            # Whoever has the file mapped and goes on writing to it changes its ctime again from here on.
+            os.fsync(fd)
+        except OSError as error:
+            logger.debug("%s cannot be synced: %s", file.path.name, error)
+        if FileFacts.of(os.fstat(fd)) != file.facts:
+            raise WeightsError(f"{file.path.name} changed while the model was loaded")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _record_name(file: _File) -> str | None:
+    """Like no other file's on this machine since it was started. None where a file is not to be remembered."""
+    if file.facts.size <= PIECE or file_system_of(file.path.resolve()).type not in _KEEPS_CTIME:
+        return None
+    try:
+        place = (os.statvfs(file.path).f_fsid, _BOOT_ID.read_text().strip())
+    except OSError:
+        return None
+    return hashlib.sha256(repr((file.facts, place)).encode()).hexdigest()[:32]
+
+
+class RememberedDigests:
+    """Records of file digests in a directory, shared by processes. Errors of the medium mean: nothing remembered.
+
+    A record is one small file, locked by who reads the weights file it is about; the kernel takes the lock back when
+    that process dies. A record that is torn or damaged does not pass its check and counts as empty.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @contextmanager
+    def claim(self, name: str) -> Iterator[_Record | None]:
+        """The record of a file for this process alone; None while another process has it."""
+        try:
+            make_directory(self._directory)
+            fd = open_file(self._directory / name, os.O_RDWR)
+        except OSError as error:
+            logger.debug("digests of weight files are not remembered in %s: %s", self._directory, error)
+            yield _Record(None, name)
+            return
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            except OSError:
+                pass  # a file system without locks: the worst is that two ranks read the same file
+            yield _Record(fd, name)
+        finally:
+            os.close(fd)
+
+
+class _Record:
+    """``<64 hex digits of the digest> <16 of a check>``; the check is over the record's own name, too."""
+
+    _LENGTH = 64 + 1 + 16
+
+    def __init__(self, fd: int | None, name: str) -> None:
+        self._fd = fd
+        self._name = name
+
+    def read(self) -> bytes | None:
+        if self._fd is None:
+            return None
+        try:
+            text = os.pread(self._fd, self._LENGTH + 1, 0)
+            digest = bytes.fromhex(text[:64].decode("ascii"))
+        except (OSError, ValueError):
+            return None
+        return digest if text == self._text(digest) else None
+
+    def write(self, digest: bytes) -> None:
+        if self._fd is None:
+            return
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, self._text(digest), 0)
+        except OSError as error:
+            logger.debug("the digest of a weights file is not remembered: %s", error)
+
+    def _text(self, digest: bytes) -> bytes:
+        check = hashlib.sha256(self._name.encode() + digest).hexdigest()[:16]
+        return f"{digest.hex()} {check}".encode()
+
+
+def digest_of_file(fd: int, size: int) -> bytes:
+    """SHA-256 over the size and the SHA-256 of each piece of ``PIECE`` bytes, which threads read and hash at once.
+
+    Raises OSError, and WeightsError for a file that is shorter than ``size``.
+    """
+    pieces = -(-size // PIECE)
+    digests: list[bytes] = [b""] * pieces
+    numbers = itertools.count()
+    problems: list[Exception] = []
+
+    def read_pieces() -> None:
+        _step_back()
+        buffer = memoryview(bytearray(min(PIECE, max(size, 1))))
+        while not problems and (number := next(numbers)) < pieces:
+            try:
+                piece = buffer[: min(PIECE, size - number * PIECE)]
+                _fill(fd, piece, number * PIECE)
+                digests[number] = hashlib.sha256(piece).digest()
+            except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
+                problems.append(error)
+
+    threads = [
+        threading.Thread(target=read_pieces, name="hicache-weights", daemon=True)
+        for _ in range(min(pieces, _THREADS, len(os.sched_getaffinity(0))))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return hashlib.sha256(_DOMAIN + size.to_bytes(8, "little") + b"".join(digests)).digest()
+
+
+def _fill(fd: int, piece: memoryview, offset: int) -> None:
+    filled = 0
+    while filled < len(piece):
+        count = os.preadv(fd, [piece[filled:]], offset + filled)
+        if count == 0:
+            raise WeightsError("a file of weights became shorter while it was read")
+        filled += count
+
+
+def _step_back() -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    except OSError:
+        pass
+
+
+def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_File]:
+    """The files that shape a model's KV. Raises WeightsError when there are no weights among them, and OSError."""
+    path = Path(model_path)
+    if not path.exists():
+        path = _snapshot_of(model_path, revision)
+    if path.is_file():
+        named = _parts_of(path)
+    else:
+        named = {
+            file.name: file
+            for file in path.iterdir()
+            if file.name in _SHAPING_FILES or file.name.endswith(_SHAPING_SUFFIXES)
+        }
+        found = {file.name: file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES}
+        if weights and not found:
+            raise WeightsError(f"there are no weight files ({', '.join(_WEIGHT_SUFFIXES)}) in {path}")
+        named |= found if weights else {}
+    return [_File(name, file, FileFacts.of(file.stat())) for name, file in sorted(named.items())]
+
+
+def _parts_of(path: Path) -> dict[str, Path]:
+    """A GGUF file counts by its content alone; it may be one of several parts."""
+    part = _PART.fullmatch(path.name)
+    if part is None:
+        return {path.suffix: path}
+    beside = ((file, _PART.fullmatch(file.name)) for file in path.parent.iterdir())
+    return {file.name: file for file, other in beside if other is not None and other.groups() == part.groups()}
+
+
+def _snapshot_of(model_path: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+    except Exception as error:  # a missing package, a missing snapshot and a bad name all mean "unknown"
+        raise WeightsError(f"there are no files of {model_path!r} on this node") from error

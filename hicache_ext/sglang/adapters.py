@@ -1,0 +1,137 @@
+"""LoRA: pages of different adapter weights never meet, and pages of equal ones do.
+
+SGLang tells adapters apart by a ``lora_id``: a digest of name and path, or a random number for an adapter loaded over
+HTTP. It is part of a request's ``extra_key``, which every page hash of the request starts from. So an adapter that was
+trained again into the same directory found the old one's KV in storage, and one that was loaded again found nothing.
+
+One of the rooms that know SGLang. Two hooks: where an adapter has been loaded, its content is digested; where a request
+is made, that digest takes the place of the ``lora_id`` in its ``extra_key``. Everything behind it follows: the radix
+tree, host memory, storage, decode nodes.
+
+The digest is of the tensors that SGLang holds, not of files: so it is the same on all ways to load (path, HTTP,
+tensors) and no file can change between the two. The tensors themselves may be mapped from the file, and SGLang copies
+them to the device again and again; they are made private here, or an adapter that is overwritten in place would change
+while the server runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import uuid
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from hicache_ext.page.hashes import namespaced_extra_key
+from hicache_ext.sglang.launch_facts import uses_storage
+
+logger = logging.getLogger(__name__)
+
+_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
+START_TARGET = f"{_MANAGER}.init_state"
+LOAD_TARGETS = (f"{_MANAGER}.load_lora_weights", f"{_MANAGER}.load_lora_weights_from_tensors")
+REQUEST_TARGET = "sglang.srt.managers.schedule_batch.Req.__init__"
+
+_DOMAIN = b"hicache_ext/adapter/1\0"
+_NOT_SHAPING = ("base_model_name_or_path", "inference_mode", "revision", "task_type", "auto_mapping", "peft_version")
+"""Of an adapter's configuration: what does not change what its layers compute. All else counts, known or not."""
+_THREADS = 4
+
+_digests: dict[str, str] = {}
+"""Of every adapter loaded in this process, by SGLang's lora_id. No id is ever used twice."""
+
+
+def after_start(_: Any, manager: Any, *__: Any, **___: Any) -> None:
+    """AFTER hook where the adapters of the command line are loaded and it is known what they apply to."""
+    for lora_id, lora_ref in manager.lora_refs.items() if uses_storage() else ():
+        _identify(manager, lora_id, lora_ref.lora_name)
+
+
+def after_load(_: Any, manager: Any, lora_ref: Any, *__: Any, **___: Any) -> None:
+    """AFTER hook where the weights of an adapter are in host memory [scheduler thread, which waits for the load]."""
+    if hasattr(manager, "memory_pool") and uses_storage():  # or else after_start comes
+        _identify(manager, lora_ref.lora_id, lora_ref.lora_name)
+
+
+def _identify(manager: Any, lora_id: str, name: str) -> None:
+    try:
+        adapter = manager.loras[lora_id]
+        _make_private(adapter)
+        digest = adapter_digest(adapter, manager.target_modules)
+        logger.info("hicache_ext: pages of LoRA adapter %s have the adapter digest %s", name, digest)
+    except Exception:
+        digest = _unheard_of()
+        logger.exception("hicache_ext: LoRA adapter %s cannot be identified; its KV is not reused", name)
+    _digests[lora_id] = digest
+
+
+def after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
+    """AFTER hook on the constructor of a request [scheduler thread]."""
+    lora_id = request.lora_id
+    if lora_id is None:
+        request.extra_key = namespaced_extra_key(request.extra_key)
+        return
+    digest = _digests.get(lora_id)
+    if digest is None and not uses_storage():
+        return
+    if digest is None:
+        digest = _digests[lora_id] = _unheard_of()
+        logger.error("hicache_ext: LoRA adapter %s was loaded unseen; its KV is not reused", lora_id)
+    request.extra_key = namespaced_extra_key(request.extra_key.removesuffix(lora_id), digest)
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(START_TARGET, after_start, HookType.AFTER)
+    for target in LOAD_TARGETS:
+        HookRegistry.register(target, after_load, HookType.AFTER)
+    HookRegistry.register(REQUEST_TARGET, after_request, HookType.AFTER)
+
+
+def adapter_digest(adapter: Any, server_modules: Collection[str]) -> str:
+    """32 hexadecimal digits over all that a loaded LoRAAdapter adds to the base model.
+
+    ``server_modules``: the modules that the server applies adapters to. Tensors of others are left out by it.
+    """
+    config = {name: value for name, value in adapter.config.hf_config.items() if name not in _NOT_SHAPING}
+    if isinstance(config.get("target_modules"), list | set | tuple):
+        config["target_modules"] = sorted(config["target_modules"])
+    config["added_tokens"] = adapter.config.added_tokens_config
+    digest = hashlib.sha256(_DOMAIN + json.dumps(config, sort_keys=True, default=str).encode())
+    with ThreadPoolExecutor(_THREADS, "hicache-adapter") as threads:
+        for part in threads.map(functools.partial(_digest_of_tensors, server_modules), _tensors_of(adapter)):
+            digest.update(part)
+    return digest.hexdigest()[:32]
+
+
+def _unheard_of() -> str:
+    """Pages under a random number are never found by another adapter, nor by this one after a restart."""
+    return uuid.uuid4().hex
+
+
+def _tensors_of(adapter: Any) -> list[dict[str, torch.Tensor]]:
+    """SGLang's own dictionaries, of every layer and of the embeddings."""
+    return [*(layer.weights for layer in adapter.layers), adapter.embedding_layers, adapter.added_tokens_embeddings]
+
+
+def _make_private(adapter: Any) -> None:
+    for tensors in _tensors_of(adapter):
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.clone()
+
+
+def _digest_of_tensors(server_modules: Collection[str], tensors: Mapping[str, torch.Tensor]) -> bytes:
+    digest = hashlib.sha256(len(tensors).to_bytes(8, "little"))
+    for name, tensor in sorted(tensors.items()):
+        applied = any(module in name for module in server_modules)
+        facts = json.dumps([name, str(tensor.dtype), list(tensor.shape), applied]).encode()
+        digest.update(len(facts).to_bytes(8, "little") + facts)
+        raw: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(raw)
+    return digest.digest()

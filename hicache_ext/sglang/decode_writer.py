@@ -1,0 +1,470 @@
+"""The decode node's side of the pool: copies what was generated to host memory and has it written, page by page.
+
+It takes the place of the working parts of SGLang's ``DecodeKVCacheOffloadManager`` (sglang_hooks.py routes its methods
+here) and keeps that manager's promises to the scheduler: a finished request's device memory is released once, after the
+last copy out of it; ``ongoing_offload`` names the copies under way.
+
+Path of a page: generated -> copied to host memory at the next stride or at the finish -> waits in the WaitingRoom ->
+handed to the PoolWriter -> written, or tried again, or counted as lost. Host memory is freed at the end in every case.
+
+All of it but the PoolWriter runs on the scheduler thread and never waits for a store or a copy. Ranks stay in step:
+what a rank decides depends on numbers that the ranks have agreed on in ``step`` (one small reduction per step when
+there are several ranks, as in SGLang's own manager; a second one when writes have ended).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hicache_ext.config.pd import WriteConfig
+from hicache_ext.pd.continuation import Continuation, Piece
+from hicache_ext.pd.page_chain import PageChain
+from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
+from hicache_ext.pd.request_options import options_of
+from hicache_ext.pd.waiting_room import WaitingRoom
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.serving.hints.sender import HintSender
+
+logger = logging.getLogger(__name__)
+
+_PAGES_PER_WRITE = 128
+_COPIES_PER_STEP = 8
+"""Running requests whose copies one step starts: a batch that reaches its stride together is spread over some steps."""
+_LOG_INTERVAL = 60.0
+_LEVEL_INTERVAL = 1.0
+_FIRST_BACKOFF_MS = 250
+_HINTS_TIMEOUT = 2.0
+
+Minimum = Callable[[list[int]], list[int]]
+"""The element-wise minimum over the ranks."""
+
+
+class Manager(Protocol):
+    """What is used of SGLang's DecodeKVCacheOffloadManager."""
+
+    req_to_token_pool: Any
+    page_size: int
+    cache_controller: Any
+    decode_host_mem_pool: Any
+    ongoing_offload: dict[int, Any]
+
+    def _mark_offload_started(self, req: Any) -> None: ...
+    def _mark_offload_finished(self, req: Any) -> None: ...
+    def _has_inflight_offload(self, req: Any) -> bool: ...
+    def _release_finished_req(self, req: Any) -> None: ...
+
+
+class DecodeWriter:
+    """See the module docstring. Scheduler thread only, except that counters may be read by anybody."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        config: WriteConfig,
+        writer: PoolWriter,
+        metrics: TierMetrics,
+        *,
+        bigrams: bool = False,
+        minimum: Minimum | None = None,
+        hints: HintSender | None = None,
+    ) -> None:
+        self._manager = manager
+        self._config = config
+        self._writer = writer
+        self.metrics = metrics
+        self._bigrams = bigrams
+        self._minimum = minimum
+        self._hints = hints
+        self._page_size = manager.page_size
+        self._stride = max(1, config.stride // self._page_size) * self._page_size
+        self._room = WaitingRoom(config.drop)
+        self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
+        self._continuations_made = 0
+        self._copies_made = 0
+        self._copies_this_step = 0
+        self._pages_in_flight = 0
+        self._started = time.monotonic()
+        self._now = 0
+        self._last_log = self._started
+        self._last_levels = self._started - _LEVEL_INTERVAL
+        self._last_logged: dict[str, Any] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being copied, waits or is being written."""
+        return not (self._manager.ongoing_offload or len(self._room) or self._pages_in_flight)
+
+    # -- called by the scheduler for each request after each step -------------------------------------------------
+
+    def request_advanced(self, request: Any) -> bool:
+        """A request has a new token, or has finished. True: a copy of it is due, which releases it when it is done.
+
+        For a running request that is not due this is a look-up and two comparisons.
+        """
+        finished = request.finished()
+        continuation = self._continuations.get(request)
+        if continuation is None:
+            if request.kv.req_pool_idx in (None, -1) or not request.output_ids:
+                return False
+            continuation = self._begin(request)
+        if not finished and (continuation.closed or len(request.output_ids) < continuation.next_copy_at):
+            return False
+        continuation.finished = finished
+        if not self._wanted(request, continuation, finished):
+            return False
+        if not finished and self._copies_this_step >= _COPIES_PER_STEP:
+            return False
+        return self._copy(request, continuation, finished)
+
+    def _begin(self, request: Any) -> Continuation:
+        options = options_of(request)
+        prompt = request.origin_input_ids
+        chain = PageChain(
+            self._page_size, bigrams=self._bigrams, extra_key=request.extra_key, cache_salt=request.cache_salt
+        )
+        prompt_pages = chain.pages_in(len(prompt))
+        self._continuations_made += 1
+        continuation = Continuation(
+            number=self._continuations_made,
+            chain=chain,
+            prompt=prompt,
+            prompt_pages=prompt_pages,
+            priority=options.priority,
+            copied_pages=prompt_pages,
+            next_copy_at=max(self._copy_due_at(len(prompt), prompt_pages), self._config.min_tokens + 1),
+            born=self._now,
+            prefix_known=self._config.missing_prefix == "write" or prompt_pages == 0,
+            closed=not options.store,
+        )
+        self.metrics.add("request", "seen" if options.store else "opted_out")
+        self._continuations[request] = continuation
+        return continuation
+
+    def _copy_due_at(self, prompt_length: int, copied_pages: int) -> int:
+        """Length of ``output_ids`` at which a stride of whole pages is there; the last token has no KV yet."""
+        return copied_pages * self._page_size + self._stride - prompt_length + 1
+
+    def _wanted(self, request: Any, continuation: Continuation, finished: bool) -> bool:
+        if continuation.closed or request.kv.req_pool_idx in (None, -1):
+            return False
+        continuation.generated = len(request.output_ids) - 1
+        if continuation.generated < self._config.min_tokens:
+            if finished:
+                self.metrics.add("request", "too_short")
+            return False
+        if finished and not self._config.flush_on_abort and _was_aborted(request):
+            self.metrics.add("request", "aborted")
+            self._close(continuation, "aborted")
+            return False
+        return True
+
+    def _copy(self, request: Any, continuation: Continuation, finished: bool) -> bool:
+        """Start copying the whole pages that are due; whether a copy began."""
+        page_size = self._page_size
+        prompt_length, generated = len(request.origin_input_ids), continuation.generated
+        end_page = (prompt_length + generated) // page_size
+        first_page = continuation.copied_pages
+        if (
+            finished
+            and end_page > continuation.prompt_pages
+            and not continuation.prefix_known
+            and self._config.missing_prefix == "complete"
+        ):
+            # Once released, the prompt's KV is gone: this is the last chance to have it if the pool lacks it.
+            first_page = 0
+            self._start_over(continuation)
+        pages = end_page - first_page
+        if pages <= 0:
+            return False
+        continuation.next_copy_at = len(request.output_ids) + self._stride
+        tokens = _tokens_between(request, continuation.chain.tokens_for(first_page, end_page))
+        start, end = first_page * page_size, end_page * page_size
+        row = self._manager.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+        device_indices = row[start:end].to(torch.int64)
+        self._copies_made += 1
+        host_indices = self._queue_copy(device_indices, continuation)
+        if host_indices is None:
+            self.metrics.add("copy", "no_host_memory" if finished else "deferred")
+            if finished:
+                self._close(continuation, "no_host_memory", lost_pages=pages)
+            return False
+        self._copies_this_step += 1
+        piece = Piece(continuation, first_page, pages, host_indices, tokens, continuation.epoch)
+        self._manager.ongoing_offload[self._copies_made] = (request, piece)
+        self._manager._mark_offload_started(request)
+        continuation.copied_pages = end_page
+        continuation.next_copy_at = self._copy_due_at(prompt_length, end_page)
+        return True
+
+    def _queue_copy(self, device_indices: torch.Tensor, continuation: Continuation) -> torch.Tensor | None:
+        """Host indices of a copy that the next step starts, if need be after dropping what waits.
+
+        All copies of a step are one operation of SGLang's: what it costs the scheduler, it costs once.
+        """
+        from sglang.srt.managers.cache_controller import CacheOperation
+
+        controller, pool = self._manager.cache_controller, self._manager.decode_host_mem_pool
+        host_indices: torch.Tensor | None = None
+        if pool.available_size() >= len(device_indices) or self._make_room(len(device_indices), continuation):
+            host_indices = pool.alloc(len(device_indices))
+        if host_indices is not None:
+            controller.write_queue.append(CacheOperation(host_indices, device_indices, self._copies_made))
+        return host_indices
+
+    def _start_copies(self) -> None:
+        controller = self._manager.cache_controller
+        if not controller.write_queue:
+            return
+        numbers = [number for operation in controller.write_queue for number in operation.node_ids]
+        try:
+            controller.start_writing()
+        except Exception:
+            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
+            controller.write_queue.clear()
+            for number in numbers:
+                self._close(self._manager.ongoing_offload[number][1].continuation, "copy_failed")
+                self._copy_ended(number)
+
+    def _make_room(self, tokens: int, spare: Continuation) -> bool:
+        pool = self._manager.decode_host_mem_pool
+        victims: list[Continuation] = []
+        gain = pool.available_size()
+        for victim in self._room.victims(spare):
+            if gain >= tokens:
+                break
+            victims.append(victim)
+            gain += victim.waiting_pages * self._page_size
+        if gain < tokens:
+            return False
+        for victim in victims:
+            pages = victim.waiting_pages
+            self.metrics.add("dropped", self._config.drop, pages)
+            self._forget_waiting(victim)
+            if victim.finished:
+                self._close(victim, "dropped")
+        return True
+
+    # -- called by the scheduler once a step -----------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Start copies, take in copies and writes that have ended, hand out the next writes. Never waits."""
+        self._copies_this_step = 0
+        self._start_copies()
+        copied, written, self._now = self._progress()
+        if copied:
+            self._copies_ended(copied)
+        if written:
+            self._writes_ended(written)
+        if len(self._room):
+            self._hand_out()
+        self._log_sometimes()
+
+    def finish_copies(self) -> None:
+        """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
+        self._start_copies()
+        acks = self._manager.cache_controller.ack_write_queue
+        for ack in acks:
+            ack.finish_event.synchronize()
+        self._copies_ended(len(acks))
+
+    def _progress(self) -> tuple[int, int, int]:
+        """Copies ended, writes ended, milliseconds since the start: the least of all ranks."""
+        copied = 0
+        for ack in self._manager.cache_controller.ack_write_queue:
+            if not ack.finish_event.query():
+                break
+            copied += 1
+        numbers = [copied, self._writer.finished_jobs, int((time.monotonic() - self._started) * 1000)]
+        if self._minimum is not None:
+            numbers = self._minimum(numbers)
+        return numbers[0], numbers[1], numbers[2]
+
+    def _copies_ended(self, count: int) -> None:
+        queue = self._manager.cache_controller.ack_write_queue
+        for _ in range(count):
+            for number in queue.pop(0).node_ids:
+                self._copy_ended(number)
+
+    def _copy_ended(self, number: int) -> None:
+        request, piece = self._manager.ongoing_offload.pop(number)
+        self._manager._mark_offload_finished(request)
+        if piece.epoch == piece.continuation.epoch and not piece.continuation.closed:
+            self._room.add(piece)
+        else:
+            self._free([piece])
+        if request.finished() and not self._manager._has_inflight_offload(request):
+            self._manager._release_finished_req(request)
+
+    def _hand_out(self) -> None:
+        while self._pages_in_flight < self._config.pages_in_flight:
+            run = self._room.take_run(self._now, _PAGES_PER_WRITE)
+            if not run:
+                return
+            continuation = run[0].continuation
+            continuation.in_flight = True
+            look = not continuation.prefix_known and run[0].first_page > 0
+            job = WriteJob(continuation, run, look)
+            self._pages_in_flight += job.pages
+            self._writer.submit(job)
+
+    def _writes_ended(self, count: int) -> None:
+        for finished in self._agreed(self._writer.take_finished(count)):
+            job, continuation = finished.job, finished.job.continuation
+            continuation.in_flight = False
+            self._pages_in_flight -= job.pages
+            if finished.outcome is Outcome.WRITTEN:
+                continuation.prefix_known = True
+                continuation.attempts = 0
+                self._free(job.pieces)
+                if self._hints is not None and _is_last(job):
+                    # Nothing follows, so that the storage thread is done with the chain.
+                    self._hints.announce(continuation.chain.hashes(0, job.pieces[-1].end_page))
+            elif continuation.closed or job.pieces[0].epoch < continuation.started_over:
+                self._free(job.pieces)
+            elif finished.outcome is Outcome.PREFIX_MISSING:
+                self._prefix_is_missing(job, finished.prefix_pages)
+            else:
+                self._write_failed(job)
+
+    def _agreed(self, finished: Sequence[Finished]) -> list[Finished]:
+        if self._minimum is None:
+            return list(finished)
+        agreed = self._minimum([number for one in finished for number in (one.outcome, one.prefix_pages)])
+        return [
+            Finished(one.job, Outcome(agreed[2 * place]), agreed[2 * place + 1]) for place, one in enumerate(finished)
+        ]
+
+    def _prefix_is_missing(self, job: WriteJob, present: int) -> None:
+        continuation = job.continuation
+        if self._now - continuation.born < self._config.prefix_grace * 1000:
+            # The prefill node may still be writing it.
+            self._wait_until(job, self._now + _FIRST_BACKOFF_MS)
+            return
+        if self._config.missing_prefix == "complete" and not continuation.finished:
+            self.metrics.add("request", "prefix_completed")
+            self._free(job.pieces)
+            self._start_over(continuation)
+            # From the first missing page on, at the next stride: the device still has it all.
+            continuation.copied_pages = present
+            continuation.prefix_known = True
+            continuation.next_copy_at = 0
+            return
+        self._free(job.pieces)
+        self._close(continuation, "prefix_missing", lost_pages=job.pages)
+
+    def _write_failed(self, job: WriteJob) -> None:
+        continuation = job.continuation
+        if continuation.attempts == 0:
+            continuation.first_failure = self._now
+        continuation.attempts += 1
+        pause = _FIRST_BACKOFF_MS * 2 ** (continuation.attempts - 1)
+        deadline = continuation.first_failure + self._config.retry_within * 1000
+        if continuation.attempts <= self._config.retries and self._now + pause <= deadline:
+            self.metrics.add("write", "retried")
+            self._wait_until(job, self._now + pause)
+            return
+        self._free(job.pieces)
+        self._close(continuation, "failed", lost_pages=job.pages)
+
+    def _wait_until(self, job: WriteJob, moment: int) -> None:
+        job.continuation.not_before = moment
+        self._room.put_back(job.pieces)
+
+    def stop(self, timeout: float) -> bool:
+        """End the storage thread; whether it ended, so that host memory may go."""
+        if self._hints is not None:
+            self._hints.close(_HINTS_TIMEOUT)
+        return self._writer.stop(timeout)
+
+    # -- host memory -----------------------------------------------------------------------------------------------
+
+    def _forget_waiting(self, continuation: Continuation) -> None:
+        """Free what waits and disown what is being copied; a running request copies it again later."""
+        waiting = self._room.empty(continuation)
+        continuation.epoch += 1
+        self._free(waiting)
+        dropped_from = [piece.first_page for piece in waiting]
+        dropped_from += [
+            piece.first_page
+            for _, piece in self._manager.ongoing_offload.values()
+            if piece.continuation is continuation
+        ]
+        if dropped_from:
+            continuation.copied_pages = min(dropped_from)
+
+    def _start_over(self, continuation: Continuation) -> None:
+        """Like ``_forget_waiting``, and the run under way is not tried again: all of it will be copied anew."""
+        self._forget_waiting(continuation)
+        continuation.started_over = continuation.epoch
+
+    def _close(self, continuation: Continuation, reason: str, lost_pages: int = 0) -> None:
+        """Write nothing more of it: pages after a gap could never be found."""
+        waiting = self._room.empty(continuation)
+        lost_pages += sum(piece.pages for piece in waiting)
+        self._free(waiting)
+        continuation.closed = True
+        if lost_pages:
+            self.metrics.add("lost", reason, lost_pages)
+
+    def _free(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self._manager.decode_host_mem_pool.free(piece.host_indices)
+
+    # -- reporting -------------------------------------------------------------------------------------------------
+
+    def _log_sometimes(self) -> None:
+        now = time.monotonic()
+        if now - self._last_levels >= _LEVEL_INTERVAL:
+            self._last_levels = now
+            for name, value in self._levels().items():
+                self.metrics.set_level(name, "", value)
+        if now - self._last_log < _LOG_INTERVAL:
+            return
+        self._last_log = now
+        self.log_summary()
+
+    def log_summary(self) -> None:
+        """One line with all counters, if any has changed since the last one."""
+        levels = self._levels()
+        counters = {
+            **describe(self.metrics),
+            "waiting.pages": levels["waiting_pages"],
+            "host.used_tokens": levels["host_used_tokens"],
+        }
+        if counters != self._last_logged:
+            self._last_logged = counters
+            logger.info("hicache_ext: decode writer: %s", counters)
+
+    def _levels(self) -> dict[str, int]:
+        pool = self._manager.decode_host_mem_pool
+        return {
+            "waiting_pages": self._room.pages + self._pages_in_flight,
+            "host_used_tokens": pool.size - pool.available_size(),
+        }
+
+
+def _is_last(job: WriteJob) -> bool:
+    """Whether all that a finished request generated has been written with this run."""
+    continuation = job.continuation
+    return continuation.finished and job.pieces[-1].end_page == continuation.copied_pages
+
+
+def _was_aborted(request: Any) -> bool:
+    reason = getattr(request, "finished_reason", None)
+    return type(reason).__name__ == "FINISH_ABORT"
+
+
+def _tokens_between(request: Any, wanted: slice) -> Sequence[int]:
+    """Tokens of prompt and output together, without joining the two whole."""
+    prompt, output = request.origin_input_ids, request.output_ids
+    length = len(prompt)
+    if wanted.start >= length:
+        tokens: Sequence[int] = output[wanted.start - length : wanted.stop - length]
+        return tokens
+    return list(prompt[wanted.start : wanted.stop]) + list(output[: max(0, wanted.stop - length)])

@@ -1,0 +1,265 @@
+"""SGLang host pools -> the memory and the identity of each page, for every pool and layout that exposes page buffers.
+
+A host pool answers ``get_page_buffer_meta(indices)`` with the addresses and sizes of the contiguous runs of each page.
+For every pool SGLang has, those addresses are linear in the page number; that is measured once at registration, so that
+a batch costs slices of a few memoryviews instead of SGLang's Python loops. A pool whose addresses are not linear, or
+that has none, is refused with one sentence.
+
+This is one of the rooms that know SGLang (its attribute names, not its modules).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.page import batch_code
+from hicache_ext.page.identity import PoolIdentity
+from hicache_ext.page.memory import Addresses, PageMemory
+from hicache_ext.runtime.jit import is_compiled
+
+_GEOMETRY_ATTRIBUTES = (
+    "layer_num",
+    "target_layer_num",
+    "start_layer",
+    "end_layer",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "index_head_dim",
+    "indexer_page_stride_size",
+    "quant_block_size",
+    "size_per_token",
+    "storage_format_tag",
+    "temporal_dtype",
+    "conv_dtype",
+    "indexer_dtype",
+)
+"""Attributes of SGLang's host pools that shape a page's bytes; those a pool lacks are left out."""
+
+_SPLIT_WITH_HEADS = ("head_num", "size_per_token")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One contiguous run of bytes of every page: page p has it at ``p * stride`` in ``memory``."""
+
+    address: int
+    stride: int
+    size: int
+
+
+class _Part(NamedTuple):
+    """The runs of one stored object of every page."""
+
+    addresses: npt.NDArray[np.int64]
+    strides: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    page_bytes: int
+
+
+class HostPages:
+    """The memory of the pages of one host pool. Thread-safe; valid as long as the pool's buffers are.
+
+    ``parts`` is how many objects a page is stored as: 1, or the number of head groups where SGLang splits heads so that
+    deployments of different TP can share (page_head layout with tp_lcm_size).
+    """
+
+    def __init__(self, pool: Any, name: str, parts: int = 1) -> None:
+        """Raises UnsupportedError for a pool that cannot be served."""
+        self.name = name
+        self.pool = pool
+        self.parts = parts
+        self.page_size = int(pool.page_size)
+        self._page_count = int(pool.size) // self.page_size
+        self._tokens = np.arange(self.page_size)
+        self._runs = self._measure_runs()
+        # The memory belongs to the pool, which is kept alive by self.pool.
+        self._memory = [
+            memoryview(
+                (ctypes.c_ubyte * (run.stride * (self._page_count - 1) + run.size)).from_address(run.address)
+            ).cast("B")
+            for run in self._runs
+        ]
+        self._runs_per_part = len(self._runs) // parts
+        self._parts = [self._part(begin) for begin in range(0, len(self._runs), self._runs_per_part)]
+
+    def _part(self, begin: int) -> _Part:
+        runs = self._runs[begin : begin + self._runs_per_part]
+        addresses, strides, sizes = (
+            np.array([getattr(run, name) for run in runs], np.int64) for name in ("address", "stride", "size")
+        )
+        return _Part(addresses, strides, sizes, sum([run.size for run in runs]))
+
+    @property
+    def segment_sizes(self) -> tuple[int, ...]:
+        """Sizes in bytes of the segments of one stored object."""
+        return tuple(run.size for run in self._runs[: self._runs_per_part])
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(run.size for run in self._runs)
+
+    def page_numbers(
+        self, host_indices: torch.Tensor | None, pages: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
+        """The page in the pool for each of ``pages`` keys, from SGLang's token indices (pages * page_size of them).
+
+        And which of them may be read and written at all, None where all may: not those whose indices are no aligned run
+        inside the pool, and none where the count of indices does not fit.
+        """
+        if host_indices is None or host_indices.numel() != pages * self.page_size:
+            return np.zeros(pages, np.int64), np.zeros(pages, np.bool_)
+        if host_indices.dtype is not torch.int64 or not host_indices.is_cpu:
+            host_indices = host_indices.detach().cpu().to(torch.int64)
+        indices: npt.NDArray[np.int64] = np.ascontiguousarray(host_indices.numpy()).reshape(pages, self.page_size)
+        if is_compiled(batch_code.number_pages) and indices.flags.aligned:
+            numbers = np.empty(pages, np.int64)
+            if batch_code.number_pages(indices.reshape(-1), self.page_size, self._page_count, numbers) == pages:
+                return numbers, None
+        numbers = indices[:, 0] // self.page_size
+        aligned = indices == (numbers * self.page_size)[:, None] + self._tokens
+        if not pages or (aligned.all() and numbers.min() >= 0 and numbers.max() < self._page_count):
+            return numbers, None
+        return numbers, aligned.all(axis=1) & (numbers >= 0) & (numbers < self._page_count)
+
+    def buffers(self, page_number: int, part: int = 0) -> Sequence[memoryview]:
+        """The segments of one stored object of a page, in payload order."""
+        return self.buffers_of([page_number], part)[0]
+
+    def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
+        """``buffers`` of each page, made when they are asked for."""
+        starts, strides, sizes, page_bytes = self._parts[part]
+        if is_compiled(batch_code.address_pages):
+            pages = np.empty((len(page_numbers), len(starts)), np.int64)
+            batch_code.address_pages(page_numbers, starts, strides, pages)
+        else:
+            pages = starts + page_numbers[:, None] * strides
+        return PageMemory(Addresses(pages, sizes, page_bytes), lambda: self.buffers_of(page_numbers.tolist(), part))
+
+    def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
+        """``buffers`` of each page, run by run: most of what a page costs in Python would be spent here otherwise."""
+        begin = part * self._runs_per_part
+        columns: list[list[memoryview]] = []
+        for run, memory in zip(
+            self._runs[begin : begin + self._runs_per_part],
+            self._memory[begin : begin + self._runs_per_part],
+            strict=True,
+        ):
+            size, starts = run.size, [number * run.stride for number in page_numbers]
+            columns.append([memory[start : start + size] for start in starts])
+        return list(zip(*columns, strict=True))
+
+    def part_bytes(self, part: int = 0) -> int:
+        """Payload bytes of one stored object of a page."""
+        return self._parts[part].page_bytes
+
+    def describe(self, logical_dtype: str) -> PoolIdentity:
+        """The pool's half of the page identity."""
+        geometry = []
+        for attribute in _GEOMETRY_ATTRIBUTES:
+            value = getattr(self.pool, attribute, None)
+            if isinstance(value, int) and attribute in _SPLIT_WITH_HEADS:
+                value //= self.parts
+            if isinstance(value, int | str | torch.dtype) and not isinstance(value, bool):
+                geometry.append((attribute, str(value)))
+        for number, info in enumerate(getattr(self.pool, "_buffer_infos", ()) or ()):
+            geometry.append((f"buffer{number}", _describe_buffer_info(info)))
+        return PoolIdentity(
+            name=self.name,
+            kind=type(self.pool).__name__,
+            dtype=logical_dtype,
+            layout=str(getattr(self.pool, "layout", "")),
+            page_size=self.page_size,
+            segments=self.segment_sizes,
+            geometry=tuple(geometry),
+        )
+
+    def _measure_runs(self) -> list[_Run]:
+        if self._page_count < 1:
+            raise UnsupportedError(f"host pool {self.name!r}", "it has no pages")
+        first = self._ask(0)
+        last_page = self._page_count - 1
+        strides = [0] * len(first)
+        if last_page:
+            strides = [later - earlier for (earlier, _), (later, _) in zip(first, self._ask(1), strict=True)]
+        for page in {last_page, last_page // 2}:
+            expected = [(address + page * stride, size) for (address, size), stride in zip(first, strides, strict=True)]
+            if self._ask(page) != expected or any(stride < 0 for stride in strides):
+                raise UnsupportedError(
+                    f"host pool {self.name!r} ({type(self.pool).__name__})",
+                    "the addresses of its pages do not follow from the page number",
+                )
+        if len(first) % self.parts:
+            raise UnsupportedError(
+                f"host pool {self.name!r}", f"its {len(first)} page buffers cannot be split in {self.parts} head groups"
+            )
+        return [_Run(address, stride, size) for (address, size), stride in zip(first, strides, strict=True)]
+
+    def _ask(self, page: int) -> list[tuple[int, int]]:
+        """SGLang's own answer for one page: (address, bytes) of each run."""
+        indices = torch.arange(page * self.page_size, (page + 1) * self.page_size, dtype=torch.int64)
+        try:
+            if self.parts == 1:
+                addresses, sizes = self.pool.get_page_buffer_meta(indices)
+            else:
+                addresses, sizes = self.pool.get_split_heads_page_buffer_meta(indices, self.parts)
+        except (AttributeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
+            raise UnsupportedError(
+                f"host pool {self.name!r} ({type(self.pool).__name__}, layout {getattr(self.pool, 'layout', '?')})",
+                f"it exposes no page buffers ({type(error).__name__}: {error})",
+                "choose another --hicache-mem-layout",
+            ) from error
+        if not addresses or len(addresses) != len(sizes):
+            raise UnsupportedError(f"host pool {self.name!r}", "it reports no page buffers")
+        return [(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
+
+
+def has_page_bytes(pool: Any) -> bool:
+    """False for a logical anchor, which owns page numbers and no memory (DeepSeek V4)."""
+    if getattr(pool, "kv_buffer", pool) is not None:
+        return True
+    ask = getattr(pool, "get_page_buffer_meta", None)
+    return ask is not None and ask(torch.arange(int(pool.page_size), dtype=torch.int64)) is not None
+
+
+def tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
+    """The bytes of a CPU tensor as one segment; None when it is not one contiguous run of host memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+        return None
+    size = tensor.numel() * tensor.element_size()
+    return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")]
+
+
+def address_segments(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    """Segments at raw addresses, as some of SGLang's generic calls name their target."""
+    return [
+        memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+        for address, size in zip(addresses, sizes, strict=True)
+    ]
+
+
+def _describe_buffer_info(info: Any) -> str:
+    """Facts of SGLang's device buffer description that tell packed or scaled formats apart."""
+    facts = []
+    for attribute in ("head_dim", "v_head_dim", "kv_cache_dim", "packed_fp8", "dtype"):
+        value = getattr(info, attribute, None)
+        if value is not None:
+            facts.append(f"{attribute}={value}")
+    layout = getattr(getattr(info, "buffers", None), "layout", None)
+    if layout is not None:
+        facts.append(f"layout={getattr(layout, 'value', layout)}")
+    scales = getattr(info, "scales", None)
+    if scales is not None:
+        facts.append(f"scales={getattr(scales.layout, 'value', scales.layout)}")
+    return ",".join(facts)

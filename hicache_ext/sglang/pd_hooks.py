@@ -1,0 +1,259 @@
+"""The hooks that put the DecodeWriter under SGLang's ``DecodeKVCacheOffloadManager``.
+
+Every method that the scheduler calls is wrapped (``HookType.AROUND``). Where the backend is not ours, or ``pd.write``
+is off, a wrapper calls the original and only takes the time. Where it is ours:
+
+- at construction, the configuration is read as the prefill node reads it (``@file``, SGLang's own keys taken out), so
+  that the original constructor, which knows inline JSON only, gets what it can parse; then a DecodeWriter is made;
+- the working methods go to that writer.
+
+A decode node that could only write what no prefill node can use is stopped at start with one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hicache_ext.config import load_config
+from hicache_ext.config.model import BACKEND_NAME
+from hicache_ext.config.pd import WriteConfig
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.pd.pool_writer import PoolWriter
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang.decode_writer import DecodeWriter
+from hicache_ext.sglang.launch_facts import configuration_given_as
+
+logger = logging.getLogger(__name__)
+
+MANAGER = "sglang.srt.disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
+_CONFIG_FIELD = "hicache_storage_backend_extra_config"
+_WRITER = "_hicache_ext_writer"
+_STOPWATCH = "_hicache_ext_stopwatch"
+_STOP_TIMEOUT = 20.0
+_LOG_INTERVAL = 60.0
+
+_last_trouble = 0.0
+
+
+class Stopwatch:
+    """Scheduler-thread seconds spent in the manager, by step with running requests; for either implementation."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.longest = 0.0
+        self._this_step = 0.0
+        self._requests = 0
+        self._last_log = time.monotonic()
+
+    def add(self, seconds: float, requests: int = 0) -> None:
+        self._this_step += seconds
+        self._requests += requests
+
+    def step_ends(self) -> None:
+        """Count a step in which requests advanced; an idle scheduler's turns are no steps."""
+        seconds, self._this_step = self._this_step, 0.0
+        requests, self._requests = self._requests, 0
+        if not requests:
+            return
+        self.steps += 1
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)
+        if time.monotonic() - self._last_log >= _LOG_INTERVAL:
+            self._last_log = time.monotonic()
+            self.log()
+
+    def log(self) -> None:
+        if self.steps:
+            logger.info(
+                "hicache_ext: decode offload took the scheduler %.1f us a step on average, %.1f us at most (%d steps)",
+                self.seconds / self.steps * 1e6,
+                self.longest * 1e6,
+                self.steps,
+            )
+
+
+def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **keywords: Any) -> None:
+    """Construction [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
+    from sglang.srt.runtime_context import get_context, get_memory
+
+    setattr(manager, _STOPWATCH, Stopwatch())
+    written = getattr(get_memory(), _CONFIG_FIELD)
+    extra_config = _read_extra_config(written) if get_memory().hicache_storage_backend == "dynamic" else {}
+    if extra_config.get("backend_name") != BACKEND_NAME:
+        original(manager, *arguments, **keywords)
+        return
+    config = load_config(extra_config)
+    try:
+        # Some of SGLang reads the flag again while it builds the pools (allocator: shm), so the flag itself is changed.
+        get_context().override("hicache_ext", **{_CONFIG_FIELD: json.dumps(extra_config)})
+        with configuration_given_as(written):
+            original(manager, *arguments, **keywords)
+    finally:
+        get_context().override("hicache_ext", **{_CONFIG_FIELD: written})
+    if not config.pd.write.enabled:
+        logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
+        return
+    bigrams = _keys_are_bigrams()
+    _refuse_what_prefill_cannot_use(manager.kv_cache, config.pd.write, bigrams)
+    setattr(manager, _WRITER, _make_writer(manager, config.pd.write, bigrams))
+    logger.info("hicache_ext: decode writer in force: %s", config.pd.write)
+
+
+def around_offload(original: Callable[..., bool], manager: Any, req: Any) -> bool:
+    """``offload_kv_cache``: a request has advanced [scheduler thread, per request and step]."""
+    started = time.perf_counter()
+    writer = getattr(manager, _WRITER, None)
+    answer: bool = original(manager, req) if writer is None else _without_trouble(writer.request_advanced, req)
+    getattr(manager, _STOPWATCH).add(time.perf_counter() - started, requests=1)
+    return answer
+
+
+def around_check(original: Callable[..., None], manager: Any) -> None:
+    """``check_offload_progress`` [scheduler thread, once per step]."""
+    started = time.perf_counter()
+    writer = getattr(manager, _WRITER, None)
+    if writer is None:
+        original(manager)
+    else:
+        _step(writer)
+    stopwatch = getattr(manager, _STOPWATCH)
+    stopwatch.add(time.perf_counter() - started)
+    stopwatch.step_ends()
+
+
+def around_drain(original: Callable[..., None], manager: Any) -> None:
+    """``drain_before_retraction`` [scheduler thread]."""
+    writer = getattr(manager, _WRITER, None)
+    if writer is not None:
+        writer.finish_copies()
+    else:
+        original(manager)
+
+
+def around_release(original: Callable[..., None], manager: Any) -> None:
+    """``release_host_resources`` [scheduler thread, at exit]: host memory goes only after the last write out of it."""
+    getattr(manager, _STOPWATCH).log()
+    writer = getattr(manager, _WRITER, None)
+    if writer is not None:
+        writer.log_summary()
+        if not writer.stop(_STOP_TIMEOUT):
+            logger.warning("hicache_ext: a write is still under way after %g s; its memory is kept", _STOP_TIMEOUT)
+            return
+    close = getattr(manager.cache_controller.storage_backend, "close", None)
+    if writer is not None and close is not None:
+        close()
+    original(manager)
+
+
+def register() -> None:
+    """Put the hooks into SGLang's registry; once a process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in _hooks().items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def targets() -> list[str]:
+    """Dotted names of everything hooked, for the check that they took."""
+    return list(_hooks())
+
+
+def _hooks() -> dict[str, Callable[..., Any]]:
+    return {
+        f"{MANAGER}.__init__": around_init,
+        f"{MANAGER}.offload_kv_cache": around_offload,
+        f"{MANAGER}.check_offload_progress": around_check,
+        f"{MANAGER}.drain_before_retraction": around_drain,
+        f"{MANAGER}.release_host_resources": around_release,
+    }
+
+
+def _without_trouble(advanced: Callable[[Any], bool], req: Any) -> bool:
+    try:
+        return advanced(req)
+    except Exception:
+        # False makes the scheduler release a finished request at once, as if nothing were to be written of it.
+        logger.exception("hicache_ext: a request's KV will not be written")
+        return False
+
+
+def _step(writer: DecodeWriter) -> None:
+    global _last_trouble
+    try:
+        writer.step()
+    except Exception:
+        # The scheduler would end with it. What this step did not take in is lost to the cache; the next one goes on.
+        if time.monotonic() - _last_trouble >= 1:
+            _last_trouble = time.monotonic()
+            logger.exception("hicache_ext: a step of the decode writer failed")
+
+
+def _read_extra_config(written: str | None) -> dict[str, Any]:
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    extra_config: dict[str, Any] = HybridCacheController.parse_storage_backend_extra_config(written)[0]
+    return extra_config
+
+
+def _keys_are_bigrams() -> bool:
+    """Whether prefill nodes of this launch key their tree by bigrams."""
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    return bool(SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm).is_eagle())
+
+
+def _refuse_what_prefill_cannot_use(kv_cache: Any, config: WriteConfig, bigrams: bool) -> None:
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+
+    remedy = "set pd.write.enabled: false, or leave out --disaggregation-decode-enable-offload-kvcache"
+    name = type(kv_cache).__name__
+    if isinstance(kv_cache, DSATokenToKVPool):
+        reason = (
+            "a decode node writes the latent without its indexer, and no prefill node can use one without the other"
+        )
+        raise UnsupportedError(f"decode-side writing of {name}", reason, remedy)
+    if not isinstance(kv_cache, MHATokenToKVPool | MLATokenToKVPool):
+        reason = "it has side pools that a decode node does not write"
+        raise UnsupportedError(f"decode-side writing of {name}", reason, remedy)
+    if bigrams and config.speculative == "refuse":
+        reason = (
+            "with EAGLE or MTP a prefill node stores the draft model's KV beside the target's or packed in its pages,"
+            " and a decode node writes the target's only"
+        )
+        raise UnsupportedError("decode-side writing with speculation", reason, f"{remedy}; see pd.write.speculative")
+
+
+def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWriter:
+    import torch
+
+    from hicache_ext.sglang.backend import live_backends
+
+    # Not through the controller: SGLang's fault injector may be wrapped around its reference.
+    backend = next(
+        backend
+        for backend in live_backends()
+        if getattr(backend, "mem_pool_host", None) is manager.cache_controller.storage_host_pool
+    )
+    metrics = TierMetrics("pd_write", prefix="pd_write_")
+    backend.export_also(metrics)
+
+    def minimum(numbers: list[int]) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=manager.tp_group)
+        return [int(number) for number in tensor.tolist()]
+
+    return DecodeWriter(
+        manager,
+        config,
+        PoolWriter(backend, metrics, writes=not manager.cache_controller.backup_skip),
+        metrics,
+        bigrams=bigrams,
+        minimum=minimum if manager.tp_world_size > 1 else None,
+        hints=backend.hint_sender(metrics),
+    )

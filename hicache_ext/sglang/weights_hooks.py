@@ -1,0 +1,120 @@
+"""Keeps L3 honest across online weight updates: SGLang does not tell its storage backend that the weights changed.
+
+Hooks on the scheduler. Whatever may change weights is taken to have changed them, before it runs and also where it
+fails: an update that stops half-way leaves weights that nobody has a name for. From then on the backend answers nothing
+and stores nothing until SGLang has flushed its caches: until then L1 and L2 hold KV of the old weights, which must not
+enter L3 under the new epoch. With the flush the backend moves on to a new weights epoch, hence to other keys.
+
+An epoch is a random number that the first rank of a tensor-parallel group draws and tells the others, who all are at
+the same place: SGLang hands every such request to all of them. So no other launch or update ever has the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATE_TARGETS = tuple(
+    f"{_MANAGER}.{name}"
+    for name in (
+        *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+        # Between begin and end somebody else may write the weights, with no call at all (P2P, RDMA).
+        *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
+    )
+)
+RELEASE_TARGET = f"{_MANAGER}.release_memory_occupation"
+FLUSH_TARGET = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
+
+NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
+
+_nonce: str | None = None
+"""Of the last update in this process; None while the weights are those that were loaded."""
+_flushed = True
+"""Whether SGLang's caches hold nothing from before that update."""
+
+
+def before_update(manager: Any, *_: Any, **__: Any) -> None:
+    """BEFORE hook [scheduler thread]: the weights are about to change."""
+    global _nonce, _flushed
+    _nonce = _agreed(getattr(manager, "tp_cpu_group", None))
+    _flushed = False
+    for backend in _backends():
+        backend.suspend(NOT_FLUSHED)
+
+
+def before_release(manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """BEFORE hook [scheduler thread]: memory is given away, and what comes back in place of weights is anything."""
+    tags = getattr(request, "tags", None)
+    if (not tags or "weights" in tags) and not _backed_up():
+        before_update(manager)
+
+
+def after_flush(result: Any, *_: Any, **__: Any) -> None:
+    """AFTER hook [scheduler thread]: a successful flush ends the suspension, under the new epoch."""
+    global _flushed
+    if not result or _nonce is None or _flushed:
+        return
+    _flushed = True
+    for backend in _backends():
+        if backend.flushes_with_cache:
+            backend.advance_weights_epoch(_nonce)
+            backend.resume()
+        else:
+            # A decode node's offload queue is not flushed with the cache: it may still hold pages of the old weights.
+            logger.warning("hicache_ext: the weights were updated; this decode node stores no KV until it is restarted")
+
+
+def updated_to() -> str | None:
+    """The nonce of the last update in this process: a backend that is attached later computes with those weights."""
+    return _nonce
+
+
+def caches_are_flushed() -> bool:
+    """Whether everything in SGLang's caches was computed with the weights of now."""
+    return _flushed
+
+
+def register() -> None:
+    """Put the hooks into SGLang's registry."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target in UPDATE_TARGETS:
+        HookRegistry.register(target, before_update, HookType.BEFORE)
+    HookRegistry.register(RELEASE_TARGET, before_release, HookType.BEFORE)
+    HookRegistry.register(FLUSH_TARGET, after_flush, HookType.AFTER)
+
+
+def _agreed(group: Any) -> str:
+    """A random number that is the same on all ranks of ``group``; where they cannot agree they miss, which is safe."""
+    drawn = [uuid.uuid4().hex[:16]]
+    try:
+        import torch.distributed as ranks
+
+        if group is not None and ranks.is_initialized() and ranks.get_world_size(group) > 1:
+            ranks.broadcast_object_list(drawn, src=ranks.get_process_group_ranks(group)[0], group=group)
+    except Exception as error:  # noqa: BLE001 - an update must go on
+        logger.warning("hicache_ext: the ranks could not agree on a weights epoch and will not find pages: %s", error)
+    return str(drawn[0])
+
+
+def _backed_up() -> bool:
+    """Whether SGLang keeps the weights in host memory and brings them back as they were."""
+    from hicache_ext.sglang.launch_facts import resolved
+
+    try:
+        return bool(resolved("enable_weights_cpu_backup"))
+    except Exception as error:  # noqa: BLE001 - not known means no
+        logger.debug("whether weights are backed up is not known: %s", error)
+        return False
+
+
+def _backends() -> list[Any]:
+    import sys
+
+    # A process without a backend (tokenizer, detokenizer) must not import SGLang's storage modules for this.
+    module = sys.modules.get("hicache_ext.storage.backend")
+    return module.live_backends() if module is not None else []

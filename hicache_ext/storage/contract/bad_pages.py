@@ -1,0 +1,421 @@
+"""Pages of a shared pool that arrived damaged: a page is removed only when its stored copy is shown to be bad.
+
+What a reader sees passed a network, proxies, a network card and this machine's memory. Each of them may damage it, and
+then the page in the pool is good and belongs to everybody. So a read that found a page damaged makes it a *suspect*:
+the read answers CORRUPT at once, this process takes the page for absent, and a thread examines it:
+
+1. The object is read again, over a connection opened for that and into other memory, cut otherwise. If this copy is the
+   page, it is good, and the damage happened on the way.
+2. Only where two reads found the same bad bytes, the object is removed: by the server's own comparison with what was
+   seen, where the server can compare (``Medium.remove``). Damage on the way differs from read to read.
+3. Only so many in a minute. More bad pages than that are an incident that a person should see, and more likely a
+   fault of this reader than of the pool: removal pauses, with an error in the log, and goes on later.
+
+A write of a suspect waits for its verdict (``settle``), so that STORED and EXISTS mean readable and no key is poisoned.
+Suspects are forgotten after half a minute, or when they are read whole, written or removed.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import xxhash
+
+from hicache_ext.errors import FormatError
+from hicache_ext.page import envelope
+from hicache_ext.runtime.metrics import TierMetrics
+
+logger = logging.getLogger(__name__)
+
+MOST_REMOVED = 8
+"""Bad pages that one tier of one process removes within ``WINDOW`` seconds."""
+WINDOW = 60.0
+PAUSE = 300.0
+"""Seconds without removal after there were more."""
+LONGEST_EXAMINED = 16 << 20
+"""Of an object that is longer than that, and than the page expected, only so many bytes are read again."""
+_MOST_SUSPECTS = 4096
+_READS = 3
+_KEPT_IN_MIND = 30.0
+"""Seconds for which a page without a clear verdict counts as absent to this process; ``PAUSE`` if it is known to be
+bad."""
+_EXAMINED_AGAIN = 3.0
+"""Seconds after which such a page is examined again when it arrives damaged once more."""
+_SLOW_FAILURE = 1.0
+"""A read that failed after so many seconds was waited for: it is not tried again."""
+_SAY_AGAIN = 60.0
+"""Seconds between two lines in the log that say the same."""
+_LONGEST_REST = 0.5
+"""Seconds between two examinations, each as long as the one before: at most half of one connection is spent on them."""
+
+
+class NotReadError(Exception):
+    """The object could not be read again; says nothing about it. The message is a word for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What a read saw of a stored object: its length, and the digest of as many of its first bytes as arrived."""
+
+    length: int
+    """-1 for something under the page's name that has none."""
+    covered: int = 0
+    digest: bytes = b""
+
+    @classmethod
+    def of(cls, length: int, parts: Iterable[bytes | bytearray | memoryview] = ()) -> Sighting:
+        state, covered = xxhash.xxh3_128(), 0
+        for part in parts:
+            state.update(part)
+            covered += len(part)
+        return cls(length, covered, state.digest())
+
+    def is_of(self, stored: Stored) -> bool:
+        """Whether ``stored`` has the same bytes, as far as they were seen."""
+        if self.length != stored.length or self.covered > len(stored.data):
+            return False
+        return xxhash.xxh3_128_digest(stored.data[: self.covered]) == self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored object that was read again."""
+
+    length: int
+    data: memoryview
+    """Its first bytes; all of them unless it is longer than what was asked for."""
+    version: str | None = None
+    """The server's word for this copy, where it has one (an ETag)."""
+
+
+class Removal(enum.Enum):
+    """What became of an object that was to be removed."""
+
+    REMOVED = enum.auto()
+    CHANGED = enum.auto()
+    """It is another one by now, or gone: to be looked at again."""
+    DENIED = enum.auto()
+    """The server says that it stores other bytes than those that arrive here: it stays."""
+
+
+class Medium(Protocol):
+    """What a tier lends. Called on the thread of ``BadPages``, never with a batch's memory."""
+
+    def read_again(self, key: bytes, most: int) -> Stored | None:
+        """The object, or its first ``most`` bytes, over a connection of its own and into memory of its own.
+
+        None when there is none. Bounded by the tier's timeout. Raises NotReadError.
+        """
+
+    def remove(self, key: bytes, bad: Stored) -> Removal:
+        """Remove the object if it still is ``bad``, by the server's comparison where it can. Raises NotReadError."""
+
+
+class Verdict(enum.Enum):
+    """What an examination found; the value is its word in the metrics."""
+
+    GOOD = "good"
+    """The stored copy is the page: it was damaged on the way."""
+    GONE = "gone"
+    REMOVED = "removed"
+    """Shown to be bad, and removed."""
+    DENIED = "denied"
+    """It always arrives as the same bad bytes, and the server says that it has others. It is not removed, and may be
+    overwritten with the page."""
+    WITHHELD = "withheld"
+    """Shown to be bad, and not removed: too many were."""
+    UNCLEAR = "unclear"
+    """Every read gave other bytes, or none."""
+
+    @property
+    def free(self) -> bool:
+        """Nothing is stored under the key."""
+        return self in (Verdict.REMOVED, Verdict.GONE)
+
+
+_CLEARS = frozenset({Verdict.GOOD, Verdict.GONE, Verdict.REMOVED})
+
+
+@dataclass(slots=True)
+class _Suspect:
+    key: bytes
+    size: int
+    seen: Sighting
+    reason: str
+    verdict: Verdict | None = None
+    """None while it waits to be examined."""
+    judged: float = 0.0
+    """When the verdict was found."""
+    wanted: int = 0
+    """Writes that wait for the verdict."""
+
+
+@dataclass(slots=True)
+class RemovalBudget:
+    """How many bad pages may still be removed. One thread at a time."""
+
+    tier: str
+    clock: Callable[[], float]
+    _removed: deque[float] = field(default_factory=deque)
+    _paused_until: float = 0.0
+
+    def take(self) -> bool:
+        """Whether one more may be removed now."""
+        now = self.clock()
+        if now < self._paused_until:
+            return False
+        if self._paused_until:
+            self._paused_until = 0.0
+            self._removed.clear()
+            logger.warning("tier %s: bad pages are removed again", self.tier)
+        while self._removed and self._removed[0] <= now - WINDOW:
+            self._removed.popleft()
+        if len(self._removed) >= MOST_REMOVED:
+            self._paused_until = now + PAUSE
+            logger.error(
+                "tier %s: MORE THAN %d BAD PAGES IN %.0f s: no more are removed for %.0f s. Look at the pool's disks "
+                "and memory, at its writers, and at this machine: a reader with a fault sees bad pages everywhere",
+                *(self.tier, MOST_REMOVED, WINDOW, PAUSE),
+            )
+            return False
+        self._removed.append(now)
+        return True
+
+    def give_back(self) -> None:
+        """What was taken last was not used."""
+        self._removed.pop()
+
+
+class BadPages:
+    """The suspects of one tier. Threads: any; no call but ``settle``, ``wait`` and ``close`` waits for anything."""
+
+    def __init__(
+        self, tier: str, metrics: TierMetrics, medium: Medium, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tier = tier
+        self._metrics = metrics
+        self._medium = medium
+        self._clock = clock
+        self._budget = RemovalBudget(tier, clock)
+        self._changed = threading.Condition()
+        self._suspects: dict[bytes, _Suspect] = {}
+        self._thread: threading.Thread | None = None
+        self._examining = False
+        self._closing = False
+        self._unsaid = {Verdict.GOOD: 0, Verdict.DENIED: 0}
+        self._said = {Verdict.GOOD: -math.inf, Verdict.DENIED: -math.inf}
+
+    # -- asked by calls --------------------------------------------------------------------------------------------
+
+    def suspect(self, key: bytes, size: int, seen: Sighting, reason: str) -> None:
+        """A read, or a look at its length, found the object under ``key`` not to be the page of ``size`` bytes."""
+        with self._changed:
+            if self._closing:
+                return
+            known = self._suspects.get(key)
+            if known is not None and (known.verdict is None or self._clock() < known.judged + _EXAMINED_AGAIN):
+                return
+            if known is None and len(self._suspects) >= _MOST_SUSPECTS:
+                self._dismiss(next(iter(self._suspects)), Verdict.UNCLEAR)
+                self._metrics.add("suspect", "forgotten")
+            self._suspects[key] = _Suspect(key, size, seen, reason)
+            self._start()
+        logger.debug("tier %s: page %s arrived damaged (%s)", self._tier, key.hex(), reason)
+
+    def hides(self, key: bytes) -> bool:
+        """Whether this process takes the page for absent, because it could not read it."""
+        if not self._suspects:
+            return False
+        with self._changed:
+            return self._known(key) is not None
+
+    def clear(self, keys: Iterable[bytes]) -> None:
+        """These pages were read whole, written, or removed on purpose."""
+        if self._suspects:
+            with self._changed:
+                for key in keys:
+                    self._dismiss(key, Verdict.GONE)
+
+    def _dismiss(self, key: bytes, verdict: Verdict) -> None:
+        """The lock is held. ``verdict`` is for writes that wait for one."""
+        suspect = self._suspects.pop(key, None)
+        if suspect is not None and suspect.verdict is None:
+            suspect.verdict = verdict
+            self._changed.notify_all()
+
+    def settle(self, keys: Iterable[bytes], deadline: float) -> Mapping[bytes, Verdict]:
+        """The verdicts on those of ``keys`` that are suspects, waited for until ``deadline`` (time.monotonic()).
+
+        What had no clear verdict is examined once more. UNCLEAR for what is not examined in time.
+        """
+        if not self._suspects:
+            return {}
+        with self._changed:
+            asked = [suspect for key in dict.fromkeys(keys) if (suspect := self._known(key)) is not None]
+            for suspect in asked:
+                suspect.verdict = None
+                suspect.wanted += 1
+            if asked:
+                self._start()
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._closing or all(suspect.verdict is not None for suspect in asked),
+                    max(0.0, deadline - time.monotonic()),
+                )
+            for suspect in asked:
+                suspect.wanted -= 1
+            return {suspect.key: suspect.verdict or Verdict.UNCLEAR for suspect in asked}
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until no suspect waits to be examined; for tools and tests."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._examining, timeout)
+
+    def close(self) -> None:
+        """Waits for the request under way, which is bounded by the tier's timeout."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _known(self, key: bytes) -> _Suspect | None:
+        """The lock is held."""
+        suspect = self._suspects.get(key)
+        if suspect is None or suspect.verdict is None:
+            return suspect
+        kept = PAUSE if suspect.verdict is Verdict.WITHHELD else _KEPT_IN_MIND
+        if self._clock() < suspect.judged + kept:
+            return suspect
+        del self._suspects[key]
+        return None
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """The lock is held."""
+        if not self._examining and not self._closing:
+            self._thread = threading.Thread(target=self._examine_all, name=f"hicache-{self._tier}-examine", daemon=True)
+            try:
+                self._thread.start()
+                self._examining = True
+            except RuntimeError:
+                # No thread to be had: absent to this process until one is.
+                self._thread = None
+
+    def _examine_all(self) -> None:
+        while True:
+            with self._changed:
+                waiting = [suspect for suspect in self._suspects.values() if suspect.verdict is None]
+                if self._closing or not waiting:
+                    self._examining = False
+                    self._changed.notify_all()
+                    return
+                suspect = next((suspect for suspect in waiting if suspect.wanted), waiting[0])
+            begun = time.monotonic()
+            try:
+                verdict = self._examine(suspect)
+            except BaseException:
+                # Also what is no Exception (a panic inside a client library): other pages wait to be examined.
+                logger.exception("tier %s: examining a page ended in an error that nobody expected", self._tier)
+                verdict = Verdict.UNCLEAR
+            self._metrics.add("suspect", verdict.value)
+            self._say(suspect, verdict)
+            with self._changed:
+                suspect.verdict = verdict
+                suspect.judged = self._clock()
+                if verdict in _CLEARS and self._suspects.get(suspect.key) is suspect:
+                    del self._suspects[suspect.key]
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._closing or any(s.wanted and s.verdict is None for s in self._suspects.values()),
+                    min(_LONGEST_REST, time.monotonic() - begun),
+                )
+
+    def _examine(self, suspect: _Suspect) -> Verdict:
+        # A length alone is no bytes that a second read could have in common with it.
+        seen = [suspect.seen] if suspect.seen.covered else []
+        for _ in range(_READS):
+            if self._closing:
+                break
+            begun = time.monotonic()
+            try:
+                stored = self._medium.read_again(suspect.key, max(suspect.size, LONGEST_EXAMINED))
+                if stored is None:
+                    return Verdict.GONE
+                reason = reason_to_refuse(suspect.key, stored)
+                if reason is None:
+                    return Verdict.GOOD
+                suspect.reason = reason
+                if not any(sighting.is_of(stored) for sighting in seen):
+                    seen.append(Sighting.of(stored.length, [stored.data]))
+                    continue
+                if not self._budget.take():
+                    return Verdict.WITHHELD
+                # Where no answer comes, it may be gone.
+                removal = self._medium.remove(suspect.key, stored)
+                if removal is not Removal.REMOVED:
+                    self._budget.give_back()
+            except NotReadError as error:
+                logger.debug("tier %s: page %s could not be examined: %s", self._tier, suspect.key.hex(), error)
+                if time.monotonic() > begun + _SLOW_FAILURE:
+                    break
+                continue
+            if removal is not Removal.CHANGED:
+                return Verdict.REMOVED if removal is Removal.REMOVED else Verdict.DENIED
+        return Verdict.UNCLEAR
+
+    def _say(self, suspect: _Suspect, verdict: Verdict) -> None:
+        if verdict is Verdict.REMOVED:
+            page = suspect.key.hex()
+            logger.warning("tier %s: page %s was bad (%s) and is removed", self._tier, page, suspect.reason)
+        if verdict not in self._said:
+            return
+        self._unsaid[verdict] += 1
+        if self._clock() >= self._said[verdict] + _SAY_AGAIN:
+            logger.warning(_SAYINGS[verdict], self._tier, self._unsaid[verdict])
+            self._said[verdict], self._unsaid[verdict] = self._clock(), 0
+
+
+_SAYINGS = {
+    Verdict.GOOD: "tier %s: %d pages arrived damaged and are good in the pool: look at this machine's memory, "
+    "network card and at what is between it and the pool",
+    Verdict.DENIED: "tier %s: %d pages always arrive as the same bad bytes, and the store says that it has others: a "
+    "cache on the way, or a disk that changed under the store? They stay; the next write replaces them",
+}
+
+
+def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
+    """Why a stored object is not the page ``key``, whatever length its reader expected; None when it is, or when what
+    was read of it does not show that."""
+    if stored.length < 0:
+        return "type"
+    try:
+        page = envelope.decode_header(stored.data[: envelope.FIELDS_LENGTH])
+    except FormatError as error:
+        return error.reason
+    if len(stored.data) == stored.length:
+        # This process writes and reads headers of the smallest length; the format allows longer ones.
+        place = page.header_length
+        return envelope.reason_to_refuse(stored.data[:place], key, [stored.data[place:]])
+    if page.key != key:
+        return "identity" if page.identity != key[: envelope.IDENTITY_LENGTH] else "page_hash"
+    return None if page.header_length + page.payload_length == stored.length else "payload_length"
+
+
+def cut(length: int, at: float) -> Sequence[tuple[int, int]]:
+    """``length`` bytes in two pieces, cut at that share of their first half: what damages the same place of every reply
+    then damages other places of the object, wherever the cut is. Nothing shorter than a header is cut."""
+    if length < envelope.FIELDS_LENGTH:
+        return [(0, length)]
+    place = 2 + int((length // 2 - 2) * at)
+    return [(0, place), (place, length)]

@@ -1,0 +1,235 @@
+"""What operators see of each tier beside what it counts: is it up, how full is it, and every series from the start.
+
+A thread that exports metrics asks once a second (``TierReports.sources``), and nothing may hold it up: a tier answers
+from memory, and what only a look at its medium can tell comes from a thread of the tier's own (``LastLook``). Series
+are there before their first event, because a rate is blind to the first event of a series that begins with it, and
+because a tier that was never reached has no events at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from hicache_ext.runtime.call_threads import CallThreads
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.bad_pages import Verdict
+from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
+
+logger = logging.getLogger(__name__)
+
+Gauges = Mapping[str, float]
+
+UNKNOWN: Gauges = {
+    "tier_up": 1.0,
+    "breaker_state": 0.0,
+    "capacity_bytes": math.nan,
+    "used_bytes": math.nan,
+    "free_bytes": math.nan,
+    "pages": math.nan,
+    "evicted_age_seconds": math.nan,
+}
+"""What is said of a tier that says nothing of its own; HELP in metrics_export.py has what each means."""
+
+NOT_REACHED: Gauges = {**dict.fromkeys(UNKNOWN, 0.0)}
+"""Of a tier that has never been reached: nothing of it can be used."""
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A store that says how it is."""
+
+    def gauges(self) -> Gauges:
+        """Some of ``UNKNOWN``, as they are now. From memory alone: no I/O, and no lock that is held during any. Also
+        after close()."""
+
+
+def gauges_of(store: PageStore) -> dict[str, float]:
+    """What a store says of itself; nothing where it cannot."""
+    return dict(store.gauges()) if isinstance(store, Watched) else {}
+
+
+class TierReports:
+    """The series of every tier that the tier does not count itself. One per backend, called by one thread."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, TierMetrics] = {}
+
+    def sources(self, tiers: Sequence[PageStore]) -> list[TierMetrics]:
+        """For an exporter, beside the tiers' own metrics: of each of these tiers, as it is now."""
+        reports = {}
+        for tier in tiers:
+            report = self._reports.get(tier.name)
+            if report is None:
+                report = TierMetrics(tier.name)
+                report.declare(_series_of(tier), OPERATIONS)
+            reports[tier.name] = report
+            try:
+                known = gauges_of(tier)
+            except Exception as error:  # noqa: BLE001 - one tier's trouble must not hide the others
+                logger.debug("hicache_ext: tier %s does not say how it is: %s", tier.name, type(error).__name__)
+                continue
+            for name, value in {**UNKNOWN, **known}.items():
+                report.set_level(name, "", value)
+        self._reports = reports
+        return list(reports.values())
+
+
+class LastLook:
+    """What the last look at a medium told. Looks are made on a thread of their own, when somebody asks and the last one
+    is old: who asks gets at once what is known, and a medium that hangs holds up nobody. Threads: any."""
+
+    def __init__(self, name: str, look: Callable[[], Gauges], interval: float) -> None:
+        """``look`` may raise: then what is known stays. ``interval``: seconds between two looks."""
+        self._look = look
+        self._interval = interval
+        self._known: Gauges = {}
+        self._looked = -math.inf
+        self._under_way = threading.Lock()
+        self._threads = CallThreads(f"hicache-{name}-look")
+
+    def known(self) -> Gauges:
+        if time.monotonic() - self._looked >= self._interval and self._under_way.acquire(blocking=False):
+            try:
+                self._threads.start(self._look_now)
+            except RuntimeError:
+                # Closed, or no thread to be had: what is known stays.
+                self._under_way.release()
+        return self._known
+
+    def _look_now(self) -> None:
+        try:
+            self._known = self._look()
+        except Exception as error:  # noqa: BLE001 - whatever a broken medium makes of it
+            # No more than the kind: the words of a client library may repeat what it sent.
+            logger.debug("hicache_ext: a look at how full a tier is ended in %s", type(error).__name__)
+        finally:
+            self._looked = time.monotonic()
+            self._under_way.release()
+
+    def close(self, seconds: float) -> None:
+        """Wait so long for a look that is under way; one that hangs goes on by itself."""
+        self._threads.close(seconds)
+
+
+class RecentMean:
+    """The mean of what was noted since somebody last asked; the last one again where nothing was. Threads: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sum = 0.0
+        self._count = 0
+        self._last = 0.0
+
+    def note(self, value: float, count: int = 1) -> None:
+        """``count`` times."""
+        with self._lock:
+            self._sum += value * count
+            self._count += count
+
+    def take(self) -> float:
+        """0 before anything was noted."""
+        with self._lock:
+            if self._count:
+                self._last = self._sum / self._count
+                self._sum, self._count = 0.0, 0
+            return self._last
+
+
+# -- the series ----------------------------------------------------------------------------------------------------
+#
+# Reasons that come from outside (error codes of a system) are those that occur; others begin with their first event.
+
+OPERATIONS = ("get", "set", "exists")
+"""Latencies that every tier has."""
+
+CHAIN_PAGES = {"chain_pages": ("asked", "found", "used")}
+
+_CALLS = ("get", "set", "contains", "count_leading", "remove", "clear", "register_identity", "diagnose")
+_FILE_ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "ENOENT", "ESTALE", "ETIMEDOUT", "unknown", "Error", "MapFullError")
+_REQUEST_ERRORS = (
+    *("absent", "no_bucket", "exists", "denied", "slow_down", "timeout", "connection", "http_5xx", "http_4xx"),
+    *("cut", "other"),
+)
+
+_SUSPECTS = (*(verdict.value for verdict in Verdict), "forgotten")
+
+OF_ANSWERS: Mapping[str, Sequence[str]] = {
+    **CHAIN_PAGES,
+    "get": (*(result.value for result in GetResult), "gap"),
+    "set": tuple(result.value for result in SetResult),
+}
+"""Of what SGLang was answered (tier ``all``)."""
+
+OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
+    **CHAIN_PAGES,
+    "get": tuple(result.value for result in GetResult),
+    "set": tuple(result.value for result in SetResult),
+    "bytes": ("get", "set"),
+    "corrupt": (
+        *("short_header", "magic", "header_checksum", "version", "header_length", "identity", "page_hash"),
+        *("payload_length", "no_checksum", "checksum", "length", "truncated", "longer", "staged"),
+    ),
+    "rejected": ("breaker", "concurrency", "stuck", "bounce_memory", "not_open"),
+    "error": ("raised",),
+    "failure": ("get", "set", "exists", "contains", "queue", "remove", "clear", "closed"),
+    "timeout": _CALLS,
+    "late": ("",),
+    "retry": ("get", "set"),
+    "breaker": ("open", "half_open", "closed"),
+    "breaker_probe": ("good", "bad"),
+    "negative_cache": ("hit",),
+    "exists_budget": ("exceeded", "busy"),
+    "dropped_pages": ("async", "async_failed", "promotion", "promotion_failed"),
+    "promotion": ("queued", "waiting", "dropped", "stored", "exists", "failed"),
+    "prefetch": ("fetched", "useful", "wasted", "overtaken", "joined", "failed"),
+    "prefetch_bytes": ("fetched", "useful", "wasted"),
+}
+
+OF_TYPE: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "file": {
+        "bytes": ("evicted",),
+        "evicted": ("capacity", "ttl"),
+        "corrupt": ("seal", "unreadable", "not_a_file"),
+        "rejected": ("capacity", "no_space", "obstacle"),
+        "error": _FILE_ERRORS,
+        "io": ("unaligned",),
+        "suspect": ("good",),
+    },
+    "redis": {
+        "node": ("up", "down"),
+        "connection": ("opened", "lost"),
+        "redirect": ("moved", "ask"),
+        "cleared": ("",),
+        "suspect": _SUSPECTS,
+        "corrupt": ("type",),
+        "rejected": ("memory", "too_large", "clearing", "suspect"),
+        "error": ("no_node", "redirected", "busy", "timeout", "protocol", "connection", "identity", "clear"),
+    },
+    "mooncake": {
+        "suspect": _SUSPECTS,
+        "rejected": ("away", "full", "suspect"),
+        "error": ("timeout", "full", "transfer", "master_unreachable", "master_timeout", "lease_expired", "leased"),
+    },
+    "object": {
+        "cleared": ("",),
+        "suspect": _SUSPECTS,
+        "rejected": ("suspect",),
+        "error": (*_REQUEST_ERRORS, "not_as_sent"),
+    },
+}
+
+
+def _series_of(tier: PageStore) -> dict[str, list[str]]:
+    info = tier.describe()
+    series = {event: list(reasons) for event, reasons in OF_EVERY_TIER.items()}
+    for event, reasons in OF_TYPE.get(info.type, {}).items():
+        series.setdefault(event, []).extend(reasons)
+    for path in info.details.get("paths", ()):
+        for event in ("path_out_of_service", "path_back_in_service"):
+            series.setdefault(event, []).append(path)
+    return series

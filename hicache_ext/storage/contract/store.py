@@ -1,0 +1,299 @@
+"""The PageStore contract: what every tier promises, and the words it answers with.
+
+A store keeps *page objects* (envelope.py) under 48-byte keys: identity digest + page hash. It moves whole batches
+between its medium and host memory.
+
+The caller (backend.py, tiered.py, a guard) guarantees:
+  - the memory of a batch stays valid and unshared until the call returns;
+  - keys are 48 bytes; the pages of one batch may have different sizes.
+The implementer guarantees:
+  - nothing touches the batch's memory after the call has returned, on any path;
+  - calls may come from several threads at once;
+  - no call raises except after close() (StoreClosedError) or for a programming error; trouble is a result;
+  - GetResult.HIT only if identity, page hash, length and checksum of the envelope agree with what was read;
+  - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
+  - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy itself
+    was shown to be bad (bad_pages.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.page import batch_code
+from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH, PAGE_HASH_LENGTH
+from hicache_ext.page.identity import joined_page_hashes
+from hicache_ext.page.memory import PageMemory
+from hicache_ext.runtime.jit import is_compiled
+from hicache_ext.runtime.metrics import TierMetrics
+
+
+class GetResult(enum.Enum):
+    """What became of one page of a ``get``. Only HIT means that the page's memory holds the page."""
+
+    HIT = "hit"
+    MISS = "miss"
+    """Absent."""
+    CORRUPT = "corrupt"
+    """There was an object and it is not this page; the next write replaces it if the stored copy is bad."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    """The medium failed (EIO, connection lost)."""
+    REJECTED = "rejected"
+    """Not tried: breaker open, tier closed or out of service."""
+
+
+class SetResult(enum.Enum):
+    """What became of one page of a ``set``. STORED and EXISTS mean that the page can be read from now on."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    REJECTED = "rejected"
+    """Not stored and not an error: no room that may be used, larger than the tier takes, breaker open."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+    @property
+    def durable(self) -> bool:
+        return self in (SetResult.STORED, SetResult.EXISTS)
+
+
+class PageKeys(Sequence[bytes]):
+    """The keys of pages of one identity: made when one is asked for, or all of them at once."""
+
+    __slots__ = ("_hashes", "_keys", "_words", "identity")
+
+    def __init__(self, identity: bytes, hashes: bytes | None, words: npt.NDArray[np.int64] | None = None) -> None:
+        """``hashes``: the page hashes, one behind the other; or else ``words``, which are ``key_words``."""
+        self.identity = identity
+        self._hashes = hashes
+        self._words = words
+        self._keys: list[bytes] | None = None
+
+    @classmethod
+    def of_hashes(cls, identity: bytes, names: Sequence[str]) -> PageKeys:
+        """The keys under which SGLang's keys are stored (``page_hash_bytes``)."""
+        if is_compiled(batch_code.decode_hashes):
+            text = batch_code.SEPARATOR.join(names)
+            if text.isascii() and len(text) % 8 == 0:
+                words = np.empty((len(names), KEY_LENGTH // 8), np.int64)
+                # Writable, which compiled code insists on.
+                if batch_code.decode_hashes(
+                    np.frombuffer(bytearray(text, "ascii"), np.int64), _words_of(identity), words
+                ):
+                    return cls(identity, None, words)
+        return cls(identity, joined_page_hashes(names))
+
+    def __len__(self) -> int:
+        return len(self._words) if self._words is not None else len(self.hashes) // PAGE_HASH_LENGTH
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, which: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> list[bytes]: ...
+
+    def __getitem__(self, which: int | slice) -> bytes | list[bytes]:
+        return self._all()[which]
+
+    def leading(self, count: int) -> PageKeys:
+        """The first so many."""
+        if count == len(self):
+            return self
+        if self._words is not None:
+            return PageKeys(self.identity, None, self._words[:count])
+        return PageKeys(self.identity, self.hashes[: count * PAGE_HASH_LENGTH])
+
+    def under(self, identity: bytes) -> PageKeys:
+        """Those of the same pages in another identity."""
+        return self if identity == self.identity else PageKeys(identity, self.hashes)
+
+    @property
+    def hashes(self) -> bytes:
+        """The page hashes, one behind the other."""
+        if self._hashes is None:
+            assert self._words is not None
+            self._hashes = self._words[:, IDENTITY_LENGTH // 8 :].tobytes()
+        return self._hashes
+
+    @property
+    def words(self) -> npt.NDArray[np.int64]:
+        """``key_words``."""
+        if self._words is None:
+            words = np.empty((len(self), KEY_LENGTH // 8), np.int64)
+            words[:, : IDENTITY_LENGTH // 8] = np.frombuffer(self.identity, np.int64)
+            words[:, IDENTITY_LENGTH // 8 :] = np.frombuffer(self.hashes, np.int64).reshape(
+                len(self), PAGE_HASH_LENGTH // 8
+            )
+            self._words = words
+        return self._words
+
+    def _all(self) -> list[bytes]:
+        if self._keys is None:
+            start, hashes = self.identity, self.hashes
+            self._keys = [
+                start + hashes[begin : begin + PAGE_HASH_LENGTH] for begin in range(0, len(hashes), PAGE_HASH_LENGTH)
+            ]
+        return self._keys
+
+
+@functools.lru_cache(maxsize=1024)
+def _words_of(identity: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(bytearray(identity), np.int64)
+
+
+def identity_of(keys: Sequence[bytes]) -> bytes:
+    """That of the first page, of one at least: SGLang moves pages of one pool at a time."""
+    return keys.identity if isinstance(keys, PageKeys) else keys[0][:IDENTITY_LENGTH]
+
+
+def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """The keys of pages as int64, shape (pages, 6): what compiled code takes."""
+    if isinstance(keys, PageKeys):
+        return keys.words
+    # Writable, which compiled code insists on.
+    return np.frombuffer(bytearray().join(keys), np.int64).reshape(len(keys), KEY_LENGTH // 8)
+
+
+_Result = TypeVar("_Result", GetResult, SetResult)
+
+
+def counted(results: Sequence[_Result]) -> dict[str, int]:
+    """How often each result occurs, by its value: for the metrics of a call."""
+    counts: dict[str, int] = {}
+    while results:
+        first = results[0]
+        # Mostly that of all pages, and count() compares by identity first.
+        counts[first.value] = count = results.count(first)
+        results = [] if count == len(results) else [result for result in results if result is not first]
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class PageBatch:
+    """Pages to read into or write from: ``keys[i]`` belongs to the segments ``buffers[i]``.
+
+    A segment is a C-contiguous memoryview of bytes in host memory; the payload is the concatenation of a page's
+    segments. For a ``get`` they must be writable. ``PageMemory`` is the form that knows their addresses.
+    """
+
+    keys: Sequence[bytes]
+    buffers: Sequence[Sequence[memoryview]]
+    sizes: Sequence[int] = field(default=(), repr=False)
+    """Payload bytes of each page; counted where the caller does not know them."""
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.buffers):
+            raise ValueError(f"{len(self.keys)} keys for {len(self.buffers)} pages")
+        if len(self.sizes) != len(self.buffers):
+            # Once: stores ask several times per page.
+            sizes = [sum([segment.nbytes for segment in segments]) for segments in self.buffers]
+            object.__setattr__(self, "sizes", sizes)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def select(self, positions: Iterable[int]) -> PageBatch:
+        everything = range(len(self))
+        if positions == everything:
+            return self
+        chosen = list(positions)
+        if chosen == list(everything):
+            return self
+        buffers = self.buffers
+        return PageBatch(
+            [self.keys[i] for i in chosen],
+            buffers.select(chosen) if isinstance(buffers, PageMemory) else [buffers[i] for i in chosen],
+            [self.sizes[i] for i in chosen],
+        )
+
+    def payload_bytes(self, position: int) -> int:
+        return self.sizes[position]
+
+    def bytes_of(self, wanted: GetResult | SetResult | bool, results: Sequence[GetResult | SetResult | bool]) -> int:
+        """Payload bytes of the pages that have the result ``wanted``."""
+        if results.count(wanted) == len(results):
+            return sum(self.sizes)
+        return sum([size for size, result in zip(self.sizes, results, strict=True) if result is wanted])
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """What ``describe()`` answers; for logs, doctor and tools. No secrets."""
+
+    name: str
+    type: str
+    shared: bool
+    """Other machines can see the same pages."""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class PageStore(Protocol):
+    """One tier. See the module docstring for the promises."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def metrics(self) -> TierMetrics: ...
+
+    def describe(self) -> StoreInfo: ...
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        """Called once per identity before its first page; lets tools name what is stored. Never raises."""
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        """Read each page into its segments. A page that is no HIT may leave its own segments half written."""
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        """Write each page that is not there yet."""
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are present. A present key may still turn out CORRUPT when read.
+
+        False also where it could not be found out; ``metrics`` has then counted an error, timeout or rejected.
+        """
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of present keys."""
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Remove pages; the number that was there."""
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Remove every page of these identities (None: of every identity of this package).
+
+        The answer is the number of identities that had pages: counting pages would take as long as removing them.
+        """
+
+    def close(self) -> None:
+        """Release everything. Waits for calls under way. Idempotent."""
+
+
+@runtime_checkable
+class IdentityKeeper(Protocol):
+    """A store that keeps the documents of ``register_identity`` where every node can read them."""
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        """Digest -> document. For tools, on a thread of theirs: it may take seconds. Raises StoreError."""
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """A store whose capacity may change while it is in use (a reload of the configuration)."""
+
+    def can_resize(self, capacity: int | None) -> bool: ...
+
+    def resize(self, capacity: int | None) -> None:
+        """``capacity`` as at the start, in bytes. What is too much goes with the next writes."""

@@ -1,0 +1,111 @@
+"""A trial of a store for diagnoses: pages of an identity of its own are written, read back, compared and removed.
+
+Where the store is a directory, the trial is made in one of its own beside it, so that nothing of what is looked at is
+touched: not the pages (a full tier would evict some), not the index, not the records.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.tiers.file.usage import writer_alive, writer_name
+
+_PAGES = 16
+_PAGE_BYTES = 1 << 20
+_LOOK_UPS = 10
+_TRIAL = ".hicache-ext-trial-"
+
+
+def nearest_directory(path: Path) -> Path:
+    """``path``, or the nearest directory above it that is there. Raises OSError as the disk does."""
+    while not path.is_dir():
+        if path.exists():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        path = path.parent
+    return path
+
+
+@contextmanager
+def trial_directory(path: Path) -> Iterator[Path]:
+    """An empty directory of one's own in ``path``, or above it where it does not exist, which is gone afterwards.
+
+    What a trial that was killed has left there is taken away, too. Raises OSError.
+    """
+    place = nearest_directory(path)
+    for left in place.glob(f"{_TRIAL}*"):
+        with suppress(OSError):
+            if not writer_alive(left.name.removeprefix(_TRIAL).rpartition("-")[0], left.lstat().st_ctime):
+                shutil.rmtree(left)
+    made = Path(tempfile.mkdtemp(prefix=f"{_TRIAL}{writer_name()}-", dir=place))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
+
+
+def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES) -> list[Finding]:
+    """A round trip, latency and bandwidth of ``store``; leaves nothing behind. Never raises the store's troubles."""
+    digest = secrets.token_bytes(IDENTITY_LENGTH)
+    keys = [digest + hashlib.sha256(bytes([number])).digest() for number in range(_PAGES)]
+    content = [hashlib.shake_128(key).digest(page_bytes) for key in keys]
+    targets = [bytearray(page_bytes) for _ in keys]
+    try:
+        began = time.perf_counter()
+        written = store.set(PageBatch(keys, [[memoryview(page)] for page in content]))
+        wrote = time.perf_counter() - began
+        began = time.perf_counter()
+        read = store.get(PageBatch(keys, [[memoryview(page)] for page in targets]))
+        took = time.perf_counter() - began
+        look_ups = []
+        for _ in range(_LOOK_UPS):
+            began = time.perf_counter()
+            store.contains(keys[:1])
+            look_ups.append(time.perf_counter() - began)
+    finally:
+        store.remove(keys)
+    found = _judge(written, read, [bytes(page) for page in targets] == content)
+    if found.level is not Level.OK:
+        return [found]
+    total = _PAGES * page_bytes
+    return [
+        found,
+        Finding("latency", Level.OK, f"a look-up takes {statistics.median(look_ups) * 1e3:.2f} ms (median)"),
+        Finding(
+            "bandwidth",
+            Level.OK,
+            f"{total / wrote / 1e6:.0f} MB/s written, {total / took / 1e6:.0f} MB/s read"
+            f" ({_PAGES} pages of {page_bytes >> 10} KiB)",
+        ),
+    ]
+
+
+def _judge(written: Sequence[SetResult], read: Sequence[GetResult], same: bool) -> Finding:
+    complete = all(result is SetResult.STORED for result in written) and all(result is GetResult.HIT for result in read)
+    if complete and same:
+        return Finding("round trip", Level.OK, f"{_PAGES} pages written, read back and removed")
+    if all(result is GetResult.HIT for result in read) and not same:
+        return Finding(
+            "round trip", Level.ERROR, "pages came back with other bytes", "do not use this store; report it"
+        )
+    stored = sum(result is SetResult.STORED for result in written)
+    hits = sum(result is GetResult.HIT for result in read)
+    reasons = sorted({r.value for r in written if not r.durable} | {r.value for r in read if r is not GetResult.HIT})
+    return Finding(
+        "round trip",
+        Level.ERROR,
+        f"of {_PAGES} pages {stored} were written and {hits} read back ({', '.join(reasons)})",
+        "look at the other findings of this tier, and at its timeout",
+    )

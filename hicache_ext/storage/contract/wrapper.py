@@ -1,0 +1,63 @@
+"""The base of every wrapper around a PageStore: it forwards everything, subclasses override what they change.
+
+A wrapper is ``Diagnosable`` and ``Watched`` whether or not the wrapped store is, because a wrapper's class cannot
+depend on it: where the store is not, there is nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding
+from hicache_ext.storage.contract.reports import gauges_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+
+
+class DelegatingStore:
+    """A PageStore that is ``inner`` in every respect."""
+
+    def __init__(self, inner: PageStore) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self.inner.metrics
+
+    def describe(self) -> StoreInfo:
+        return self.inner.describe()
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self.inner.register_identity(digest, document)
+
+    def diagnose(self) -> Sequence[Finding]:
+        return self.inner.diagnose() if isinstance(self.inner, Diagnosable) else ()
+
+    def gauges(self) -> dict[str, float]:
+        return gauges_of(self.inner)
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        return self.inner.get(batch)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        return self.inner.set(batch)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self.inner.contains(keys)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        return self.inner.count_leading(keys)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        return self.inner.remove(keys)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        return self.inner.clear(digests)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,149 @@
+"""The configuration file of a running server: re-read when a command asks for it or when it changes.
+
+The backend has one of these when SGLang was given ``@FILE``. A server that was given its configuration inline has no
+file to re-read, and says so at start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_document
+from hicache_ext.config.problems import config_error
+from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.storage.serving.control import ControlError, ControlSocket
+from hicache_ext.storage.tiering.reload import ReloadableStore
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL = 2.0
+"""Seconds between two looks at the file."""
+
+_Signature = tuple[int, int, int, int]
+View = Callable[[HicacheExtConfig], HicacheExtConfig]
+
+
+def _as_it_is(config: HicacheExtConfig) -> HicacheExtConfig:
+    return config
+
+
+class ConfigFile:
+    """Brings a store to what its file says. Threads of its own; SGLang's never come here after the constructor."""
+
+    def __init__(
+        self,
+        file: str,
+        store: ReloadableStore,
+        *,
+        watch: bool,
+        watch_interval: float = WATCH_INTERVAL,
+        view: View = _as_it_is,
+    ) -> None:
+        """``view`` makes what this server goes by of what the file says, as it was made of what the server was given.
+
+        Raises ConfigError when ``file`` does not hold the configuration of ``store``.
+        """
+        self._view = view
+        self._file = file
+        self._store = store
+        self._interval = watch_interval
+        self._seen = _signature(file)
+        self._document = load_document(file)
+        if view(self._document.hicache_ext) != store.config:
+            raise ConfigError(file, "does not hold the configuration that this server was started with")
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._socket: ControlSocket | None = None
+        try:
+            self._socket = ControlSocket(self._handle)
+        except ControlError as error:
+            logger.warning("hicache_ext: `hicache-ext reload` will not reach this server: %s", error)
+        if watch:
+            self._watcher = threading.Thread(target=self._watch, name="hicache-config", daemon=True)
+            self._watcher.start()
+
+    def reload(self, *, only_check: bool = False) -> list[str]:
+        """Take over what the file says now; the changes in words. Raises HicacheExtError, and nothing has changed."""
+        with self._lock:
+            document = load_document(self._file)
+            if problems := _unchangeable(self._document, document):
+                raise config_error(problems)
+            config = self._view(document.hicache_ext)
+            if only_check:
+                self._store.check(config)
+                return []
+            changes = self._store.reload(config)
+            self._document = document
+            return changes
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._socket is not None:
+            self._socket.close()
+        if self._watcher is not None:
+            self._watcher.join(self._interval + 10)
+
+    def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("call") == "facts":
+            return {"ok": True, "file": self._file, "pid": os.getpid()}
+        if request.get("call") != "reload":
+            return {"ok": False, "said": [f"unknown call {str(request.get('call'))[:40]!r}"]}
+        try:
+            return {"ok": True, "said": self.reload(only_check=request.get("only_check") is True)}
+        except HicacheExtError as error:
+            return {"ok": False, "said": str(error).splitlines()}
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._interval):
+            signature = _signature(self._file)
+            if signature == self._seen or signature is None:
+                continue
+            if self._closing.wait(self._interval) or _signature(self._file) != signature:
+                continue  # it is being written
+            self._seen = signature
+            try:
+                if not self.reload():
+                    logger.info("hicache_ext: %s was written and says the same as before", self._file)
+            except HicacheExtError as error:
+                for line in str(error).splitlines():
+                    logger.error("hicache_ext: %s is not taken over, what was in force stays: %s", self._file, line)
+            except Exception:
+                logger.exception("hicache_ext: %s is not taken over, what was in force stays", self._file)
+
+
+def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:
+    """SGLang's own keys."""
+    return [
+        ConfigError(key, "cannot change while the server runs: SGLang reads it at start")
+        for key in ExtraConfig.model_fields
+        if key != "hicache_ext" and getattr(old, key) != getattr(new, key)
+    ]
+
+
+def _signature(file: str) -> _Signature | None:
+    """Changes with every write, also where a symbolic link is turned to another file (a Kubernetes ConfigMap)."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def config_file_of(
+    file: str | None, store: ReloadableStore, config: HicacheExtConfig, view: View = _as_it_is
+) -> ConfigFile | None:
+    """The file behind a backend, None where there is none to re-read. Never raises."""
+    if file is None:
+        if config.watch_config:
+            logger.warning("hicache_ext.watch_config: the configuration was given inline, so that no file is watched")
+        return None
+    try:
+        return ConfigFile(file, store, watch=config.watch_config, view=view)
+    except (HicacheExtError, RuntimeError) as error:
+        logger.warning("hicache_ext: the configuration cannot be reloaded: %s", error)
+        return None

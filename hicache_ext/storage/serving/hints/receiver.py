@@ -1,0 +1,96 @@
+"""The prefill node's side of hints: looks at the board and has the pages brought to the local tier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.hint_board import BoardLimits
+from hicache_ext.storage.serving.hints.hint import decode
+from hicache_ext.storage.serving.hints.sender import Board
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL = 60.0
+
+BringInward = Callable[[Sequence[bytes]], Mapping[str, int]]
+"""Brings the pages of these hashes to the local tier; how many were present, fetched, absent, dropped."""
+
+
+class HintReceiver:
+    """One thread. A hint that is malformed, old, or of another model is counted and otherwise nothing happens.
+
+    Counted in ``metrics``: ``hint`` received, malformed, stale, other_model; ``board`` failed; ``page`` present,
+    fetched, absent, dropped.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        bring_inward: BringInward,
+        scope: Callable[[], bytes | None],
+        limits: BoardLimits,
+        most_pages: int,
+        interval: float,
+    ) -> None:
+        self._board = board
+        self._bring_inward = bring_inward
+        self._scope = scope
+        self._limits = limits
+        self._most_pages = most_pages
+        self._interval = interval
+        self.metrics = TierMetrics("hints", prefix="hints_")
+        self._last_log = time.monotonic()
+        self._last_logged: dict[str, int] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hicache-ext-hints", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """End the thread, unless a store holds it for longer than ``timeout``."""
+        self._closing.set()
+        self._thread.join(timeout)
+        self._log()
+
+    def _run(self) -> None:
+        since = None
+        while not self._closing.wait(self._interval):
+            try:
+                since, hints = self._board().read_hints(since, self._limits)
+            except Exception as error:  # noqa: BLE001 - whatever a store raises, it may be back the next time
+                logger.debug("hicache_ext: no hints: %s", error)
+                self.metrics.add("board", "failed")
+                continue
+            for hint in hints:
+                if self._closing.is_set():
+                    return
+                try:
+                    self._take(hint)
+                except Exception:
+                    self.metrics.add("hint", "failed")
+                    logger.exception("hicache_ext: following a hint")
+            if time.monotonic() - self._last_log >= _LOG_INTERVAL:
+                self._log()
+
+    def _take(self, data: bytes) -> None:
+        hint = decode(data, self._most_pages)
+        if hint is None:
+            self.metrics.add("hint", "malformed")
+        elif hint.scope != self._scope():
+            self.metrics.add("hint", "other_model")
+        elif abs(time.time() - hint.written) > self._limits.lifetime:
+            self.metrics.add("hint", "stale")
+        else:
+            self.metrics.add("hint", "received")
+            self.metrics.add_many("page", self._bring_inward(hint.page_hashes))
+
+    def _log(self) -> None:
+        """One line with all counters, if any has changed since the last one."""
+        self._last_log = time.monotonic()
+        counters = {".".join(filter(None, key)): amount for key, amount in sorted(self.metrics.snapshot().items())}
+        if counters != self._last_logged:
+            self._last_logged = counters
+            logger.info("hicache_ext: hints: %s", counters)

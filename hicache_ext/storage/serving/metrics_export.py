@@ -1,0 +1,249 @@
+"""Every counter, level and latency of the tiers at SGLang's Prometheus endpoint (``--enable-metrics``).
+
+SGLang's scheduler processes are not the one that answers ``/metrics``: prometheus_client's multiprocess mode carries
+the values over in files. SGLang sets that up; here only metrics are made and moved, by a thread that wakes once a
+second, so that counting itself stays cheap. Latencies are passed on call by call.
+
+Names follow from what is counted: ``TierMetrics.add("promotion", "stored")`` is
+``hicache_ext_promotion_total{tier=..., reason="stored"}``, a level ``queue_bytes`` is the gauge
+``hicache_ext_queue_bytes``, and all latencies are ``hicache_ext_call_seconds``. What is no tier has a prefix in front
+(``hicache_ext_pull_decision_total``). docs/metrics.md lists them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hicache_ext import __version__
+from hicache_ext.runtime.metrics import LATENCY_BOUNDS, TierMetrics
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "hicache_ext_"
+CALL_SECONDS = PREFIX + "call_seconds"
+BUILD_INFO = PREFIX + "build_info"
+
+_INTERVAL = 1.0
+_UNFIT = re.compile(r"[^a-zA-Z0-9_]")
+
+HELP = {
+    "get": "Pages read from a tier, by result; tier 'all' is what SGLang was answered.",
+    "set": "Pages written to a tier, by result; tier 'all' is what SGLang was answered.",
+    "chain_pages": "Pages of the chains that SGLang looked up: asked for, found, used.",
+    "bytes": "Bytes read, written and evicted.",
+    "corrupt": "Page objects that were refused, by reason.",
+    "evicted": "Pages evicted, by reason.",
+    "timeout": "Calls that their deadline ended, by call.",
+    "late": "Calls that ended after their deadline, by call.",
+    "retry": "Pages whose transfer was tried again, by call.",
+    "breaker_probe": "Probes of a tier that is left out, by outcome.",
+    "negative_cache": "Keys not asked for, because they were absent a moment ago.",
+    "exists_budget": "Look-ups on the scheduler's thread that were answered from what was known, by reason.",
+    "io": "Pages moved through the page cache although the tier uses direct I/O.",
+    "path_out_of_service": "Paths of a file tier taken out of service.",
+    "path_back_in_service": "Paths of a file tier back in service.",
+    "node": "Redis nodes that went up or down.",
+    "connection": "Connections to Redis nodes, opened and lost.",
+    "redirect": "Pages whose slot another Redis node serves.",
+    "suspect": "Pages that arrived damaged and were looked at again, by what was found.",
+    "cleared": "Pages removed by a clear in the background.",
+    "rejected": "Pages not tried, by reason.",
+    "error": "Failures of the medium.",
+    "serving": "1 while pages are stored and served; 0 until the weights are identified, and while L1 is of old ones.",
+    "failure": "Calls that raised and were answered as a miss.",
+    "dropped_pages": "Pages dropped from a queue in the background.",
+    "promotion": "Pages on their way to the nearer tier, by outcome.",
+    "prefetch": "Pages fetched ahead of the read, by outcome.",
+    "prefetch_bytes": "Bytes fetched ahead of the read, by outcome.",
+    "breaker": "State changes of the circuit breaker.",
+    "breaker_state": "The circuit breaker now: 0 closed or none, 1 half open, 2 open.",
+    "tier_up": "1 while the tier can be reached; 0 also before it was reached for the first time.",
+    "capacity_bytes": "Bytes that the tier may take; NaN where it has no limit or does not know.",
+    "used_bytes": "Bytes that pages take in the tier; NaN where it does not know.",
+    "free_bytes": "Bytes that the tier can still take without evicting; NaN where it does not know.",
+    "pages": "Pages in the tier; NaN where it does not know.",
+    "evicted_age_seconds": "Seconds since the last use of the pages evicted last; 0 before the first eviction.",
+    "queue_pages": "Pages waiting in a queue.",
+    "queue_bytes": "Bytes waiting in a queue.",
+    "prefetch_buffer_bytes": "Bytes fetched ahead that nobody has read yet, and those being fetched.",
+    "pull_decision": "Prefixes in storage, by what was decided about them and why.",
+    "pull_tokens": "Tokens of prefixes in storage, pulled or recomputed.",
+    "pull_probe": "Measurements of tiers that the pull rule leaves out, by tier.",
+    "copy_load": "Copies from host to device, by engine and why it was that one.",
+    "copy_back_up": "Copies from device to host, by engine and why it was that one.",
+    "pd_write_request": "Requests of a decode node, by what its writer did with them.",
+    "pd_write_page": "Pages that a decode node's writer handed to storage, by result; present: were there.",
+    "pd_write_write": "Writes of a decode node: calls, and those tried again.",
+    "pd_write_copy": "Copies to host memory that could not begin, by reason.",
+    "pd_write_dropped": "Pages dropped for want of host memory, by policy.",
+    "pd_write_lost": "Pages never written, by reason.",
+    "pd_write_hint": "Hints of a decode node, by what became of them.",
+    "hints_hint": "Hints that a prefill node read, by what it did with them.",
+    "hints_board": "Looks for hints that failed.",
+    "hints_page": "Pages that hints named, by outcome.",
+    "pd_write_failure": "Calls of a decode node's writer that raised.",
+    "pd_write_waiting_pages": "Pages of a decode node that wait to be written.",
+    "pd_write_host_used_tokens": "Host memory of a decode node in use, in tokens.",
+}
+
+
+def metric_name(counted: str) -> str:
+    """The Prometheus name of an event or level, its own prefix included, without the ``_total`` that counters get."""
+    return PREFIX + _UNFIT.sub("_", counted)
+
+
+class Exporter:
+    """Moves what ``sources()`` count into prometheus_client until it is closed. One per backend."""
+
+    def __init__(self, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._labels = dict(labels)
+        self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
+        self._stop = threading.Event()
+        _build_info().labels(**self._all_labels(), version=__version__).set(1)
+        self.export()
+        self._thread = threading.Thread(target=self._run, name="hicache-metrics", daemon=True)
+        self._thread.start()
+
+    def export(self) -> None:
+        """Bring everything up to date."""
+        sources = list(self._sources())
+        for metrics in sources:
+            self._watch(metrics)
+            self._export_counts(metrics)
+            for (name, reason), value in metrics.levels().items():
+                self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(value)
+        for metrics, observer in list(self._watched.values()):
+            if not any(metrics is source for source in sources):
+                self._let_go(metrics, observer, sources)
+
+    def _export_counts(self, metrics: TierMetrics) -> None:
+        for (event, reason), grown in metrics.take_growth().items():
+            self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(grown)
+
+    def _let_go(
+        self, metrics: TierMetrics, observer: Callable[[str, float], None], sources: Iterable[TierMetrics]
+    ) -> None:
+        """A tier has gone: its last counts go out, and what it had waiting or open is no more."""
+        metrics.unwatch(observer)
+        self._export_counts(metrics)
+        successors = [source for source in sources if (source.tier, source.prefix) == (metrics.tier, metrics.prefix)]
+        for name, reason in metrics.levels():
+            if not any((name, reason) in source.levels() for source in successors):
+                self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(_WHEN_GONE.get(name, 0))
+        del self._watched[id(metrics)]
+
+    def close(self) -> None:
+        """Export a last time, let go of everything, and end the thread. Idempotent."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            self._export_quietly()
+            # After a detach the server goes on: a tier must not be shown as up for ever.
+            self._sources = lambda: ()
+            self._export_quietly()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL):
+            self._export_quietly()
+
+    def _export_quietly(self) -> None:
+        try:
+            self.export()
+        except Exception:
+            logger.exception("hicache_ext: exporting metrics")
+
+    def _watch(self, metrics: TierMetrics) -> None:
+        """Pass on every latency. The entry keeps ``metrics`` alive, so that its id stays its own."""
+        if id(metrics) not in self._watched:
+            histogram = _histogram()
+            observe = functools.lru_cache(None)(lambda operation: self._child(histogram, metrics, operation=operation))
+
+            def pass_on(operation: str, seconds: float) -> None:
+                try:
+                    observe(operation).observe(seconds)
+                except Exception as error:  # noqa: BLE001 - the file behind it may find no room on its disk
+                    logger.debug("hicache_ext: a latency was not exported: %s", error)
+
+            for operation in metrics.latencies():
+                observe(operation)
+            self._watched[id(metrics)] = (metrics, pass_on)
+            metrics.watch(pass_on)
+
+    def _child(self, family: Any, metrics: TierMetrics, **more: str) -> Any:
+        return family.labels(**self._all_labels(), tier=metrics.tier, **more)
+
+    def _all_labels(self) -> dict[str, str]:
+        return {**dict.fromkeys(_LABELS, "0"), "model_name": "", **self._labels}
+
+
+class _NoExporter:
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+def export_when_wanted(
+    wanted: bool, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]
+) -> Exporter | _NoExporter:
+    """An exporter where the server has a Prometheus endpoint. Never raises: metrics are not worth a start."""
+    if not wanted:
+        return _NoExporter()
+    try:
+        return Exporter(sources, labels)
+    except Exception as error:  # noqa: BLE001 - prometheus_client missing, or its directory gone
+        logger.warning("hicache_ext: no metrics at the Prometheus endpoint: %s", error)
+        return _NoExporter()
+
+
+_LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank")
+"""Named as in SGLang's own metrics, so that both can be joined."""
+
+_WHEN_GONE = {"tier_up": math.nan}
+"""What a level is after its tier was taken out, where it is not 0: a tier that nobody wants any more is not down."""
+
+
+# One family per name and process, whoever exports: prometheus_client keeps values by name. They are in no registry,
+# because what answers /metrics collects from the files of all processes.
+
+
+@functools.lru_cache(None)
+def _counter(event: str) -> Any:
+    from prometheus_client import Counter
+
+    return Counter(metric_name(event), _help(event), ["tier", "reason", *_LABELS], registry=None)
+
+
+@functools.lru_cache(None)
+def _gauge(name: str) -> Any:
+    from prometheus_client import Gauge
+
+    labels = ["tier", "reason", *_LABELS]
+    return Gauge(metric_name(name), _help(name), labels, registry=None, multiprocess_mode="mostrecent")
+
+
+@functools.lru_cache(None)
+def _build_info() -> Any:
+    from prometheus_client import Gauge
+
+    labels = ["version", *_LABELS]
+    return Gauge(BUILD_INFO, "Always 1; what runs.", labels, registry=None, multiprocess_mode="mostrecent")
+
+
+@functools.lru_cache(None)
+def _histogram() -> Any:
+    from prometheus_client import Histogram
+
+    documentation = "Seconds of whole calls on a tier, by operation."
+    return Histogram(
+        CALL_SECONDS, documentation, ["tier", "operation", *_LABELS], buckets=LATENCY_BOUNDS, registry=None
+    )
+
+
+def _help(counted: str) -> str:
+    return HELP.get(counted, f"What the tier counts as {counted!r}, by reason.")

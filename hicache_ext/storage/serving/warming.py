@@ -1,0 +1,256 @@
+"""Warming a node: the pages of a prompt are brought from outer tiers to a nearer one, before any request asks.
+
+For a router or a cron job; needs no SGLang. Which identities there are is read from the documents that file, Redis and
+object tiers keep beside their pages: a server writes those of its pools when it starts. A Mooncake tier keeps none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
+from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.page.hashes import page_hashes
+from hicache_ext.page.identity import digest_of_document
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.contract.store import GetResult, IdentityKeeper, PageBatch, PageStore
+from hicache_ext.storage.tiering.prefetch import PrefetchSettings
+from hicache_ext.storage.tiering.tier_use import tier_use
+from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiers.file.manifest import is_taken_over
+from hicache_ext.storage.tiers.file.pages.tree import load_document
+
+_PAGES_AT_ONCE = 64
+_KV = "kv"
+
+Progress = Callable[[int, int], None]
+"""Called with the pages done and the pages there are."""
+
+
+class WarmError(HicacheExtError):
+    """Nothing can be warmed, and why."""
+
+
+@dataclass(slots=True)
+class WarmReport:
+    """What became of the pages: ``present`` were there, ``fetched`` are now, ``absent`` are nowhere, ``failed`` were
+    found and could not be read or written. ``payload_bytes`` of the fetched."""
+
+    present: int = 0
+    fetched: int = 0
+    absent: int = 0
+    failed: int = 0
+    payload_bytes: int = 0
+
+    @property
+    def pages(self) -> int:
+        return self.present + self.fetched + self.absent + self.failed
+
+
+def warm_prompts(
+    config: HicacheExtConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    to: str | None = None,
+    model: str | None = None,
+    identities: Mapping[bytes, dict[str, Any]] | None = None,
+    seed: bytes = b"",
+    progress: Progress = lambda done, pages: None,
+) -> WarmReport:
+    """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it.
+
+    ``model`` is the name under which it is served; needed where the tiers hold several. ``identities`` (digest ->
+    document, see read_identities) are taken beside those that the tiers know. ``seed``: see page_hashes.py.
+    Raises WarmError, StoreError or ConfigError with a sentence.
+    """
+    target_name, source_names = _route(config, to)
+    for name in (target_name, *source_names):
+        _refuse_older_format(name, config.tiers[name])
+    opened: list[PageStore] = []
+    try:
+        opened += [open_tier(name, config.tiers[name]) for name in source_names]
+        documents = {**known_identities(config, opened), **(identities or {})}
+        if not documents:
+            raise WarmError(_no_identity(config, source_names))
+        documents = choose_model(documents, model)
+        sources = TieredStore(opened, [], settings=TieringSettings(prefetch=PrefetchSettings(buffer=0)))
+        target = open_tier(target_name, config.tiers[target_name])
+        opened.append(target)
+        for digest, document in documents.items():
+            target.register_identity(digest, document)
+        try:
+            return warm(sources, target, documents, prompts, seed=seed, progress=progress)
+        finally:
+            sources.close()
+    finally:
+        for store in opened:
+            store.close()
+
+
+def warm(
+    source: PageStore,
+    target: PageStore,
+    documents: Mapping[bytes, Mapping[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: bytes = b"",
+    progress: Progress = lambda done, pages: None,
+) -> WarmReport:
+    """Copy every page of ``prompts`` that ``source`` has and ``target`` lacks, for each of the identities.
+
+    Of a KV pool the leading run alone: behind a gap nothing is ever read. Of other pools whatever is there.
+    """
+    chains = [(digest, document["pool"], prompt) for digest, document in documents.items() for prompt in prompts]
+    keys_of_chains = [
+        (pool, [digest + page for page in page_hashes(prompt, pool["page_size"], seed)])
+        for digest, pool, prompt in chains
+    ]
+    total = sum(len(keys) for _, keys in keys_of_chains)
+    report = WarmReport()
+    for pool, keys in keys_of_chains:
+        done = report.pages
+        for first in range(0, len(keys), _PAGES_AT_ONCE):
+            portion = keys[first : first + _PAGES_AT_ONCE]
+            complete = _warm_portion(source, target, portion, sum(pool["segments"]), report)
+            progress(report.pages, total)
+            if not complete and pool["name"] == _KV:
+                break
+        report.absent += len(keys) - (report.pages - done)
+        progress(report.pages, total)
+    return report
+
+
+def _warm_portion(
+    source: PageStore, target: PageStore, keys: Sequence[bytes], page_bytes: int, report: WarmReport
+) -> bool:
+    """Whether ``target`` has all of ``keys`` now."""
+    missing = [key for key, known in zip(keys, target.contains(keys), strict=True) if not known]
+    report.present += len(keys) - len(missing)
+    if not missing:
+        return True
+    memory = [bytearray(page_bytes) for _ in missing]
+    batch = PageBatch(missing, [[memoryview(page)] for page in memory])
+    found: list[int] = []
+    for position, result in enumerate(source.get(batch)):
+        if result is GetResult.HIT:
+            found.append(position)
+        elif result is GetResult.MISS:
+            report.absent += 1
+        else:
+            report.failed += 1
+    stored = [result.durable for result in target.set(batch.select(found))]
+    report.fetched += sum(stored)
+    report.failed += stored.count(False)
+    report.payload_bytes += sum(stored) * page_bytes
+    return sum(stored) == len(missing)
+
+
+def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ()) -> dict[bytes, dict[str, Any]]:
+    """Digest -> document of every identity recorded in the directories of file tiers and in the stores ``opened``.
+
+    Flat tensors are left out, and documents that are not what their digest says. Raises StoreError.
+    """
+    documents: dict[bytes, dict[str, Any]] = {}
+    for store in opened:
+        if isinstance(store, IdentityKeeper):
+            documents |= {
+                digest: document for digest, document in store.identities().items() if _describes(document, digest)
+            }
+    for tier in config.tiers.values():
+        if not isinstance(tier, FileTierConfig):
+            continue
+        for path in tier.path:
+            for file in sorted(Path(path).glob("identities/*.json")):
+                try:
+                    digest = bytes.fromhex(file.stem)
+                except ValueError:
+                    continue
+                document = load_document(Path(path), digest)
+                if document is not None and _describes(document, digest):
+                    documents[digest] = document
+    return documents
+
+
+def read_identities(places: Sequence[str], key: str) -> dict[bytes, dict[str, Any]]:
+    """Digest -> document of the files ``places``, or of the files in these directories: documents of another node.
+
+    Raises ConfigError naming ``key`` for what is no document of a pool whose pages can be warmed.
+    """
+    allowed = "an identity document, PATH/identities/*.json of a file tier of any node, or a directory of them"
+    documents: dict[bytes, dict[str, Any]] = {}
+    for place in places:
+        path = Path(place)
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not files:
+            raise ConfigError(key, f"the directory {place!r} has no file *.json", allowed)
+        for file in files:
+            try:
+                document = json.loads(file.read_text())
+            except OSError as error:
+                raise ConfigError(key, f"{str(file)!r} cannot be read: {error.strerror or error}", allowed) from None
+            except ValueError:
+                document = None
+            if not isinstance(document, dict) or not _is_usable(document):
+                if path.is_dir():
+                    continue  # Among the documents of a node there are those of flat tensors.
+                raise ConfigError(key, f"{str(file)!r} does not describe the pages of a pool", allowed)
+            documents[digest_of_document(document)] = document
+    return documents
+
+
+def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
+    """Why nothing is known, and what to do."""
+    silent = [name for name in sources if config.tiers[name].type == "mooncake"]
+    because = f"; {', '.join(silent)} (mooncake) keeps none" if silent else ""
+    return (
+        f"no tier knows an identity{because}; start a server with this configuration once, or give the documents of "
+        "another node with --identity"
+    )
+
+
+def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
+    """The identities of one model. Raises WarmError where it is not clear which."""
+    models = sorted({str(document["model"]["id"]) for document in documents.values()})
+    if model is None and len(models) > 1:
+        raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {', '.join(models)}")
+    if model is not None and model not in models:
+        raise WarmError(f"no tier knows the model {model!r}; known: {', '.join(models)}")
+    chosen = model or models[0]
+    return {digest: document for digest, document in documents.items() if document["model"]["id"] == chosen}
+
+
+def _refuse_older_format(name: str, tier: TierConfig) -> None:
+    """A server takes such a directory over, without its pages; a tool has no business to."""
+    for path in tier.path if isinstance(tier, FileTierConfig) else ():
+        if is_taken_over(Path(path), "slab"):
+            raise WarmError(f"tier {name}: {path!r} is of an older format; the next server that starts takes it over")
+
+
+def _describes(document: Mapping[str, Any], digest: bytes) -> bool:
+    return _is_usable(document) and digest_of_document(document) == digest
+
+
+def _is_usable(document: Mapping[str, Any]) -> bool:
+    """Whether a file that anybody may have put there has what is needed; flat tensors have no size of their own."""
+    pool, model = document.get("pool"), document.get("model")
+    if not isinstance(pool, dict) or not isinstance(model, dict) or "id" not in model or "name" not in pool:
+        return False
+    segments, page_size = pool.get("segments"), pool.get("page_size")
+    sizes_are_numbers = isinstance(segments, list) and all(isinstance(size, int) and size > 0 for size in segments)
+    return bool(sizes_are_numbers and segments and isinstance(page_size, int) and page_size > 0)
+
+
+def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:
+    """The tier to warm and the tiers behind it."""
+    locations = list(config.retrieve_locations)
+    target = to or tier_use(config).promote_to or (locations[0] if locations else "")
+    if target not in locations:
+        raise WarmError(f"tier {target!r} is not in retrieve_locations, so that nothing would ever read it there")
+    behind = locations[locations.index(target) + 1 :]
+    if not behind:
+        raise WarmError(f"no tier stands behind {target!r} in retrieve_locations, from which its pages could come")
+    return target, behind

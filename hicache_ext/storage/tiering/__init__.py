@@ -1,0 +1,1 @@
+"""Several tiers as one: order, promotion, writing behind, prefetch, pull or recompute, hot swap."""

@@ -1,0 +1,62 @@
+"""Promotion: pages found further out are written to a nearer tier, behind everything else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hicache_ext.storage.contract.store import PageBatch, PageStore, SetResult
+from hicache_ext.storage.tiering.io_priority import DemandGate
+from hicache_ext.storage.tiering.write_behind import QueueSettings, WriteBehind
+
+_PATIENCE = 1.0
+"""Seconds for which a batch of promotions steps aside for demand reads and for what is fetched ahead of them."""
+
+
+class Promoter:
+    """Copies pages into a bounded queue and writes them to ``target`` when neither a demand read nor a prefetch is
+    under way.
+
+    The caller says which pages: those of the contiguous prefix of a read, from a tier further out than ``target``.
+    A page that waits already is not queued again, whoever asks. Counted in the metrics of ``target``, event
+    ``promotion``: queued, waiting (was queued already), dropped (queue full), and then stored, exists or failed.
+    """
+
+    def __init__(self, target: PageStore, settings: QueueSettings, gate: DemandGate) -> None:
+        self.target = target
+        self._queue = WriteBehind(
+            target,
+            settings,
+            queue="promotion",
+            before_batch=lambda: gate.wait_until_idle(_PATIENCE),
+            written=self._count_written,
+        )
+
+    def promote(self, batch: PageBatch, positions: Sequence[int]) -> int:
+        """Queue the pages at ``positions``, whose memory holds them; their bytes are copied before this returns.
+
+        How many wait now.
+        """
+        outcomes = Counter(_QUEUED[result] for result in self._queue.offer(batch, positions))
+        self.target.metrics.add_many("promotion", outcomes)
+        return outcomes["queued"] + outcomes["waiting"]
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        self._queue.forget(keys)
+        self._queue.wait_for_batch_under_way()
+
+    def forget_identities(self, digests: Sequence[bytes] | None) -> None:
+        self._queue.forget_identities(digests)
+
+    def wait_until_written(self, timeout: float) -> bool:
+        return self._queue.wait_until_written(timeout)
+
+    def close(self) -> None:
+        self._queue.close()
+
+    def _count_written(self, results: Sequence[SetResult]) -> None:
+        outcomes = Counter(result.value if result.durable else "failed" for result in results)
+        self.target.metrics.add_many("promotion", outcomes)
+
+
+_QUEUED = {SetResult.STORED: "queued", SetResult.EXISTS: "waiting", SetResult.REJECTED: "dropped"}

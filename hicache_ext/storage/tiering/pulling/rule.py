@@ -1,0 +1,239 @@
+"""Pull or recompute: is reading a prefix from storage cheaper than computing it?
+
+A remote pull can cost more than the prefill it saves (a slow tier, a fast model, a short prefix), and SGLang pulls
+every hit. The rule sits where the backend answers ``batch_exists``: a prefix that should be computed is answered as
+absent.
+
+Modes: ``off`` pulls always (there is no rule then); ``fixed`` pulls from ``min_tokens`` on; ``adaptive`` also compares
+what the read is expected to take, by what each tier's last reads took, with what computing is expected to take, by what
+the last prefill batches took (or the configured rate). Once a tier was too slow, a pull must be cheaper by
+``hysteresis`` to be made again. A tier from which not even a hit of the whole prefix would pay, with the time of its
+look-ups counted in, is not asked: a slow look-up costs a request as much as a slow read. Tiers that are not used are
+measured in the background, never on a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from hicache_ext.config.pd import PullConfig
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import PageBatch, PageStore
+from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
+from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
+
+logger = logging.getLogger(__name__)
+
+_MARGIN = 0.1
+"""A pull must be expected to be cheaper by this share: what SGLang does around a read is in no tier's measurement."""
+_PROBE_PAGES = (1, 32)
+"""Two sizes determine the line: what a read costs to start, and what each byte costs."""
+_PROBE_KEYS = 256
+"""Looked up at most. Fewer would let a long round trip be taken for dear keys where requests ask for that many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do about a prefix of ``tokens`` tokens, and why."""
+
+    pull: bool
+    reason: str
+    """short, long_enough, unmeasured, cheaper, dearer, not_cheaper_enough, not_asked: the metric's label."""
+    tokens: int
+    read_seconds: float | None = None
+    compute_seconds: float | None = None
+
+    def __str__(self) -> str:
+        times = ""
+        if self.read_seconds is not None and self.compute_seconds is not None:
+            times = f", reading {self.read_seconds * 1e3:.1f} ms against computing {self.compute_seconds * 1e3:.1f} ms"
+        return f"{'pull' if self.pull else 'recompute'} {self.tokens} tokens: {self.reason}{times}"
+
+
+Tiers = Callable[[], Sequence[PageStore]]
+"""The tiers in use, which a reload may exchange."""
+
+
+def open_pull_rule(config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> PullRule | None:
+    """The rule over those of ``tiers()`` that are measured; None with mode off."""
+    return None if config.mode == "off" else PullRule(config, tiers, compute_cost)
+
+
+@dataclass(slots=True)
+class Asked:
+    """One question of SGLang's: how many of ``pages`` leading pages to pull; ``looked_up`` by tier, at its end."""
+
+    pages: int
+    page_tokens: int
+    page_bytes: int
+    parts: int = 1
+    """Objects that a page is split in."""
+    looked_up: dict[MeasuredStore, LookUp] = field(default_factory=dict)
+    too_dear: tuple[float, float] | None = None
+    """Seconds of the look-up and the read, and of computing, for which a tier was not asked."""
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * self.page_tokens
+
+
+class PullRule:
+    """Thread-safe; a decision costs a few microseconds."""
+
+    def __init__(
+        self,
+        config: PullConfig,
+        tiers: Tiers,
+        compute_cost: SizedCost,
+        metrics: TierMetrics | None = None,
+    ) -> None:
+        self._config = config
+        self._in_use = tiers
+        self._compute_cost = compute_cost
+        self.metrics = metrics or TierMetrics("pull", prefix="pull_")
+        self._was_too_dear = False
+        self._probing = threading.Lock()
+
+    @contextmanager
+    def looking_up(self, pages: int, page_tokens: int, page_bytes: int, parts: int = 1) -> Iterator[Asked | None]:
+        """Around the look-ups for one question, on their thread. None: too short, look for nothing."""
+        asked = Asked(pages, page_tokens, page_bytes, parts)
+        if asked.tokens < self._config.min_tokens:
+            self._count(Decision(False, "short", asked.tokens))
+            yield None
+            return
+        tiers = [tier for tier in self._in_use() if isinstance(tier, MeasuredStore)]
+        for tier in tiers:
+            others = [other for other in tiers if other is not tier]
+            tier.ask_only_if(partial(self._is_worth_asking, asked, tier, others))
+        try:
+            yield asked
+        finally:
+            asked.looked_up = {tier: tier.take_look_up() for tier in tiers}
+
+    def _is_worth_asking(self, asked: Asked, tier: MeasuredStore, others: Sequence[MeasuredStore]) -> bool:
+        """Whether looking up and reading all that ``others`` have not been found to have can be cheaper than computing.
+
+        Not only the keys of the look-up at hand: a long chain is looked up in portions, and the first is short.
+        """
+        if self._config.mode != "adaptive":
+            return True
+        pages = asked.pages - sum(other.found_so_far() for other in others)
+        looking = tier.look_up_cost.predict(pages)
+        reading = tier.read_cost.predict(pages * asked.page_bytes)
+        computing = self._compute_seconds(pages * asked.page_tokens)
+        if looking is None or reading is None or computing is None:
+            return True
+        if looking + reading <= self._bound(computing, pages * asked.page_tokens):
+            return True
+        asked.too_dear = (looking + reading, computing)
+        return False
+
+    def pages_to_pull(self, asked: Asked, pages: int, keys: Callable[[int], list[bytes]]) -> int:
+        """``pages``, which were found, or 0 if they should be computed.
+
+        ``keys(n)`` gives the store keys of the first parts of the first n pages asked for, for a probe.
+        """
+        not_asked = [tier for tier, look_up in asked.looked_up.items() if look_up.not_asked]
+        if not pages:
+            if not_asked:
+                self._was_too_dear = True
+                self._count(Decision(False, "not_asked", asked.tokens, *(asked.too_dear or ())))
+                self._probe(not_asked, asked, keys)
+            return 0
+        found = {tier: look_up.found for tier, look_up in asked.looked_up.items() if look_up.found}
+        decision = self.decide(pages * asked.page_tokens, pages * asked.page_bytes, found)
+        self._count(decision)
+        unused = [] if decision.pull or decision.reason == "short" else list(found)
+        self._probe(not_asked + unused, asked, keys)
+        return pages if decision.pull else 0
+
+    def _count(self, decision: Decision) -> None:
+        self.metrics.add("decision", decision.reason)
+        self.metrics.add("tokens", "pulled" if decision.pull else "recomputed", decision.tokens)
+        logger.debug("hicache_ext: %s", decision)
+
+    def decide(self, tokens: int, size: int, found: Mapping[MeasuredStore, int]) -> Decision:
+        """``found``: how many of the pages' keys each tier has, for their shares of ``size`` bytes."""
+        if tokens < self._config.min_tokens:
+            return Decision(False, "short", tokens)
+        if self._config.mode == "fixed":
+            return Decision(True, "long_enough", tokens)
+        reading, computing = self._read_seconds(size, found), self._compute_seconds(tokens)
+        if reading is None or computing is None:
+            return Decision(True, "unmeasured", tokens, reading, computing)
+        if reading <= self._bound(computing, tokens):
+            self._was_too_dear = False
+            return Decision(True, "cheaper", tokens, reading, computing)
+        self._was_too_dear = True
+        reason = "dearer" if reading > computing else "not_cheaper_enough"
+        return Decision(False, reason, tokens, reading, computing)
+
+    def _compute_seconds(self, tokens: int) -> float | None:
+        if self._config.prefill_rate is not None:
+            return tokens / self._config.prefill_rate
+        return self._compute_cost.saved_by(tokens)
+
+    def _bound(self, computing: float, tokens: int) -> float:
+        margin = max(_MARGIN, self._config.hysteresis) if self._was_too_dear else _MARGIN
+        doubt = self._compute_cost.doubt(tokens) if self._config.prefill_rate is None else 1.0
+        return computing * (1 - margin) / doubt
+
+    def _read_seconds(self, size: int, found: Mapping[MeasuredStore, int]) -> float | None:
+        total = sum(found.values())
+        if not total:
+            return None
+        seconds = 0.0
+        for tier, count in found.items():
+            cost = tier.read_cost.predict(size * count / total)
+            if cost is None:
+                return None
+            seconds += cost
+        return seconds
+
+    def _probe(self, unused: Sequence[MeasuredStore], asked: Asked, keys: Callable[[int], list[bytes]]) -> None:
+        """Look up what was asked for and read a few pages of it, from each of ``unused`` that was not measured lately.
+
+        In the background, one probe at once. What a tier lacks measures its look-ups alone.
+        """
+        stale = [tier for tier in unused if tier.age() >= self._config.probe_interval]
+        if not stale:
+            return
+        probed = keys(min(asked.pages, _PROBE_KEYS))
+        if not self._probing.acquire(blocking=False):
+            return
+
+        def measure() -> None:
+            try:
+                for tier in stale:
+                    self._measure(tier, probed, asked)
+            except StoreClosedError:
+                pass  # the server is on its way out
+            except Exception:
+                logger.exception("hicache_ext: measuring a tier")
+            finally:
+                self._probing.release()
+
+        threading.Thread(target=measure, name="hicache-ext-pull-probe", daemon=True).start()
+
+    def _measure(self, tier: MeasuredStore, keys: list[bytes], asked: Asked) -> None:
+        self.metrics.add("probe", tier.name)
+        tier.probed()
+        present = tier.count_leading(keys)
+        if tier.look_up_cost.is_surprised:
+            # Asked again at once: two surprises end what was learnt, and one probe is enough to come back.
+            present = tier.count_leading(keys)
+        looking, computing = tier.look_up_cost.predict(asked.pages), self._compute_seconds(asked.tokens)
+        if looking is not None and computing is not None and looking > computing:
+            return  # nothing that a read could take would pay
+        size = asked.page_bytes // asked.parts
+        for pages in _PROBE_PAGES:
+            chosen = keys[: min(pages, present)]
+            if chosen:
+                tier.get(PageBatch(chosen, [[memoryview(bytearray(size))] for _ in chosen]))

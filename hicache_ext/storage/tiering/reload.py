@@ -1,0 +1,174 @@
+"""Changing tiers while SGLang runs: what may change, what may not, and all of it at one moment.
+
+A reload that is refused, or whose new tiers cannot be opened, changes nothing. One that is accepted takes over between
+two calls (arrangement.py). Everything happens on the thread of whoever asks for it, never on SGLang's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
+from hicache_ext.config.problems import config_error, listed
+from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
+from hicache_ext.storage.contract.store import PageStore, Resizable
+from hicache_ext.storage.guards.breaker_store import breaker_of
+from hicache_ext.storage.tiering.hot_swap import ExchangeableStore
+from hicache_ext.storage.tiering.live_tiers import LiveTier, arrange, guard, open_live_tiers, used_tiers
+from hicache_ext.storage.tiering.tier_use import tier_use
+
+logger = logging.getLogger(__name__)
+
+_FIXED = {
+    "role": "SGLang was launched for it",
+    "model": "it is part of every page's identity",
+    "kv_dtype": "it is part of every page's identity",
+    "watch_config": "it is read at start",
+}
+"""Keys of the section that a reload may not change, and why. Others (orders, tiers, limits) may."""
+
+_LATER = {"pd": ", in force from the next start on"}
+"""Keys that may change in the file, and that the server has read at its start."""
+
+
+class ReloadableStore(ExchangeableStore):
+    """The tiers of a configuration, which may be exchanged for another. Threads: any."""
+
+    def __init__(self, config: HicacheExtConfig) -> None:
+        """Opens the tiers. Raises StoreSetupError or ConfigError."""
+        tier_use(config)  # before anything is opened: it may refuse
+        self._config = config
+        self._reloading = threading.Lock()
+        self._live = open_live_tiers(used_tiers(config))
+        super().__init__(arrange(config, self._live))
+
+    @property
+    def config(self) -> HicacheExtConfig:
+        """What is in force."""
+        return self._config
+
+    def check(self, config: HicacheExtConfig) -> None:
+        """Raise ConfigError for what a reload to ``config`` would be refused for, as far as that shows beforehand."""
+        if problems := list(self._problems(config)):
+            raise config_error(problems)
+        tier_use(config)
+
+    def reload(self, config: HicacheExtConfig) -> list[str]:
+        """Put ``config`` in force; what has changed, one line each.
+
+        Returns when calls under way have ended and removed tiers are closed. Raises ConfigError or StoreError, and
+        then nothing has changed.
+        """
+        with self._reloading:
+            self.check(config)
+            changes = list(self._changes(config))
+            if not changes:
+                self._config = config
+                return []
+            self._put_in_force(config)
+            self._config = config
+        for change in changes:
+            logger.warning("hicache_ext: reloaded: %s", change)
+        return changes
+
+    def _put_in_force(self, config: HicacheExtConfig) -> None:
+        wanted = used_tiers(config)
+        kept = {name: tier for name, tier in self._live.items() if name in wanted and tier.config == wanted[name]}
+        changed = {name: tier for name, tier in self._live.items() if name in wanted and name not in kept}
+        try:
+            with ExitStack() as hold:
+                opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
+                # Held here until an arrangement in force holds them.
+                for tier in opened.values():
+                    hold.callback(tier.guarded.handle().close)
+                guarded: dict[str, LiveTier] = {}
+                for name, tier in changed.items():
+                    guarded[name] = guard(wanted[name], tier.bare, tier)
+                    hold.callback(guarded[name].guarded.handle().close)
+                live = {name: (kept | opened | guarded)[name] for name in wanted}
+                arrangement = arrange(config, live)
+                try:
+                    # Guards keep memory of their own: new ones have to be registered like new tiers.
+                    self.exchange(arrangement, [tier.guarded.store for tier in (*opened.values(), *guarded.values())])
+                except BaseException:
+                    arrangement.close()
+                    raise
+        except HicacheExtError:
+            raise
+        except Exception as error:
+            raise StoreError(f"the new tiers cannot be used: {error!r}") from error
+        for tier in guarded.values():
+            if (breaker := breaker_of(tier.guarded.store)) is not None:
+                breaker.resume()
+        for name in changed:
+            _resize(self._live[name], wanted[name])
+        self._live = live
+
+    def _problems(self, config: HicacheExtConfig) -> Iterator[ConfigError]:
+        for key, reason in _FIXED.items():
+            if getattr(config, key) != getattr(self._config, key):
+                yield ConfigError(f"hicache_ext.{key}", f"cannot change while the server runs: {reason}")
+        for name, tier in used_tiers(config).items():
+            if name in self._live:
+                yield from _problems_of_tier(name, self._live[name], tier)
+        directories = {directory: name for name, live in self._live.items() for directory in live.config.directories()}
+        for name, tier in used_tiers(config).items():
+            if name in self._live:
+                continue
+            for directory in tier.directories():
+                if directory in directories:
+                    yield ConfigError(
+                        f"hicache_ext.tiers.{name}.path",
+                        f"is in use by tier {directories[directory]!r}; remove that one first, in a reload of its own",
+                    )
+
+    def _changes(self, config: HicacheExtConfig) -> Iterator[str]:
+        wanted = used_tiers(config)
+        for name in self._live:
+            if name not in wanted:
+                yield f"tier {name} is no longer used"
+        for name, tier in wanted.items():
+            if name not in self._live:
+                yield f"tier {name} is used: {tier.summary()}"
+            elif differing := _differing_keys(self._live[name].config, tier):
+                yield f"tier {name}: new {listed(differing)}"
+        for key in type(config).model_fields:
+            if key != "tiers" and getattr(config, key) != getattr(self._config, key):
+                yield f"new {key}{_LATER.get(key, '')}"
+
+
+def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator[ConfigError]:
+    key = f"hicache_ext.tiers.{name}"
+    remedy = "give the tier another name (the old one is then closed), or restart"
+    if type(wanted) is not type(live.config):
+        yield ConfigError(f"{key}.type", f"cannot change while the tier is in use; {remedy}")
+        return
+    for field in _differing_keys(live.config, wanted):
+        if field == "timeout" and wanted.keeps_timeout:
+            yield ConfigError(f"{key}.timeout", f"cannot change: the store was opened with it; {remedy}")
+        elif field == "capacity" and field in wanted.live_keys:
+            store = _bottom(live)
+            capacity = wanted.capacity if isinstance(wanted, FileTierConfig) else None
+            if not isinstance(store, Resizable) or not store.can_resize(capacity):
+                yield ConfigError(f"{key}.capacity", f"cannot change in this layout while the tier is in use; {remedy}")
+        elif field not in wanted.live_keys:
+            yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
+
+
+def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:
+    return [key for key in type(one).model_fields if getattr(one, key) != getattr(other, key, None)]
+
+
+def _resize(live: LiveTier, wanted: TierConfig) -> None:
+    store = _bottom(live)
+    if isinstance(wanted, FileTierConfig) and isinstance(store, Resizable):
+        store.resize(wanted.capacity)
+
+
+def _bottom(live: LiveTier) -> PageStore:
+    """The store itself, also where it was opened late."""
+    store = live.bare.store
+    return getattr(store, "opened", None) or store

@@ -1,0 +1,85 @@
+"""How a configuration uses its tiers: what it says, and what follows from the tiers where it says nothing.
+
+Several tiers are mostly a near, private one and a far, shared one. Then, by default, what was found far is kept near
+(``promote_to``), and a write waits for the near one alone (``store_policies``): without the first the far tier is read
+again and again, without the second a slow pool holds the writes to the disk up.
+
+A decode node writes and does not read, on a thread of its own that tries a failed write again: there everything is
+written at once by default, so that it knows what has reached the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hicache_ext.config import HicacheExtConfig
+from hicache_ext.config.model import PROMOTE_NOTHING, SECTION
+from hicache_ext.config.tiering import StorePolicy
+from hicache_ext.errors import ConfigError
+from hicache_ext.storage.contract.sharing import sharing_of
+from hicache_ext.storage.tiers.file.file_system import Sharing
+
+_TOLD = "configured"
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """By the names of tiers. Each setting with where it came from, for people."""
+
+    sharing: Mapping[str, Sharing]
+    promote_to: str | None
+    promotion_reason: str
+    policies: Mapping[str, tuple[StorePolicy, str]]
+    """Of the tiers that are written."""
+
+    @property
+    def async_tiers(self) -> list[str]:
+        return [name for name, (policy, _) in self.policies.items() if policy == "async"]
+
+    def store_words(self) -> str:
+        """Where writes go, and how."""
+        return ", ".join(f"{name} ({policy}, {why})" for name, (policy, why) in self.policies.items()) or "nowhere"
+
+    def promotion_words(self) -> str:
+        return f"{self.promote_to or 'nothing'} ({self.promotion_reason})"
+
+    def lines(self) -> list[str]:
+        """For the log."""
+        tiers = [f"tier {name}: {sharing}" for name, sharing in self.sharing.items()]
+        return [*tiers, f"store to: {self.store_words()}", f"promote to: {self.promotion_words()}"]
+
+
+def tier_use(config: HicacheExtConfig) -> TierUse:
+    """Of a server of the role in ``config``, on this node. Raises ConfigError for hints that would lead nowhere."""
+    used = [*config.retrieve_locations, *config.store_locations]
+    sharing = {name: sharing_of(tier) for name, tier in config.tiers.items() if name in used}
+    promote_to, reason = _promotion(config, sharing)
+    if promote_to is None and config.role == "prefill" and config.pd.hints.enabled:
+        problem = f"a prefill node brings the pages to the tier promote_to, and there is none ({reason})"
+        raise ConfigError(f"{SECTION}.pd.hints.enabled", problem, "promote_to: the nearest of retrieve_locations")
+    policies = {name: _policy(name, config, sharing) for name in config.store_locations}
+    return TierUse(sharing, promote_to, reason, policies)
+
+
+def _promotion(config: HicacheExtConfig, sharing: Mapping[str, Sharing]) -> tuple[str | None, str]:
+    if config.promote_to is not None:
+        return (None if config.promote_to == PROMOTE_NOTHING else config.promote_to), _TOLD
+    if config.role == "decode":
+        return None, "default on decode nodes"
+    if len(config.retrieve_locations) < 2:
+        return None, "default: nothing lies further out"
+    for name in config.retrieve_locations[:-1]:
+        # A tier that this node only reads is somebody else's to fill.
+        if not sharing[name].shared and name in config.store_locations:
+            return name, "default: the nearest private tier"
+    return None, "default: no private tier is read before another one, and written"
+
+
+def _policy(name: str, config: HicacheExtConfig, sharing: Mapping[str, Sharing]) -> tuple[StorePolicy, str]:
+    if name in config.store_policies:
+        return config.store_policies[name], _TOLD
+    private = next((other for other in config.store_locations if not sharing[other].shared), None)
+    if config.role != "decode" and sharing[name].shared and private is not None:
+        return "async", f"default: shared, behind {private}"
+    return "sync", "default"

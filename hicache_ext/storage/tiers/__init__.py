@@ -1,0 +1,1 @@
+"""The tiers. They do not know each other, and nothing above knows their types."""

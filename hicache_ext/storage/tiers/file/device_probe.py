@@ -1,0 +1,268 @@
+"""What the device under a directory does best, measured on the directory itself when a tier starts.
+
+Three ways to move data, in both directions, with several numbers of threads: through the page cache (buffered), through
+it but not kept there (RWF_DONTCACHE, Linux 6.14 and later, where the file system takes part), and past it (O_DIRECT).
+None wins everywhere. Half a second in all, on a file of at most 32 MiB that has no name and is gone with its
+descriptor, also after kill -9.
+
+What was measured is kept in the directory for the boot, so that other ranks and restarts do not measure again; a lock
+keeps processes that start together from measuring each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from hicache_ext.runtime.access import open_file
+from hicache_ext.runtime.file_lock import lock_within
+from hicache_ext.runtime.whole_file import read_document, write_whole
+from hicache_ext.storage.tiers.file import vectored
+
+Mode = Literal["buffered", "dontcache", "direct"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+RWF_DONTCACHE = 0x80
+
+_VERSION = 1
+_FILE_BYTES = 32 << 20
+_BLOCK = 256 << 10
+"""Bytes per call: a few small pages in neighbouring slots, or a part of a large one."""
+_FILL_SECONDS = 0.06
+_FILL_STEP = 8
+"""Blocks between two looks at the clock."""
+_CELL_SECONDS = 0.015
+_ALL_SECONDS = 0.45
+_MODES_COMPARED_WITH = 4
+_OTHER_THREADS = (1, 2, 8, 16)
+_LOCK_SECONDS = 5.0
+_DIRECT_BLOCK = 64 << 10
+"""Bytes; a multiple of every sector size in use."""
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+_PROBE_FILE = "io_probe.json"
+_LOCK_FILE = "io_probe.lock"
+
+
+@dataclass(slots=True)
+class Measured:
+    """Bytes per second by mode and number of threads; a mode that the file system does not have is left out.
+
+    Reads are cold: nothing of what they read is in the page cache. Writes overwrite, and include the time until the
+    device has them, or a mode that only postpones the work would look fast.
+    """
+
+    read: dict[Mode, dict[int, float]] = field(default_factory=dict)
+    write: dict[Mode, dict[int, float]] = field(default_factory=dict)
+
+    def rate(self, direction: Literal["read", "write"], mode: Mode) -> float | None:
+        """With as many threads as modes are compared with; None where the mode is not to be had, or time ran out."""
+        rates: dict[Mode, dict[int, float]] = getattr(self, direction)
+        return rates.get(mode, {}).get(_MODES_COMPARED_WITH)
+
+    def as_document(self) -> dict[str, Any]:
+        return {"read": self.read, "write": self.write}
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Measured:
+        """Raises KeyError, TypeError, ValueError or AttributeError on anything else than ``as_document`` made."""
+        return cls(*(_rates(document[direction]) for direction in ("read", "write")))
+
+
+def measured_device(path: Path) -> Measured:
+    """What was measured on the existing directory ``path`` in this boot, measuring now if nobody has.
+
+    Raises OSError as the disk does. An empty answer when nothing can be known: the file system has no unnamed files, or
+    another process has been measuring for too long.
+    """
+    facts = {"version": _VERSION, "boot": _boot(), "device": path.stat().st_dev}
+    kept = _kept(path, facts)
+    if kept is not None:
+        return kept
+    with _lock(path) as held:
+        kept = _kept(path, facts)
+        if kept is not None:
+            return kept
+        if not held:
+            return Measured()
+        try:
+            measured = _Probe(path).measure()
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            measured = Measured()
+        _keep(path, {**facts, **measured.as_document()})
+        return measured
+
+
+def takes_direct(path: Path) -> bool:
+    """Whether the file system of the existing directory ``path`` does O_DIRECT, tried with one block. Never raises.
+
+    ``measured_device`` does not tell: its time may run out first. Another failure than "not supported" (no room) is for
+    the store to meet.
+    """
+    try:
+        fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        try:
+            with mmap.mmap(-1, _DIRECT_BLOCK) as block:
+                os.pwrite(fd, block, 0)
+                os.preadv(fd, [block], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error.errno not in _NOT_SUPPORTED
+    return True
+
+
+class _Probe:
+    """One measurement. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._deadline = time.monotonic() + _ALL_SECONDS
+        # Aligned to whole pages, as O_DIRECT wants it; one block per thread.
+        self._memory = memoryview(mmap.mmap(-1, _BLOCK * max(*_OTHER_THREADS, _MODES_COMPARED_WITH)))
+        # Not zeros: some devices store those for free.
+        self._memory[:] = os.urandom(4096) * (self._memory.nbytes // 4096)
+
+    def measure(self) -> Measured:
+        fd = os.open(self._path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.ExitStack() as open_files:
+            open_files.callback(os.close, fd)
+            direct: int | None = None
+            with contextlib.suppress(OSError):
+                direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                open_files.callback(os.close, direct)
+            blocks = self._fill(fd)
+            pool = open_files.enter_context(ThreadPoolExecutor(self._memory.nbytes // _BLOCK))
+            measured = Measured()
+            # What matters more comes first: on a slow device there is no time for all.
+            for threads in (_MODES_COMPARED_WITH, *_OTHER_THREADS):
+                for mode in MODES:
+                    opened = direct if mode == "direct" else fd
+                    if opened is None:
+                        continue
+                    cell = _Cell(pool, self._memory, blocks, threads, opened, mode)
+                    for direction, rates in (("write", measured.write), ("read", measured.read)):
+                        if threads != _MODES_COMPARED_WITH and mode not in rates:
+                            continue
+                        if time.monotonic() > self._deadline:
+                            return measured
+                        rate = cell.write(fd) if direction == "write" else cell.read(fd)
+                        if rate is not None:
+                            rates.setdefault(mode, {})[threads] = rate
+        return measured
+
+    def _fill(self, fd: int) -> int:
+        """Write the file once, all of it or what the time allows; its blocks."""
+        until = time.monotonic() + _FILL_SECONDS
+        blocks = 0
+        while blocks < _FILE_BYTES // _BLOCK and (blocks == 0 or time.monotonic() < until):
+            vectored.write_from(fd, [self._memory[: _FILL_STEP * _BLOCK]], blocks * _BLOCK)
+            os.fdatasync(fd)
+            blocks += _FILL_STEP
+        return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One mode with one number of threads."""
+
+    pool: ThreadPoolExecutor
+    memory: memoryview
+    blocks: int
+    threads: int
+    fd: int
+    mode: Mode
+
+    def read(self, buffered: int) -> float | None:
+        """Bytes per second, None when the file system does not have this mode."""
+        os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
+        return self._run(lambda block, buffer: os.preadv(self.fd, [buffer], block * _BLOCK, self._flags), None)
+
+    def write(self, buffered: int) -> float | None:
+        return self._run(lambda block, buffer: os.pwritev(self.fd, [buffer], block * _BLOCK, self._flags), buffered)
+
+    @property
+    def _flags(self) -> int:
+        return RWF_DONTCACHE if self.mode == "dontcache" else 0
+
+    def _run(self, move: Callable[[int, memoryview], int], sync: int | None) -> float | None:
+        """No block is moved twice: the second time it would be in the page cache."""
+        blocks = itertools.count()
+        begun = time.monotonic()
+        until = begun + _CELL_SECONDS
+
+        def work(thread: int) -> int:
+            buffer = self.memory[thread * _BLOCK : (thread + 1) * _BLOCK]
+            moved = 0
+            for block in blocks:
+                if block >= self.blocks:
+                    break
+                moved += move(block, buffer)
+                if time.monotonic() > until:
+                    break
+            return moved
+
+        try:
+            moved = sum(self.pool.map(work, range(self.threads)))
+            if sync is not None:
+                os.fdatasync(sync)
+        except OSError:
+            return None
+        return moved / max(time.monotonic() - begun, 1e-9)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Whether this process has the lock of measurements; waits for it, but not for ever."""
+    fd = open_file(path / _LOCK_FILE, os.O_RDWR)
+    try:
+        held = True
+        try:
+            lock_within(fd, fcntl.LOCK_EX, _LOCK_SECONDS, path / _LOCK_FILE)
+        except TimeoutError:
+            held = False
+        yield held
+    finally:
+        os.close(fd)
+
+
+def _kept(path: Path, facts: dict[str, Any]) -> Measured | None:
+    document = read_document(path / _PROBE_FILE) or {}
+    try:
+        if {name: document[name] for name in facts} != facts:
+            return None
+        return Measured.from_document(document)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # Absent, or damaged: measured anew.
+        return None
+
+
+def _keep(path: Path, document: dict[str, Any]) -> None:
+    write_whole(path / _PROBE_FILE, json.dumps(document, indent=1) + "\n")
+
+
+def _rates(document: dict[str, dict[str, float]]) -> dict[Mode, dict[int, float]]:
+    return {
+        mode: {int(threads): float(rate) for threads, rate in document[mode].items()}
+        for mode in MODES
+        if mode in document
+    }
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"

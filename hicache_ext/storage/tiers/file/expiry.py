@@ -1,0 +1,101 @@
+"""``ttl``: pages written longer ago than that are misses, and their room is made free by a thread of its own.
+
+The age of a page counts from when it was written, which its envelope says: what is used all the time is written anew
+once per ttl, at the cost of computing it once. Counting from the last use would keep data for ever that somebody wants
+gone after a week.
+
+Readers refuse expired pages by themselves; the thread only gives their room back before eviction has to take that of
+pages which are still good. Of several processes on a directory one at a time does it.
+
+The ttl is configuration. PATH/ttl.json tells tools what it was for the tier that opened the directory last; nothing
+else reads it, and there is none where that tier had no ttl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+
+from hicache_ext.runtime.access import open_file
+from hicache_ext.runtime.file_lock import try_lock
+from hicache_ext.runtime.whole_file import read_document, remove_whole, write_whole
+
+logger = logging.getLogger(__name__)
+
+_SWEEPS_PER_TTL = 16
+_SHORTEST_INTERVAL = 0.5
+_LONGEST_INTERVAL = 600.0
+
+
+def oldest_valid_ms(ttl: float | None) -> int:
+    """Pages created (``created_ms`` of their envelope) before this are expired; 0 without a ttl."""
+    return 0 if ttl is None else int((time.time() - ttl) * 1000)
+
+
+def record_ttl(tier: str, path: Path, ttl: float | None) -> None:
+    """For ``recorded_ttl``. Never raises OSError: a tier works without."""
+    record = path / "ttl.json"
+    try:
+        if ttl is None:
+            remove_whole(record)
+        elif recorded_ttl(path) != ttl:
+            write_whole(record, json.dumps({"ttl": ttl}) + "\n")
+    except OSError as error:
+        logger.warning("tier %s: ttl not recorded in %s: %s", tier, path, error)
+
+
+def recorded_ttl(path: Path) -> float | None:
+    """The ttl of the tier that opened this directory last; None without one, or where none is recorded."""
+    try:
+        return float((read_document(path / "ttl.json") or {})["ttl"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class Sweeper:
+    """Calls ``sweep`` every so often in a thread until it is closed. ``sweep`` looks at ``stop`` now and then."""
+
+    def __init__(self, tier: str, path: Path, ttl: float, sweep: Callable[[threading.Event], int]) -> None:
+        """``sweep`` answers how many pages it removed; it may raise OSError or lmdb.Error."""
+        self._tier = tier
+        self._path = path
+        self._sweep = sweep
+        self._interval = max(_SHORTEST_INTERVAL, min(ttl / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"hicache-{tier}-ttl", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits for a sweep under way, which ends early."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                with _turn(self._path) as mine:
+                    removed = self._sweep(self._stop) if mine else 0
+            except (OSError, lmdb.Error) as error:
+                logger.warning("tier %s: removing expired pages of %s: %s", self._tier, self._path, error)
+                continue
+            if removed:
+                logger.info("tier %s: %d expired pages of %s removed", self._tier, removed, self._path)
+
+
+@contextlib.contextmanager
+def _turn(path: Path) -> Iterator[bool]:
+    """Whether no other process is sweeping this directory now."""
+    fd = open_file(path / "expiry.lock", os.O_RDWR)
+    try:
+        yield try_lock(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)

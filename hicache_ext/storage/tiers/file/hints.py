@@ -1,0 +1,76 @@
+"""Hints as small files, ``PATH/hints/<nanoseconds>-<writer>-<number>.hint``, for file systems that nodes share.
+
+Names are given by the writers' clocks, which differ: a reader remembers which names it has seen instead of a moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+from hicache_ext.runtime.access import make_directory, open_file
+from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
+from hicache_ext.storage.tiers.file.usage import writer_name
+
+_NAME = re.compile(r"[0-9]{20}-[A-Za-z0-9_.-]{1,200}\.(hint|new)")
+_NUMBERS = itertools.count()
+
+
+def post_hint(path: Path, hint: bytes, limits: BoardLimits) -> None:
+    """Raises OSError."""
+    directory = path / "hints"
+    make_directory(directory)
+    name = f"{time.time_ns():020d}-{re.sub('[^A-Za-z0-9_.-]', '-', writer_name())[:150]}-{next(_NUMBERS)}"
+    scratch = directory / f"{name}.new"
+    try:
+        with open(scratch, "wb", opener=lambda _, flags: open_file(scratch, flags)) as file:
+            file.write(hint)
+        scratch.rename(directory / f"{name}.hint")
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+    names = _names(directory)
+    # What a writer that was killed has left behind goes with the hints of its time.
+    too_old = f"{int((time.time() - 2 * limits.lifetime) * 1e9):020d}"
+    for place, old in enumerate(names):
+        if place < len(names) - limits.keep or old < too_old:
+            (directory / old).unlink(missing_ok=True)
+
+
+def read_hints(path: Path, since: frozenset[str] | None, limits: BoardLimits) -> tuple[frozenset[str], list[bytes]]:
+    """Raises OSError."""
+    directory = path / "hints"
+    names = [name for name in _names(directory)[-limits.keep :] if name.endswith(".hint")]
+    if since is None:
+        return frozenset(names), []
+    chosen = [name for name in names if name not in since][:AT_ONCE]
+    hints = [hint for name in chosen if (hint := _read(directory / name, limits.longest)) is not None]
+    # Only what is still there: the set never outgrows the directory.
+    return frozenset(name for name in names if name in since) | frozenset(chosen), hints
+
+
+def _names(directory: Path) -> list[str]:
+    """Oldest first; strangers' files are no hints."""
+    try:
+        return sorted(name for name in os.listdir(directory) if _NAME.fullmatch(name))
+    except FileNotFoundError:
+        return []
+
+
+def _read(file: Path, longest: int) -> bytes | None:
+    """None for what has gone meanwhile, is too long, or is no plain file."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > longest:
+            return None
+        return os.read(descriptor, longest)
+    finally:
+        os.close(descriptor)

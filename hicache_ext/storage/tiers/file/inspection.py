@@ -1,0 +1,292 @@
+"""Looking at a directory of the file tier from outside, and changing it, while servers may be using it: for tools.
+
+Knows both layouts. To look (``open_inspector``) is to read: nothing is made, locked or changed, and whoever may read
+the files can do it. To change (``open_editor``) goes through what the stores change.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hicache_ext.errors import FormatError, StoreError
+from hicache_ext.page import envelope
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.tiers.file.manifest import MANIFEST, check_manifest, format_and_layout, layout_in
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
+from hicache_ext.storage.tiers.file.slab.directory import slab_directory
+from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER
+from hicache_ext.storage.tiers.file.slab.touches import Uses
+from hicache_ext.storage.tiers.file.usage import recorded_total
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """One page object on disk. Moments are wall-clock seconds, None where the layout does not tell."""
+
+    key: bytes
+    size: int
+    used: float | None = None
+    written: float | None = None
+    listed: ListedPage | None = None
+    """In slabs, where it is."""
+
+    @property
+    def identity(self) -> bytes:
+        return self.key[:IDENTITY_LENGTH]
+
+
+class StoredObject(NamedTuple):
+    content: bytes
+    """Header and payload; nothing where something that cannot be read has the page's place."""
+    seal: bytes | None = None
+    """What the index says of them (docs/page-format.md); None where there is none."""
+
+
+_NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+"""Errors of who reads. Others are of what is read."""
+
+
+class Inspector(Protocol):
+    """One directory, whatever its layout. Changes nothing. Not thread-safe; close it."""
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def remark(self) -> str:
+        """What is to be known of what it tells; mostly nothing."""
+
+    def pages(self) -> Iterator[StoredPage]:
+        """Every page, identity by identity."""
+
+    def uses(self, digest: bytes) -> Uses | None:
+        """Hits of an identity's pages since it was last cleared; None where none were counted."""
+
+    def read(self, page: StoredPage) -> StoredObject | None:
+        """The page object as it is on disk; None when it is gone by now. Raises OSError where that says nothing of the
+        page (``_NOT_OF_THE_PAGE``)."""
+
+    def left_overs(self) -> int:
+        """How many things killed processes left behind."""
+
+    def occupied(self) -> int:
+        """Bytes of disk that the tier takes."""
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        """Bytes of disk that the pages under each of these page hashes take, over all identities."""
+
+    def close(self) -> None: ...
+
+
+class Editor(Protocol):
+    """One directory, whatever its layout, to be changed. Not thread-safe; close it."""
+
+    def remove(self, keys: list[bytes]) -> int: ...
+
+    def clear(self, digests: list[bytes]) -> None: ...
+
+    def clean_up(self) -> int:
+        """Remove what killed processes left behind; how many things that were."""
+
+    def close(self) -> None: ...
+
+
+def open_inspector(path: Path) -> Inspector:
+    """Raises StoreError when ``path`` is no directory of the file tier that can be read."""
+    layout = _layout(path)
+    try:
+        return SlabInspector(path) if layout == "slab" else PageFileInspector(path)
+    except OSError as error:
+        raise StoreError(f"{str(path)!r} cannot be read: {error.filename}: {error.strerror}") from error
+
+
+def open_editor(path: Path) -> Editor:
+    """Raises StoreError when ``path`` is no directory of the file tier that can be changed."""
+    return SlabEditor(path) if _layout(path) == "slab" else PageFileEditor(path)
+
+
+def _layout(path: Path) -> str:
+    """Of a directory with a manifest of this format. Raises StoreError without one."""
+    try:
+        said = format_and_layout(path)
+        if said is not None:
+            # A tier gives up pages of an older format; to look at them is no reason to.
+            check_manifest(path, said[1] if said[1] in ("pages", "slab") else "slab", str(path))
+            return said[1]
+        if layout_in(path) is not None and (path / MANIFEST).exists():
+            raise StoreError(f"{str(path / MANIFEST)!r} cannot be read; the next server that starts makes it anew")
+    except OSError as error:
+        raise StoreError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no hicache_ext.json")
+
+
+def reason_it_is_bad(key: bytes, stored: StoredObject) -> str | None:
+    """Why a page object is not the page ``key``; None when it is."""
+    content, seal = stored
+    try:
+        header = envelope.decode_header(content)
+    except FormatError as error:
+        return error.reason
+    payload = memoryview(content)[header.header_length :]
+    reason = envelope.reason_to_refuse(content[: header.header_length], key, [payload])
+    return "seal" if reason is None and seal not in (None, envelope.seal_of(content)) else reason
+
+
+class PageFileInspector:
+    layout = "pages"
+    remark = ""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tree = PageTree(path)
+
+    def pages(self) -> Iterator[StoredPage]:
+        for fan_out in sorted(self._tree.fan_out_directories()):
+            identity = bytes.fromhex(Path(fan_out).parent.name)
+            for file, status in self._tree.page_files(fan_out):
+                yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, used=status.st_mtime)
+
+    def uses(self, digest: bytes) -> Uses | None:
+        return None
+
+    def read(self, page: StoredPage) -> StoredObject | None:
+        try:
+            return StoredObject(Path(self._tree.page_path(page.key)).read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno in _NOT_OF_THE_PAGE:
+                raise
+            # Something that cannot be read has the page's name: no page.
+            return StoredObject(b"")
+
+    def left_overs(self) -> int:
+        return len(list(self._tree.left_overs()))
+
+    def occupied(self) -> int:
+        try:
+            total = recorded_total(self.path / "usage")
+        except OSError:
+            total = None
+        return self._tree.count_occupied() if total is None else total
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        return self._tree.occupied_by(hashes)
+
+    def close(self) -> None:
+        pass
+
+
+class PageFileEditor:
+    def __init__(self, path: Path) -> None:
+        # Without a capacity of its own it never evicts; what it removes goes through the shared account.
+        self._store = PageFileStore(str(path), path, capacity=None, threads=1)
+        self._directory = PageDirectory(path, str(path))
+
+    def remove(self, keys: list[bytes]) -> int:
+        return self._store.remove(keys)
+
+    def clear(self, digests: list[bytes]) -> None:
+        self._store.clear(digests)
+
+    def clean_up(self) -> int:
+        return self._directory.remove_left_overs()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class SlabInspector:
+    layout = "slab"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._listing = SlabListing(path)
+
+    @property
+    def remark(self) -> str:
+        if not self._listing.rebuilt_at_start:
+            return ""
+        return (
+            "the index is not in order (the machine was restarted, say), and the next server that starts makes it "
+            "anew: this is what the headers of the pages tell; some of these pages may be gone or damaged"
+        )
+
+    def pages(self) -> Iterator[StoredPage]:
+        for page in self._listing.pages():
+            yield StoredPage(page.key, HEADER + page.place.length, written=page.written, listed=page)
+
+    def uses(self, digest: bytes) -> Uses | None:
+        return self._listing.uses_of(digest)
+
+    def read(self, page: StoredPage) -> StoredObject | None:
+        listed = page.listed
+        if listed is None:
+            return None
+        try:
+            content = self._listing.read(listed)
+        except OSError as error:
+            if error.errno in _NOT_OF_THE_PAGE:
+                raise
+            content = b""
+        return None if content is None else StoredObject(content, listed.seal if any(listed.seal) else None)
+
+    def left_overs(self) -> int:
+        return self._listing.left_overs()
+
+    def occupied(self) -> int:
+        return sum(_blocks(file) for file in self.path.rglob("*"))
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        return self._listing.occupied_by(hashes)
+
+    def close(self) -> None:
+        pass
+
+
+class SlabEditor:
+    def __init__(self, path: Path) -> None:
+        self._resources = ExitStack()
+        self._directory = self._resources.enter_context(slab_directory(path, str(path)))
+
+    def remove(self, keys: list[bytes]) -> int:
+        with self._directory.index.changing() as change:
+            return sum(change.remove(key) for key in keys)
+
+    def clear(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            with self._directory.index.changing() as change:
+                had_pages = change.clear(digest)
+            if had_pages:
+                self._directory.note_cleared(digest)
+                self._directory.sync_cleared(digest)
+                self._directory.index.free_cleared(digest)
+
+    def clean_up(self) -> int:
+        with self._directory.index.changing() as change:
+            freed = change.release_dead_writers()
+            identities = change.identities()
+        return freed + sum(self._directory.index.free_cleared(digest) for digest in identities)
+
+    def close(self) -> None:
+        self._resources.close()
+
+
+def _blocks(path: Path) -> int:
+    """Bytes of disk of a file; 0 for what is none, or has gone."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return 0
+    return 0 if path.is_dir() else status.st_blocks * 512

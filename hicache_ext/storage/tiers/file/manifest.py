@@ -1,0 +1,140 @@
+"""PATH/hicache_ext.json: what a directory of the file tier is, that is, the layout and the format of its files.
+
+A power loss may have left it empty where it was not synced, as it once was not. Then the names of the files beside it
+tell the layout, and it is made anew: the pages are worth more than the few words in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.access import INDEX_FILE
+from hicache_ext.runtime.whole_file import create_whole, parsed, write_whole
+
+logger = logging.getLogger(__name__)
+
+FORMATS = {"pages": 1, "slab": 2}
+"""Of the files in a directory, by layout. Slabs of format 1 had the header of each page in its slot."""
+_TAKEN_OVER = {"slab": 1}
+"""Older formats that a server makes into the present one, without their pages; tools leave them alone."""
+MANIFEST = "hicache_ext.json"
+SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
+IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+
+_FILES_OF = {"pages": ("pages", IDENTITY_NAME), "slab": ("slabs", SLAB_FILE)}
+"""By layout, the directory with its pages and what is in it."""
+_DIRECTORIES_OF = {"pages": ("pages", "identities", "tmp"), "slab": ("slabs", "identities")}
+
+
+def format_and_layout(path: Path) -> tuple[int, str] | None:
+    """What the manifest in ``path`` says; None without one of this package. Raises OSError as the disk does."""
+    try:
+        document = parsed((path / MANIFEST).read_bytes()) or {}
+    except FileNotFoundError:
+        return None
+    number, layout = document.get("format"), document.get("layout")
+    if isinstance(number, bool) or not isinstance(number, int) or not isinstance(layout, str):
+        return None
+    return number, layout
+
+
+def layout_in(path: Path) -> str | None:
+    """The layout of the directory ``path``, by its manifest or, where that cannot be read, by its files.
+
+    None where neither tells; where the files are of both layouts they do not. Raises OSError as the disk does.
+    """
+    said = format_and_layout(path)
+    if said is not None:
+        return said[1]
+    holds = [layout for layout, (where, name) in _FILES_OF.items() if _has(path / where, name)]
+    if not holds and _is_there(path / MANIFEST):
+        # Nothing was stored yet. Without even a manifest, empty directories say nothing.
+        holds = [layout for layout, names in _DIRECTORIES_OF.items() if all((path / name).is_dir() for name in names)]
+    return holds[0] if len(holds) == 1 else None
+
+
+def check_manifest(path: Path, layout: str, tier: str) -> None:
+    """Raises StoreSetupError with a sentence unless ``path`` holds this format and layout, or nothing of ours so far.
+
+    Changes nothing. Raises OSError as the disk does.
+    """
+    # Before the manifest, which is made before an index is: so this is not what another process is making.
+    has_index = layout == "slab" and _has(path / "index", INDEX_FILE)
+    said = format_and_layout(path)
+    if said == (FORMATS[layout], layout):
+        return
+    if said is None:
+        found = layout_in(path)
+        if found == layout:
+            return
+        if found is None and not _is_there(path / MANIFEST):
+            if not has_index:
+                return
+            problem = f"{str(path / 'index')!r} is an index, and not of this package: there is no {MANIFEST}"
+            raise StoreSetupError(tier, problem, ["name another path"])
+        if found is None:
+            raise StoreSetupError(tier, f"{str(path / MANIFEST)!r} is not a manifest of this package")
+        said = FORMATS[found], found
+    raise StoreSetupError(
+        tier,
+        f"{str(path)!r} holds format {said[0]}, layout {said[1]!r}; "
+        f"this tier writes format {FORMATS[layout]}, layout {layout!r}",
+        ["name another path, or remove that directory"],
+    )
+
+
+def is_taken_over(path: Path, layout: str) -> bool:
+    """Whether a server with this layout empties the directory, since it is of an older format. Raises OSError."""
+    return format_and_layout(path) == (_TAKEN_OVER.get(layout), layout)
+
+
+def check_before_start(path: Path, layout: str, tier: str) -> None:
+    """``check_manifest`` for a server."""
+    if not is_taken_over(path, layout):
+        check_manifest(path, layout, tier)
+
+
+def adopt(path: Path, layout: str, tier: str) -> None:
+    """See that the directory ``path`` has a manifest for this layout. Raises as ``check_manifest``."""
+    check_manifest(path, layout, tier)
+    if format_and_layout(path) is not None:
+        return
+    manifest = path / MANIFEST
+    if _is_there(manifest):
+        logger.warning("tier %s: %s cannot be read and is made anew, since the files in it are ours", tier, manifest)
+        write_manifest(path, layout)
+    else:
+        create_whole(manifest, _text(layout))
+        # Another process may have been first, with another layout.
+        check_manifest(path, layout, tier)
+
+
+def write_manifest(path: Path, layout: str) -> None:
+    """Over what is there. Raises OSError."""
+    write_whole(path / MANIFEST, _text(layout))
+
+
+def _text(layout: str) -> str:
+    return json.dumps({"format": FORMATS[layout], "layout": layout}) + "\n"
+
+
+def _is_there(path: Path) -> bool:
+    """Raises OSError where that cannot be known."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _has(directory: Path, name: re.Pattern[str]) -> bool:
+    try:
+        with os.scandir(directory) as listing:
+            return any(name.fullmatch(entry.name) for entry in listing)
+    except OSError:
+        return False

@@ -1,0 +1,489 @@
+"""Several directories as one tier: pages spread over them, and one that fails taken out of service until it is back.
+
+Each path has a store of its own (slabs or page files) and an equal share of the capacity. A call is split by path, and
+the paths work on their parts of it at the same time.
+
+A path goes out of service when several calls in a row met errors of its device and moved not one page. From then on no
+call touches it: its pages are misses, and new ones go to the other paths, by the same rule that reads use. A thread of
+its own closes what was open there, writes and syncs a small file every so often, and once that works opens the path
+again: its index is trusted, or rebuilt from the pages. What was written elsewhere meanwhile is no longer looked for and
+ages out. Pages of identities cleared meanwhile are cleared before the path comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import lmdb
+
+from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.hint_board import BoardLimits
+from hicache_ext.storage.contract.reports import LastLook, RecentMean
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, Resizable, SetResult, StoreInfo
+from hicache_ext.storage.tiers.file import hints
+from hicache_ext.storage.tiers.file.device_errors import Trouble, is_device_error
+from hicache_ext.storage.tiers.file.fullness import Fullness, gauges_of_paths
+from hicache_ext.storage.tiers.file.path_choice import PathChoice
+
+logger = logging.getLogger(__name__)
+
+CALLS_BEFORE_OUT = 3
+"""Failed calls of one kind in a row after which a path is out of service: one bad block is not a bad device."""
+FIRST_PROBE = 1.0
+_LONGEST_PAUSE = 60.0
+"""Seconds before the first probe of a path out of service, doubled after each that failed, up to this."""
+_CLOSE_TIMEOUT = 10.0
+"""Seconds that close() waits for a probe: on a device that hangs it may never end."""
+_LOOK_INTERVAL = 5.0
+"""Seconds between two looks at how full the paths are, while somebody asks."""
+
+
+class PathStore(PageStore, Resizable, Protocol):
+    """The store of one path."""
+
+    def fullness(self) -> Fullness:
+        """Looks at the disk, which may take as long as the disk likes. Raises what the disk does."""
+
+    def abandon(self) -> None:
+        """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
+
+
+OpenPath = Callable[[Path, Trouble], PathStore]
+"""Opens the store of one path. Raises StoreSetupError, caused by an OSError or lmdb.Error where the path is broken."""
+
+
+class _Part:
+    """One path. ``store`` is None while it is out of service and closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.store: PathStore | None = None
+        self.last_error: Exception | None = None
+        self.errors = 0
+        self.failed_calls: Counter[str] = Counter()
+        self.probe_at = 0.0
+        self.pause = FIRST_PROBE
+        self.clear_all = False
+        self.cleared: set[bytes] = set()
+        """Identities that were cleared while the path was out of service."""
+        self.had_manifest = False
+        self._lock = threading.Lock()
+
+    def note(self, error: Exception) -> None:
+        if is_device_error(error):
+            with self._lock:
+                self.errors += 1
+                self.last_error = error
+
+
+class SpreadStore:
+    """PageStore over the paths of a file tier. Threads: any, as its parts."""
+
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        open_path: OpenPath,
+        metrics: TierMetrics,
+        first_probe: float = FIRST_PROBE,
+        evicted_age: RecentMean | None = None,
+    ) -> None:
+        """Opens every path. One that is broken starts out of service, unless all are: then its StoreSetupError is
+        raised. A path that works and must not be used (another layout, another format) raises in any case.
+
+        ``first_probe``: seconds until a path out of service is looked at for the first time. ``evicted_age``: seconds
+        since the last use of what the paths evict.
+        """
+        self._name = name
+        self._metrics = metrics
+        self._open_path = open_path
+        self._first_probe = first_probe
+        self._evicted_age = evicted_age or RecentMean()
+        self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
+        self._parts = [_Part(path) for path in paths]
+        self._choice = PathChoice([str(path) for path in paths])
+        self._usable: tuple[int, ...] = ()
+        self._identities: dict[bytes, dict[str, Any]] = {}
+        self._state = threading.Condition()
+        # A path's share of the capacity, in a tuple, since it was changed; the opener knows the one at the start.
+        self._new_share: tuple[int | None] | None = None
+        self._closing = False
+        self._prober: threading.Thread | None = None
+        self._calls = CallGate(name)
+        try:
+            self._open_all()
+            # Each path's own threads do the work; these only wait for them.
+            self._workers = Workers(f"hicache-{name}-paths", len(paths)) if len(paths) > 1 else None
+        except BaseException:
+            self._stop_probing()
+            self._close_stores()
+            raise
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self._metrics
+
+    @property
+    def parts(self) -> list[PathStore]:
+        """The stores of the paths in service."""
+        return [store for number in self._usable if (store := self._parts[number].store) is not None]
+
+    def out_of_service(self) -> list[Path]:
+        usable = self._usable
+        return [part.path for number, part in enumerate(self._parts) if number not in usable]
+
+    def describe(self) -> StoreInfo:
+        described = [store.describe() for store in self.parts]
+        details: dict[str, Any] = {"paths": [str(part.path) for part in self._parts]}
+        for key in ("layout", "io", "threads"):
+            values = list(dict.fromkeys(str(info.details[key]) for info in described if key in info.details))
+            if values:
+                details[key] = values[0] if len(values) == 1 else values
+        capacities = [info.details.get("capacity") for info in described]
+        known = [capacity for capacity in capacities if capacity is not None]
+        details["capacity"] = sum(known) if len(known) == len(capacities) else None
+        details["out_of_service"] = [str(path) for path in self.out_of_service()]
+        # A page may be on any path.
+        shared = bool(described) and all(info.shared for info in described)
+        return StoreInfo(name=self._name, type="file", shared=shared, details=details)
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            **self._last_look.known(),
+            "tier_up": float(bool(self._usable)),
+            "evicted_age_seconds": self._evicted_age.take(),
+        }
+
+    def _look(self) -> dict[str, float]:
+        return gauges_of_paths([store.fullness() for store in self.parts])
+
+    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+        hints.post_hint(self._parts[0].path, hint, limits)
+
+    def read_hints(self, since: frozenset[str] | None, limits: BoardLimits) -> tuple[frozenset[str], list[bytes]]:
+        return hints.read_hints(self._parts[0].path, since, limits)
+
+    def diagnose(self) -> Sequence[Finding]:
+        from hicache_ext.storage.tiers.file.diagnosis import diagnose
+
+        return diagnose(self, [self._parts[number].path for number in self._usable])
+
+    def can_resize(self, capacity: int | None) -> bool:
+        return all(store.can_resize(capacity) for store in self.parts)
+
+    def resize(self, capacity: int | None) -> None:
+        """Change the capacity of a tier in use. A path that is out of service gets its share when it is back."""
+        with self._state:
+            self._new_share = (None if capacity is None else capacity // len(self._parts),)
+            for store in self.parts:
+                store.resize(self._new_share[0])
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._identities[digest] = document
+        for store in self.parts:
+            store.register_identity(digest, document)
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        results = [GetResult.REJECTED] * len(batch)
+
+        def moved(answers: list[GetResult]) -> bool:
+            return GetResult.HIT in answers
+
+        with self._calls:
+            self._each_path(batch.keys, results, "get", lambda store, at: store.get(batch.select(at)), moved)
+        self._count_rejected("get", results.count(GetResult.REJECTED))
+        return results
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        results = [SetResult.REJECTED] * len(batch)
+
+        def moved(answers: list[SetResult]) -> bool:
+            return SetResult.STORED in answers
+
+        with self._calls:
+            self._each_path(batch.keys, results, "set", lambda store, at: store.set(batch.select(at)), moved)
+        return results
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        present = [False] * len(keys)
+        with self._calls:
+            self._each_path(keys, present, "contains", lambda store, at: store.contains(_chosen(keys, at)), any)
+        return present
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        if len(self._parts) > 1:
+            present = self.contains(list(keys))
+            return present.index(False) if False in present else len(present)
+        with self._calls:
+            if not self._usable:
+                return 0
+            return self._call(0, "contains", lambda store: store.count_leading(keys), bool) or 0
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        removed: list[int] = []
+        with self._calls:
+            for number, positions in self._by_path(keys):
+                self._call(number, "remove", lambda store: removed.append(store.remove(_chosen(keys, positions))))  # noqa: B023
+        return sum(removed)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Of paths out of service as soon as they are back."""
+        cleared = [0]
+        with self._calls:
+            with self._state:
+                usable = self._usable
+                for number, part in enumerate(self._parts):
+                    if number not in usable:
+                        part.clear_all = part.clear_all or digests is None
+                        part.cleared.update(digests or ())
+            for number in usable:
+                self._call(number, "clear", lambda store: cleared.append(store.clear(digests)))
+        return max(cleared)
+
+    def close(self) -> None:
+        if not self._calls.shut():
+            return
+        self._stop_probing()
+        self._last_look.close(_CLOSE_TIMEOUT)
+        if self._workers is not None:
+            self._workers.close()
+        self._close_stores()
+
+    # -- splitting -------------------------------------------------------------------------------------------------
+
+    def _by_path(self, keys: Sequence[bytes]) -> list[tuple[int, Sequence[int]]]:
+        """(path number, positions of its keys), paths without any left out; nothing when no path is in service."""
+        usable = self._usable
+        if not usable or not keys:
+            return []
+        if len(usable) == 1:
+            return [(usable[0], range(len(keys)))]
+        positions: dict[int, list[int]] = {}
+        for position, number in enumerate(self._choice.choose(keys, usable)):
+            positions.setdefault(number, []).append(position)
+        return list(positions.items())
+
+    def _each_path(
+        self,
+        keys: Sequence[bytes],
+        results: list[Any],
+        kind: str,
+        call: Callable[[PathStore, Sequence[int]], list[Any]],
+        moved: Callable[[list[Any]], bool],
+    ) -> None:
+        """``call`` for every path that has some of ``keys``, all at once; the answers go to their places in
+        ``results``."""
+        split = self._by_path(keys)
+
+        def one(which: int) -> None:
+            number, positions = split[which]
+            answers = self._call(number, kind, lambda store: call(store, positions), moved)
+            if answers is None:
+                return
+            if len(positions) == len(results):
+                results[:] = answers
+                return
+            for position, answer in zip(positions, answers, strict=True):
+                results[position] = answer
+
+        if self._workers is None or len(split) < 2:
+            for which in range(len(split)):
+                one(which)
+        else:
+            self._workers.run(len(split), one)
+
+    def _call(
+        self,
+        number: int,
+        kind: str,
+        call: Callable[[PathStore], Any],
+        moved: Callable[[Any], bool] = lambda _: False,
+    ) -> Any:
+        """The answer of one path's store, None when it is out of service; takes the path out when it keeps failing."""
+        part = self._parts[number]
+        store = part.store
+        if store is None:
+            return None
+        errors = part.errors
+        try:
+            answer = call(store)
+        except StoreClosedError:
+            # Taken out of service by another thread since the keys were split.
+            return None
+        if part.errors == errors or moved(answer):
+            part.failed_calls[kind] = 0
+            return answer
+        part.failed_calls[kind] += 1
+        if part.failed_calls[kind] >= CALLS_BEFORE_OUT:
+            self._take_out(number, part.last_error)
+        return answer
+
+    def _count_rejected(self, event: str, amount: int) -> None:
+        if amount:
+            self._metrics.add(event, "rejected", amount)
+
+    # -- out of service and back -----------------------------------------------------------------------------------
+
+    def _open_all(self) -> None:
+        broken: list[tuple[int, StoreSetupError]] = []
+        for number, part in enumerate(self._parts):
+            try:
+                part.store = self._open_path(part.path, part.note)
+                part.had_manifest = True
+            except StoreSetupError as error:
+                if not isinstance(error.__cause__, OSError | lmdb.Error):
+                    raise
+                broken.append((number, error))
+        if len(broken) == len(self._parts):
+            raise broken[0][1]
+        self._usable = tuple(number for number, part in enumerate(self._parts) if part.store is not None)
+        for number, refusal in broken:
+            self._announce_out(number, refusal.reason)
+
+    def _take_out(self, number: int, error: Exception | None) -> None:
+        with self._state:
+            if self._closing or number not in self._usable:
+                return
+            self._usable = tuple(other for other in self._usable if other != number)
+        self._announce_out(number, str(error))
+
+    def _announce_out(self, number: int, reason: str) -> None:
+        part = self._parts[number]
+        self._metrics.add("path_out_of_service", str(part.path))
+        logger.error(
+            "tier %s: path %s is out of service: %s. Its pages are misses%s; it is tried again in the background",
+            self._name,
+            part.path,
+            reason,
+            " and new ones go to the other paths" if self._usable else " and nothing is stored",
+        )
+        with self._state:
+            part.pause = self._first_probe
+            part.probe_at = time.monotonic() + part.pause
+            if self._prober is None:
+                self._prober = threading.Thread(target=self._probe, name=f"hicache-{self._name}-probe", daemon=True)
+                self._prober.start()
+            self._state.notify_all()
+
+    def _probe(self) -> None:
+        """Until the tier is closed: bring back the paths that work again."""
+        while True:
+            with self._state:
+                waiting = [part for number, part in enumerate(self._parts) if number not in self._usable]
+                pause = min((part.probe_at for part in waiting), default=float("inf")) - time.monotonic()
+                if not self._closing and pause > 0:
+                    self._state.wait(None if pause == float("inf") else pause)
+                if self._closing:
+                    return
+                due = [number for number, part in enumerate(self._parts) if self._is_due(number, part)]
+            for number in due:
+                self._try_again(number)
+
+    def _stop_probing(self) -> None:
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        if self._prober is not None:
+            self._prober.join(_CLOSE_TIMEOUT)
+
+    def _is_due(self, number: int, part: _Part) -> bool:
+        return number not in self._usable and time.monotonic() >= part.probe_at
+
+    def _try_again(self, number: int) -> None:
+        part = self._parts[number]
+        store, part.store = part.store, None
+        try:
+            if store is not None:
+                store.abandon()
+        except Exception:
+            logger.exception("tier %s: closing path %s", self._name, part.path)
+        try:
+            _check_path(part.path, part.had_manifest)
+            opened = self._open_path(part.path, part.note)
+        except (OSError, StoreSetupError) as error:
+            logger.debug("tier %s: path %s is still out of service: %s", self._name, part.path, error)
+            self._try_later(part)
+            return
+        except Exception:
+            # Whatever it is must not end this thread: the path would never come back.
+            logger.exception("tier %s: opening path %s", self._name, part.path)
+            self._try_later(part)
+            return
+        for digest, document in list(self._identities.items()):
+            opened.register_identity(digest, document)
+        while not self._put_back(number, opened):
+            pass
+        self._metrics.add("path_back_in_service", str(part.path))
+        logger.warning("tier %s: path %s is back in service", self._name, part.path)
+
+    @staticmethod
+    def _try_later(part: _Part) -> None:
+        part.pause = min(2 * part.pause, _LONGEST_PAUSE)
+        part.probe_at = time.monotonic() + part.pause
+
+    def _put_back(self, number: int, opened: PathStore) -> bool:
+        """Clear what was cleared meanwhile, then use the path; False when another clear() came in between."""
+        part = self._parts[number]
+        with self._state:
+            clear_all, cleared = part.clear_all, list(part.cleared)
+            part.clear_all, part.cleared = False, set()
+            if self._closing:
+                opened.close()
+                return True
+            if not clear_all and not cleared:
+                if self._new_share is not None:
+                    opened.resize(self._new_share[0])
+                part.store, part.had_manifest = opened, True
+                part.failed_calls.clear()
+                self._usable = tuple(sorted({*self._usable, number}))
+                return True
+        opened.clear(None if clear_all else cleared)
+        return False
+
+    def _close_stores(self) -> None:
+        for part in self._parts:
+            store, part.store = part.store, None
+            if store is None:
+                continue
+            try:
+                store.close()
+            except Exception:
+                # The other paths are to be closed in order all the same.
+                logger.exception("tier %s: closing path %s", self._name, part.path)
+
+
+def _check_path(path: Path, had_manifest: bool) -> None:
+    """Raises OSError unless the device under ``path`` takes a write. Creates no directory: where a mount has vanished,
+    the tier would begin anew on the disk below."""
+    if had_manifest:
+        (path / "hicache_ext.json").read_bytes()
+    elif not path.is_dir():
+        return
+    probe = path / f".probe.{os.getpid()}"
+    fd = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.unlink(probe)
+        os.write(fd, bytes(4096))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _chosen(keys: Sequence[bytes], positions: Sequence[int]) -> Sequence[bytes]:
+    return keys if len(positions) == len(keys) else [keys[position] for position in positions]

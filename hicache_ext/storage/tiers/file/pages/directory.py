@@ -1,0 +1,276 @@
+"""One directory of page files: its names, its creation by several processes at once, its left-overs.
+
+::
+
+    PATH/hicache_ext.json                     what this directory is: format and layout
+    PATH/usage                                the shared account (usage.py)
+    PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
+    PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
+    PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
+    PATH/pins/                                pinned pages (pins.py)
+    PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
+    PATH/expiry.lock, ttl.json, io_probe.*    see expiry.py, device_probe.py
+
+Only names of exactly these forms are ever read, counted or removed: a stranger's file stays, also where clear() takes
+the directory around it away (it is put back) and where a directory has a page's name (it is moved aside, whole).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, settle
+from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME, adopt, check_manifest
+from hicache_ext.storage.tiers.file.pages.tree import (
+    BLOCK,
+    FANOUT_NAME,
+    PAGE_NAME,
+    PageTree,
+    directories,
+    occupied,
+    save_document,
+)
+from hicache_ext.storage.tiers.file.usage import writer_name
+
+_TEMP_NUMBERS = itertools.count()
+"""One count for the whole process: two stores of one process may share a directory."""
+
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+
+
+def page_hash_in(page_path: str) -> str:
+    """The hexadecimal page hash in the name of a page file."""
+    return os.path.basename(page_path).partition(".")[0]
+
+
+class PageDirectory(PageTree):
+    """Whole-or-nothing publication in one directory, and its care. Thread-safe."""
+
+    def __init__(self, path: Path, tier: str) -> None:
+        """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
+        super().__init__(path)
+        self._temp_prefix = writer_name()
+        try:
+            check_manifest(path, "pages", tier)
+            make_tier_directory(path)
+            for directory in (self.identities, self.pages, self.temporary):
+                make_directory(directory)
+            adopt(path, "pages", tier)
+        except OSError as error:
+            raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
+        self._access = access_in(path)
+        self._unnamed_files = self._supports_unnamed_files()
+        self.remove_left_overs()
+
+    def create_parent(self, page_path: str) -> Iterator[int]:
+        """Make the directories of a page, where missing; the bytes of disk of each, as soon as it is made.
+
+        Several threads come here for a new identity: each hears only of what it made itself.
+        """
+        fan_out = os.path.dirname(page_path)
+        try:
+            yield _make_directory(fan_out, self._access)
+        except FileNotFoundError:
+            yield _make_directory(os.path.dirname(fan_out), self._access)
+            yield _make_directory(fan_out, self._access)
+
+    def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
+        """A descriptor to write a page to that nobody can see yet, and its temp path (None: it has no name at all)."""
+        where, kind, temp_path = os.path.dirname(page_path), os.O_TMPFILE, None
+        if not self._unnamed_files:
+            where = temp_path = self._temp_path()
+            kind = os.O_CREAT | os.O_EXCL
+        fd = os.open(where, kind | os.O_WRONLY | os.O_CLOEXEC, self._access.file_mode)
+        if self._access.group:
+            # The umask has taken away what the group is to have.
+            settle(fd, self._access.file_mode)
+        return fd, temp_path
+
+    def publish(self, fd: int, temp_path: str | None, page_path: str) -> bool:
+        """Give the written file its name, at once and whole; False when another writer was first."""
+        try:
+            if temp_path is None:
+                # The descriptor argument makes CPython call linkat, which can follow the /proc link; plain link cannot.
+                os.link(f"/proc/self/fd/{fd}", page_path, src_dir_fd=fd, follow_symlinks=True)
+            else:
+                _rename_without_replacing(temp_path, page_path)
+        except FileExistsError:
+            return False
+        return True
+
+    def discard(self, temp_path: str | None) -> None:
+        if temp_path is not None:
+            _unlink_quietly(temp_path)
+
+    def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
+        """Remove whatever has a page's name; the size of the file removed.
+
+        With ``seen``, only if it is still the file that had this status: another process may have replaced it since.
+        A directory is not ours: it is removed when empty and moved aside otherwise. Raises OSError when the name cannot
+        be freed, FileNotFoundError when it is free already or (with ``seen``) another file's.
+        """
+        status = os.lstat(page_path)
+        if seen is not None and (status.st_ino, status.st_ctime_ns) != (seen.st_ino, seen.st_ctime_ns):
+            raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", page_path)
+        if not stat.S_ISDIR(status.st_mode):
+            os.unlink(page_path)
+            return status.st_size
+        try:
+            os.rmdir(page_path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _rename_without_replacing(page_path, f"{page_path}.not-a-page-{os.getpid()}-{next(_TEMP_NUMBERS)}")
+        return 0
+
+    def remove_empty_directories(self) -> int:
+        """Remove fan-out and identity directories without pages; bytes of disk freed. Writers make them anew."""
+        freed = 0
+        for identity in directories(self.pages, IDENTITY_NAME):
+            for fan_out in directories(identity.path, FANOUT_NAME):
+                freed += _remove_directory(fan_out.path)
+            freed += _remove_directory(identity.path)
+        return freed
+
+    def detach_identity(self, identity: bytes) -> Path | None:
+        """Take all pages of an identity out of sight at once; the tree to delete, None when there is none."""
+        # The name says whose pages these were, so that whoever finds the tree can put a stranger's file back.
+        moved = self.temporary / f"{self._temp_prefix}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
+        home = self.pages / identity.hex()
+        try:
+            if not stat.S_ISDIR(os.lstat(home).st_mode):
+                return None
+            os.rename(home, moved)
+        except FileNotFoundError:
+            return None
+        return moved
+
+    def has_pages(self, tree: Path) -> bool:
+        """Whether a detached tree holds a page, or cannot be read. Ends at the first page."""
+        try:
+            fan_outs = directories(tree, FANOUT_NAME)
+            return any(next(self.page_files(fan_out.path), None) is not None for fan_out in fan_outs)
+        except OSError:
+            return True
+
+    def delete_detached(self, tree: Path) -> int:
+        """Delete the pages that ``detach_identity`` took out; bytes of disk freed. What is no page goes back."""
+        home = self.pages / tree.name.split(".")[-2]
+        freed = 0
+        for fan_out in list(directories(tree, FANOUT_NAME)):
+            for path, status in list(self.page_files(fan_out.path)):
+                if not stat.S_ISDIR(status.st_mode) and _unlink_quietly(path):
+                    freed += occupied(status.st_size)
+            freed += _remove_directory(fan_out.path) or _put_back(fan_out.path, home / fan_out.name, self._access)
+        return freed + (_remove_directory(tree) or _put_back(tree, home, self._access))
+
+    def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        save_document(self.path, digest, document)
+
+    def remove_left_overs(self) -> int:
+        """Delete what processes that no longer run have left in tmp/; the number of entries."""
+        left = list(self.left_overs())
+        for entry in left:
+            if entry.name.endswith(".clear"):
+                self.delete_detached(Path(entry.path))
+            else:
+                _unlink_quietly(entry.path)
+        return len(left)
+
+    def _temp_path(self) -> str:
+        return f"{self.temporary}/{self._temp_prefix}.{next(_TEMP_NUMBERS)}.tmp"
+
+    def _supports_unnamed_files(self) -> bool:
+        """Whether O_TMPFILE and linkat work here: then a kill leaves nothing behind, not even a temp file."""
+        probe = self._temp_path()
+        try:
+            fd = os.open(self.temporary, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            os.link(f"/proc/self/fd/{fd}", probe, src_dir_fd=fd, follow_symlinks=True)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+            _unlink_quietly(probe)
+        return True
+
+
+def _make_directory(path: str | Path, access: Access) -> int:
+    """Make one directory; the bytes of disk that took, 0 when it was there. FileNotFoundError without its parent."""
+    try:
+        os.mkdir(path, access.directory_mode)
+    except FileExistsError:
+        return 0
+    if access.group:
+        os.chmod(path, access.directory_mode)
+    return BLOCK
+
+
+def _remove_directory(path: str | Path) -> int:
+    """Remove an empty directory; the bytes of disk freed, 0 when it stays."""
+    try:
+        os.rmdir(path)
+    except OSError:
+        return 0
+    return BLOCK
+
+
+def _put_back(source: str | Path, target: Path, access: Access) -> int:
+    """Move strangers' entries from ``source`` to ``target``, never over what is there, and remove ``source``.
+
+    The bytes of disk freed; negative where directories had to be made.
+    """
+    freed = 0
+    with os.scandir(source) as listing:
+        entries = list(listing)
+    for entry in entries:
+        # A page that could not be deleted, or a directory with such pages, must not come back into sight.
+        if (FANOUT_NAME if entry.is_dir(follow_symlinks=False) else PAGE_NAME).fullmatch(entry.name):
+            continue
+        try:
+            freed -= _make_directory(target.parent, access) + _make_directory(target, access)
+            _rename_without_replacing(entry.path, f"{target}/{entry.name}")
+        except OSError:
+            # It stays where it is, under tmp/: moved, not lost.
+            continue
+    return freed + _remove_directory(source)
+
+
+def _unlink_quietly(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True
+
+
+def _rename_without_replacing(source: str, target: str) -> None:
+    """Rename unless ``target`` exists (then FileExistsError and ``source`` stays).
+
+    renameat2 does it in one step; file systems without it (NFS) get link + unlink, which is as atomic for readers.
+    """
+    result = _libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+    if result == 0:
+        return
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        os.link(source, target)
+        # Published from here on; a second name left in tmp/ goes with the next start.
+        _unlink_quietly(source)
+        return
+    raise OSError(code, os.strerror(code), target)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

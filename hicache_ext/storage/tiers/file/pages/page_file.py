@@ -1,0 +1,108 @@
+"""One page file: how it is written whole, and what is checked when it is read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hicache_ext.errors import FormatError
+from hicache_ext.page import envelope
+from hicache_ext.storage.tiers.file import vectored
+from hicache_ext.storage.tiers.file.device_probe import RWF_DONTCACHE
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+
+HEADER_LENGTH = envelope.FIELDS_LENGTH
+
+
+def object_size(segments: Sequence[memoryview]) -> int:
+    """Size of the page file whose payload is ``segments``."""
+    return HEADER_LENGTH + sum(segment.nbytes for segment in segments)
+
+
+EXPIRED = "expired"
+"""The reason for a page that is sound and older than it may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Of preadv2 and pwritev2: what the I/O plan comes to here. Headers of 128 bytes rule O_DIRECT out."""
+
+    read: int
+    write: int
+
+    @classmethod
+    def of(cls, plan: IoPlan) -> Flags:
+        return cls(*(RWF_DONTCACHE if mode == "dontcache" else 0 for mode in (plan.read, plan.write)))
+
+
+def read_page(
+    fd: int,
+    status: os.stat_result,
+    key: bytes,
+    segments: Sequence[memoryview],
+    flags: int = 0,
+    oldest_valid_ms: int = 0,
+) -> str | None:
+    """Read the page ``key`` into ``segments`` and check it; the reason why it is not the page, None when it is.
+
+    ``status`` is that of ``fd``. Raises OSError as the disk does.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        return "not_a_file"
+    header = bytearray(HEADER_LENGTH)
+    expected = object_size(segments)
+    if status.st_size != expected:
+        return "truncated" if status.st_size < expected else "longer"
+    if vectored.read_into(fd, [memoryview(header), *segments], 0, flags) != expected:
+        return "truncated"
+    reason = envelope.reason_to_refuse(header, key, segments)
+    if reason is None and oldest_valid_ms and envelope.decode_header(header).created_ms < oldest_valid_ms:
+        return EXPIRED
+    return reason
+
+
+def is_page(fd: int, status: os.stat_result, key: bytes, segments: Sequence[memoryview]) -> bool:
+    """Whether the file is the page ``key``, read once more: past the page cache where the kernel lets go of it, and
+    into other memory than ``segments``. Raises OSError as the disk does."""
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    elsewhere = [memoryview(bytearray(segment.nbytes)) for segment in segments]
+    return read_page(fd, status, key, elsewhere) is None
+
+
+def created_before(path: str, oldest_valid_ms: int) -> bool:
+    """Whether a page file says that its page was written before. Raises nothing: what cannot be read does not say."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return envelope.decode_header(os.pread(fd, HEADER_LENGTH, 0)).created_ms < oldest_valid_ms
+    except (OSError, FormatError):
+        return False
+    finally:
+        os.close(fd)
+
+
+def write_page(directory: PageDirectory, path: str, key: bytes, segments: Sequence[memoryview], flags: int = 0) -> bool:
+    """Write the page ``key`` and give it its name ``path``, at once and whole; False when another writer was first.
+
+    Its directory must be there. Raises OSError as the disk does; then nothing is left behind.
+    """
+    header = envelope.encode_header(key, segments, header_length=HEADER_LENGTH)
+    fd, temp_path = directory.open_unpublished(path)
+    published = False
+    try:
+        if vectored.write_from(fd, [memoryview(header), *segments], 0, flags) != object_size(segments):
+            raise OSError(errno.ENOSPC, "short write", path)
+        published = directory.publish(fd, temp_path, path)
+    finally:
+        os.close(fd)
+        if not published:
+            directory.discard(temp_path)
+    return published

@@ -1,0 +1,507 @@
+"""The per-page-file layout of the file tier: one file per page, for file systems that several machines share.
+
+No index and no mapped memory, only what NFS, Lustre and 3FS keep their word on: create, link, rename, unlink, flock.
+Pages of a batch are read and written in parallel by a few threads, straight into and out of host memory (preadv and
+pwritev release the GIL). A page gets its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import logging
+import os
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.storage.contract.reports import RecentMean
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
+from hicache_ext.storage.tiers.file.expiry import Sweeper, oldest_valid_ms
+from hicache_ext.storage.tiers.file.fullness import Fullness
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.pages import page_file as page_io
+from hicache_ext.storage.tiers.file.pages.clearing import Clearing
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.file.pages.eviction import Evictor
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK, occupied
+from hicache_ext.storage.tiers.file.pins import PinnedPages
+from hicache_ext.storage.tiers.file.usage import Usage
+
+logger = logging.getLogger(__name__)
+
+_TOUCH_INTERVAL = 60.0
+"""Seconds between two renewals of a page's recency (its mtime): eviction needs no finer order."""
+_EVICTION_SHARE = 1 / 16
+"""Share of the capacity freed at once, so that the walk is paid for by many batches."""
+_NO_SPACE_PAUSE = 1.0
+"""Seconds without writes after the file system said that it is full."""
+
+_PORTIONS = 8
+"""A write takes at most this part of the capacity at once, so that several processes can have one under way."""
+_WRITE_ATTEMPTS = 3
+_UNHEALED_LIMIT = 65536
+_FAN_OUTS_COUNTED = 64
+"""Fan-out directories listed to say how many pages there are: hashes fill all of them evenly."""
+_COUNT_INTERVAL = 60.0
+"""Seconds between two such counts."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
+"""Errors of open() that say: what has this page's name is nothing this tier can have written and may read."""
+
+
+class _Found(enum.Enum):
+    """What has a page's name when the page is to be written."""
+
+    PAGE = enum.auto()
+    NOTHING = enum.auto()
+    OBSTACLE = enum.auto()
+
+
+class PageFileStore:
+    """PageStore over one directory.
+
+    Threads: any. Memory of a batch is touched only until the call returns: the workers of a call are always awaited.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        *,
+        capacity: int | None,
+        threads: int | None = None,
+        plan: IoPlan | None = None,
+        ttl: float | None = None,
+        shared: bool = False,
+        metrics: TierMetrics | None = None,
+        trouble: Trouble = no_trouble,
+        evicted_age: RecentMean | None = None,
+    ) -> None:
+        """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
+
+        ``shared``: other machines have the directory, too.
+        ``threads`` and the modes of ``plan`` as io_plan.py has them. ``trouble`` hears of every error of the disk,
+        ``evicted_age`` how many seconds ago what is evicted was used. Raises StoreSetupError when the directory cannot
+        be used.
+        """
+        self._name = name
+        self._metrics = metrics or TierMetrics(name)
+        self._plan = plan or IoPlan()
+        self._flags = page_io.Flags.of(self._plan)
+        self._ttl = ttl
+        self._shared = shared
+        self._trouble = trouble
+        self._capacity = capacity
+        self._directory = PageDirectory(path, name)
+        self._usage = self._open_usage()
+        self._pins = PinnedPages(name, path, _pin_limit(capacity), self._directory.occupied_by)
+        self._evictor = Evictor(
+            self._directory, self._metrics, self._pins, evicted_age or RecentMean(), self._usage.show_progress
+        )
+        self._clearing = Clearing(name, self._directory, self._usage, self._metrics)
+        self._threads = threads or self._plan.threads
+        self._workers = Workers(f"hicache-{name}", self._threads)
+        self._no_writes_until = 0.0
+        self._pages = 0
+        self._count_pages_at = 0.0
+        # Paths under which this process found no page it could read, and which it could not free: absent to callers,
+        # freed by the next write where that has become possible.
+        self._unhealed: set[str] = set()
+        self._calls = CallGate(name)
+        self._sweeper = None if ttl is None else Sweeper(name, path, ttl, self.remove_expired)
+
+    def _open_usage(self) -> Usage:
+        path = self._directory.path / "usage"
+        try:
+            return Usage(path, self._directory.count_occupied)
+        except OSError as error:
+            raise StoreSetupError(self._name, f"account {str(path)!r}: {error.strerror or error}") from error
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self._metrics
+
+    def describe(self) -> StoreInfo:
+        return StoreInfo(
+            name=self._name,
+            type="file",
+            shared=self._shared,
+            details={
+                "layout": "pages",
+                "capacity": self._capacity,
+                "threads": self._threads,
+                "io": str(self._plan),
+                "ttl": self._ttl,
+            },
+        )
+
+    def can_resize(self, capacity: int | None) -> bool:
+        return True
+
+    def resize(self, capacity: int | None) -> None:
+        """Change the capacity of a store in use: pages beyond it are evicted by the next write."""
+        self._capacity = capacity
+        self._pins.set_limit(_pin_limit(capacity))
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        try:
+            self._directory.save_identity(digest, document)
+        except OSError as error:
+            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
+
+    def used_bytes(self) -> int:
+        """Bytes of disk that pages and reservations take, over all processes."""
+        return self._usage.total()
+
+    def fullness(self) -> Fullness:
+        """The number of pages is exact in a small directory and estimated in a large one. Raises OSError."""
+        with self._calls:
+            used, capacity = self.used_bytes(), self._capacity
+            if capacity is None:
+                disk = os.statvfs(self._directory.path)
+                free = disk.f_bavail * disk.f_frsize
+            else:
+                free = max(0, capacity - used)
+            if time.monotonic() >= self._count_pages_at:
+                self._pages = self._directory.count_pages(_FAN_OUTS_COUNTED)
+                self._count_pages_at = time.monotonic() + _COUNT_INTERVAL
+            return Fullness(capacity, used, free, self._pages)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        with self._calls:
+            results = self._workers.run(len(batch), lambda i: self._get_page(batch.keys[i], batch.buffers[i]))
+        self._metrics.add_many("get", Counter(result.value for result in results))
+        self._metrics.add(
+            "bytes", "get", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is GetResult.HIT)
+        )
+        return results
+
+    def _get_page(self, key: bytes, segments: Sequence[memoryview]) -> GetResult:
+        path = self._directory.page_path(key)
+        size = page_io.object_size(segments)
+        try:
+            # O_NONBLOCK: opening a pipe that has a page's name would wait for its writer for ever.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return GetResult.MISS
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                return self._failed_read(path, error)
+            self._heal(key, path, size, "unreadable")
+            return GetResult.CORRUPT
+        try:
+            status = os.fstat(fd)
+            reason = page_io.read_page(fd, status, key, segments, self._flags.read, oldest_valid_ms(self._ttl))
+            if reason is None:
+                self._touch(fd, status)
+            elif reason != page_io.EXPIRED and page_io.is_page(fd, status, key, segments):
+                # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
+                self._metrics.add("suspect", "good")
+                return GetResult.CORRUPT
+        except OSError as error:
+            return self._failed_read(path, error)
+        finally:
+            os.close(fd)
+        if reason is None:
+            self._unhealed.discard(path)
+            return GetResult.HIT
+        if reason == page_io.EXPIRED:
+            self._remove_expired(key, path, size, status)
+            return GetResult.MISS
+        self._heal(key, path, size, reason, status)
+        return GetResult.CORRUPT
+
+    def _touch(self, file: int | str, status: os.stat_result) -> None:
+        """Renew a page's recency."""
+        if time.time() - status.st_mtime > _TOUCH_INTERVAL:
+            try:
+                os.utime(file)
+            except OSError as error:
+                self._count_error(error)
+
+    def _failed_read(self, path: str, error: OSError) -> GetResult:
+        self._count_error(error)
+        # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
+        self._remember_unhealed(path)
+        logger.debug("tier %s: reading %s: %s", self._name, path, error)
+        return GetResult.ERROR
+
+    def _count_error(self, error: OSError) -> None:
+        self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+        self._trouble(error)
+
+    def _heal(self, key: bytes, path: str, size: int, reason: str, seen: os.stat_result | None = None) -> bool:
+        """Remove a copy that is not the page its name says, so that the next write replaces it; False when it stays.
+
+        ``seen`` is the status of the file that was found bad: one that has replaced it since is left alone.
+        """
+        self._metrics.add("corrupt", reason)
+        try:
+            self._remove_page(key, path, size, seen)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._count_error(error)
+            self._remember_unhealed(path)
+            logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self._name, path, reason, error)
+            return False
+        self._unhealed.discard(path)
+        logger.warning("tier %s: %s was bad (%s) and is removed", self._name, path, reason)
+        return True
+
+    def _remember_unhealed(self, path: str) -> None:
+        if len(self._unhealed) >= _UNHEALED_LIMIT:
+            self._unhealed.clear()
+        self._unhealed.add(path)
+
+    def _remove_page(self, key: bytes, path: str, size: int | None, seen: os.stat_result | None = None) -> None:
+        """Free a page's name, and the account of the page's ``size`` if it is known.
+
+        Raises OSError as ``PageDirectory.remove_page`` does.
+        """
+        with self._usage.removing() as removal:
+            found = self._directory.remove_page(path, seen)
+            # A damaged file must not take more out of the account than its page once put in.
+            removal.freed = occupied(found if size is None else min(found, size))
+            removal.uncertain = size is not None and found != size
+
+    # -- presence --------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._calls:
+            return [self._present(key) for key in keys]
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        with self._calls:
+            for position, key in enumerate(keys):
+                if not self._present(key):
+                    return position
+        return len(keys)
+
+    def _present(self, key: bytes) -> bool:
+        path = self._directory.page_path(key)
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return False
+        if self._ttl is not None and status.st_mtime < time.time() - self._ttl:
+            # Not even used since. When it was written only the page itself tells: an expired page that was used lately
+            # counts as present until it is read or swept.
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size >= page_io.HEADER_LENGTH and path not in self._unhealed
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        with self._calls:
+            results = self._set(batch)
+        self._metrics.add_many("set", Counter(result.value for result in results))
+        self._metrics.add(
+            "bytes", "set", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is SetResult.STORED)
+        )
+        return results
+
+    def _set(self, batch: PageBatch) -> list[SetResult]:
+        sizes = [page_io.object_size(segments) for segments in batch.buffers]
+        results = [SetResult.REJECTED] * len(batch)
+        missing: list[int] = []
+        for position, (key, size) in enumerate(zip(batch.keys, sizes, strict=True)):
+            match self._find_stored(key, size):
+                case _Found.PAGE:
+                    results[position] = SetResult.EXISTS
+                case _Found.NOTHING:
+                    missing.append(position)
+                case _Found.OBSTACLE:
+                    self._metrics.add("rejected", "obstacle")
+        if time.monotonic() < self._no_writes_until:
+            self._metrics.add("rejected", "no_space", len(missing))
+            return results
+        self._set_missing(batch, sizes, missing, results)
+        return results
+
+    def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
+        """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
+        for portion in self._portions(positions, sizes):
+            # The fan-out directories of new pages are charged in full and corrected by what was really made.
+            reserved = sum(occupied(sizes[i]) + 2 * BLOCK for i in portion)
+            try:
+                granted = self._usage.reserve(reserved, self._capacity, self._make_room)
+            except OSError as error:
+                self._count_error(error)
+                for position in portion:
+                    results[position] = SetResult.ERROR
+                continue
+            if not granted:
+                self._metrics.add("rejected", "capacity", len(portion))
+                continue
+            stored = 0
+            try:
+                for position, (result, added) in zip(portion, self._set_pages(batch, portion), strict=True):
+                    results[position] = result
+                    stored += added
+            finally:
+                self._end_operation(reserved, stored)
+
+    def _end_operation(self, reserved: int, stored: int) -> None:
+        try:
+            self._usage.commit(reserved, stored)
+        except OSError as error:
+            # The reservation stays in the account, which then says too much: never too little.
+            self._count_error(error)
+
+    def _portions(self, positions: list[int], sizes: list[int]) -> list[list[int]]:
+        """``positions`` cut so that no portion needs more than its part of the capacity, unless one page does."""
+        limit = None if self._capacity is None else self._capacity // _PORTIONS
+        portions: list[list[int]] = []
+        filled = 0
+        for position in positions:
+            need = occupied(sizes[position]) + 2 * BLOCK
+            if not portions or (limit is not None and filled + need > limit):
+                portions.append([])
+                filled = 0
+            portions[-1].append(position)
+            filled += need
+        return portions
+
+    def _set_pages(self, batch: PageBatch, positions: list[int]) -> list[tuple[SetResult, int]]:
+        return self._workers.run(
+            len(positions), lambda n: self._set_page(batch.keys[positions[n]], batch.buffers[positions[n]])
+        )
+
+    def _set_page(self, key: bytes, segments: Sequence[memoryview]) -> tuple[SetResult, int]:
+        """Write one page; its result and the bytes of disk that took, with directories and also when it failed."""
+        path = self._directory.page_path(key)
+        added = 0
+        for attempt in range(1, _WRITE_ATTEMPTS + 1):
+            try:
+                for made in self._directory.create_parent(path):
+                    added += made
+                stored = page_io.write_page(self._directory, path, key, segments, self._flags.write)
+            except FileNotFoundError as error:
+                # clear() or an eviction took the directory away in between.
+                if attempt == _WRITE_ATTEMPTS:
+                    return self._failed_write(path, error), added
+            except OSError as error:
+                return self._failed_write(path, error), added
+            else:
+                if not stored:
+                    return SetResult.EXISTS, added
+                return SetResult.STORED, added + occupied(page_io.object_size(segments))
+        raise AssertionError("unreachable")
+
+    def _failed_write(self, path: str, error: OSError) -> SetResult:
+        self._count_error(error)
+        if error.errno in _NO_SPACE:
+            if time.monotonic() >= self._no_writes_until:
+                logger.warning("tier %s: no space left for %s; writes pause %.0f s", self._name, path, _NO_SPACE_PAUSE)
+            self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
+            return SetResult.REJECTED
+        logger.debug("tier %s: writing %s: %s", self._name, path, error)
+        return SetResult.ERROR
+
+    def _find_stored(self, key: bytes, size: int) -> _Found:
+        """What has this page's name; anything but a page of this size is removed where it can be."""
+        path = self._directory.page_path(key)
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return _Found.NOTHING
+        if path in self._unhealed:
+            return _Found.NOTHING if self._heal(key, path, size, "unreadable") else _Found.OBSTACLE
+        if self._expired(path, status):
+            return _Found.NOTHING if self._remove_expired(key, path, size, status) else _Found.OBSTACLE
+        if status.st_size == size and stat.S_ISREG(status.st_mode):
+            self._touch(path, status)
+            return _Found.PAGE
+        return _Found.NOTHING if self._heal(key, path, size, "length") else _Found.OBSTACLE
+
+    def _make_room(self, need: int) -> int:
+        return self._evictor.evict(max(need, int((self._capacity or 0) * _EVICTION_SHARE)))
+
+    # -- removal ---------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        removed = 0
+        with self._calls:
+            for key in keys:
+                try:
+                    self._remove_page(key, self._directory.page_path(key), None)
+                    removed += 1
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    self._count_error(error)
+        return removed
+
+    def remove_expired(self, stop: threading.Event) -> int:
+        """Remove the pages older than the ttl, until ``stop``; how many that were."""
+        removed = 0
+        for fan_out in self._directory.fan_out_directories():
+            identity = bytes.fromhex(Path(fan_out).parent.name)
+            for path, status in self._directory.page_files(fan_out):
+                if stop.is_set():
+                    return removed
+                if self._expired(path, status):
+                    key = identity + bytes.fromhex(Path(path).stem)
+                    removed += self._remove_expired(key, path, status.st_size, status)
+        return removed
+
+    def _expired(self, path: str, status: os.stat_result) -> bool:
+        if self._ttl is None or not stat.S_ISREG(status.st_mode):
+            return False
+        # The mtime is that of the last use: never before the page was written.
+        return status.st_mtime < time.time() - self._ttl or page_io.created_before(path, oldest_valid_ms(self._ttl))
+
+    def _remove_expired(self, key: bytes, path: str, size: int, status: os.stat_result) -> bool:
+        """False when it stays."""
+        try:
+            self._remove_page(key, path, size, status)
+        except FileNotFoundError:
+            # Somebody was faster; what has the name now is another page.
+            return True
+        except OSError as error:
+            self._count_error(error)
+            return False
+        self._metrics.add("evicted", "ttl")
+        return True
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Take all pages of the identities out of sight at once and delete them in the background.
+
+        Returns the number of identities that had pages. Never blocks on the size of the directory.
+        """
+        with self._calls:
+            return len(self._clearing.clear(digests))
+
+    def close(self) -> None:
+        if not self._calls.shut():
+            return
+        if self._sweeper is not None:
+            self._sweeper.close()
+        self._workers.close()
+        self._clearing.wait()
+        self._usage.close()
+
+    def abandon(self) -> None:
+        """Whoever comes back to the disk finds the account as it is there, and recounts where that is in doubt."""
+        self.close()
+
+
+def _pin_limit(capacity: int | None) -> int | None:
+    return None if capacity is None else capacity // 2

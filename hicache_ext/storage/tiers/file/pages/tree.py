@@ -1,0 +1,145 @@
+"""The names in a directory of page files, and what can be learnt from them by looking.
+
+directory.py has the names, and what is changed. Nothing here makes, changes or locks anything, so that whoever may read
+a directory can use it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.access import TEMPORARY_FILE
+from hicache_ext.runtime.whole_file import read_document, write_whole
+from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME
+from hicache_ext.storage.tiers.file.usage import writer_alive
+
+BLOCK = 4096
+"""What a file occupies is rounded up to this many bytes."""
+
+FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
+PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+_PARTS = ("model", "pool", "shard")
+"""Of an identity's document."""
+
+
+def occupied(size: int) -> int:
+    """Bytes of disk a file of ``size`` bytes takes."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
+    """The facts behind an identity in the directory ``path``, None when they were not recorded.
+
+    Also None where something else is there than objects of facts: power loss and strangers write what they like.
+    """
+    document = read_document(path / "identities" / f"{digest.hex()}.json")
+    if document is None or not all(isinstance(document.get(part, {}), dict) for part in _PARTS):
+        return None
+    return document
+
+
+def save_document(path: Path, digest: bytes, document: dict[str, Any]) -> None:
+    """Record the facts behind an identity, unless that is done; also anew, where a power loss spoilt them."""
+    if load_document(path, digest) is None:
+        text = json.dumps(document, indent=1, sort_keys=True)
+        write_whole(path / "identities" / f"{digest.hex()}.json", text)
+
+
+class PageTree:
+    """The page files of one directory. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        """Looks at nothing."""
+        self.path = path
+        self.pages = path / "pages"
+        self.identities = path / "identities"
+        self.temporary = path / "tmp"
+
+    def page_path(self, key: bytes) -> str:
+        """Where the page object of a 48-byte key lives."""
+        identity, page_hash = key[:IDENTITY_LENGTH].hex(), key[IDENTITY_LENGTH:].hex()
+        return f"{self.pages}/{identity}/{page_hash[:2]}/{page_hash}.page"
+
+    def fan_out_directories(self) -> list[str]:
+        """Paths of all directories that may hold pages."""
+        found: list[str] = []
+        for identity in directories(self.pages, IDENTITY_NAME):
+            found += [entry.path for entry in directories(identity.path, FANOUT_NAME)]
+        return found
+
+    def count_pages(self, most: int) -> int:
+        """How many pages there are: where they are in more than ``most`` directories, judged by so many of them."""
+        everything = self.fan_out_directories()
+        looked_at = everything if len(everything) <= most else random.sample(everything, most)
+        found = sum(sum(1 for _ in entries(fan_out, PAGE_NAME)) for fan_out in looked_at)
+        return found * len(everything) // max(1, len(looked_at))
+
+    def page_files(self, fan_out_directory: str) -> Iterator[tuple[str, os.stat_result]]:
+        """(path, status) of the page files in one fan-out directory; files that vanish meanwhile are left out."""
+        for entry in entries(fan_out_directory, PAGE_NAME):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            yield entry.path, status
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        """Bytes of disk that the pages under each of these hashes take, over all identities."""
+        identities = self.known_identities()
+        taken = [0] * len(hashes)
+        for position, page_hash in enumerate(hashes):
+            for identity in identities:
+                try:
+                    taken[position] += occupied(os.lstat(self.page_path(identity + page_hash)).st_size)
+                except FileNotFoundError:
+                    continue
+        return taken
+
+    def count_occupied(self, going_on: Callable[[], None] = lambda: None) -> int:
+        """Bytes of disk of all pages and their directories; walks everything, and calls ``going_on`` now and then."""
+        total = 0
+        for identity in directories(self.pages, IDENTITY_NAME):
+            total += BLOCK
+            for fan_out in directories(identity.path, FANOUT_NAME):
+                going_on()
+                total += BLOCK
+                total += sum(occupied(status.st_size) for _, status in self.page_files(fan_out.path))
+        return total
+
+    def known_identities(self) -> list[bytes]:
+        """Digests that have pages here."""
+        return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
+
+    def load_identity(self, digest: bytes) -> dict[str, Any] | None:
+        return load_document(self.path, digest)
+
+    def left_overs(self) -> Iterator[os.DirEntry[str]]:
+        """What processes that no longer run have left in tmp/: a page half written, a tree being cleared."""
+        for entry in list(entries(self.temporary, TEMPORARY_FILE)):
+            writer = TEMPORARY_FILE.sub(r"\1", entry.name)
+            try:
+                last_change = entry.stat(follow_symlinks=False).st_ctime
+            except OSError:
+                continue
+            if not writer_alive(writer, last_change):
+                yield entry
+
+
+def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as listing:
+            yield from (entry for entry in listing if name.fullmatch(entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
+    """Real directories only: behind a symlink are somebody's files elsewhere."""
+    return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))

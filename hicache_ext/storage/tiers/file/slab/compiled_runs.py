@@ -1,0 +1,311 @@
+"""Pages moved between slots and host memory, checksums and headers included, in compiled code without the GIL.
+
+Threads share the pages of a call, which are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once
+than stays in the processor's cache until it is checked, and a page is reported good only if its seal, made of its key,
+its length and the checksum of what was read, is the one in the index (``envelope.page_seal``). Whatever is not good is
+left to slot_io.py and envelope.py, which find out what it is.
+
+Importing this module imports numba and compiles, or takes from its cache, what is below: a second the first time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from hicache_ext.runtime.foreign_calls import (
+    DIGEST,
+    ERRNO,
+    HASH,
+    PREADV2,
+    PWRITEV2,
+    RESET,
+    UPDATE,
+    call,
+    call_for_two,
+    fetch_add,
+    int_at,
+    swapped,
+)
+from hicache_ext.runtime.jit import compiled
+from hicache_ext.storage.tiers.file.vectored import IOV_MAX
+
+DONE, LOOK_AGAIN = 0, 1
+"""Results of a page. A negative one is -errno."""
+
+_KEY_WORD, _KEY_WORDS, _LENGTH_WORD, _CHECKSUM_WORD, _CREATED_WORD, _HEADER_CHECKSUM_WORD = 2, 6, 8, 9, 11, 14
+_HEADER_WORDS = 16
+_SEALED_BYTES = 8 * _CREATED_WORD
+_CHECKED_BYTES = 8 * _HEADER_CHECKSUM_WORD
+_LEAST_PORTION = 4096
+"""Bytes of a large page read at once, at least: a block, which O_DIRECT takes."""
+
+PAYLOAD, SLOT, START, SECOND, CREATED, FLAGS, AT_ONCE, FILLER = range(8)
+"""Positions in ``facts``, which are: bytes of a payload and of a slot; the first 16 bytes of each header; when written,
+in ms; flags of the system call; bytes that a thread takes at a time and moves by one system call, unless a page has
+more; the address of a block that fills gaps."""
+
+NUMBER, DESCRIPTOR, HEADERS, FIRST_ROW = range(4)
+"""Columns of ``opened``, which has a row per slab: its number, the descriptors of its slots and of its headers, and the
+row of the seal of slot 0."""
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _error(functions: Any) -> Any:
+    """The result of pages whose system call has just failed. Never that of a page that is done."""
+    code = int_at(call(functions[ERRNO], 0, 0, 0, 0, 0))
+    return -code if code > 0 else LOOK_AGAIN
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _end_of_run(slabs: Any, slots: Any, segments: Any, vectors: Any, begin: Any, end: Any) -> Any:
+    """One behind the last page, of those taken together (``_taken``), that moves together with page ``begin``."""
+    most = min(IOV_MAX, len(vectors) // 2) // (len(segments) + 1)
+    position = begin + 1
+    while (
+        position < end
+        and position - begin < most
+        and slabs[position] == slabs[begin]
+        and slots[position] == slots[position - 1] + 1
+    ):
+        position += 1
+    return position
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _opened(opened: Any, slab: Any) -> Any:
+    """The row of a slab that is open; -1 when it is not."""
+    found = -1
+    for one in range(len(opened)):
+        if opened[one, NUMBER] == slab:
+            found = one
+    return found
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather(facts: Any, positions: Any, addresses: Any, segments: Any, vectors: Any, begin: Any, end: Any) -> Any:
+    """Fill ``vectors`` with the memory of a run: their number, and how many bytes they are."""
+    gap = facts[SLOT] - facts[PAYLOAD]
+    count, total = 0, 0
+    for page in range(begin, end):
+        for segment in range(len(segments)):
+            vectors[2 * count], vectors[2 * count + 1] = addresses[positions[page], segment], segments[segment]
+            count += 1
+        total += facts[PAYLOAD]
+        if gap > 0 and page + 1 < end:
+            vectors[2 * count], vectors[2 * count + 1] = facts[FILLER], gap
+            count += 1
+            total += gap
+    return count, total
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _checksum(functions: Any, state: Any, facts: Any, addresses: Any, segments: Any, page: Any) -> Any:
+    """Of a page's payload: its two words, low and high."""
+    if len(segments) == 1:
+        return call_for_two(functions[HASH], addresses[page, 0], facts[PAYLOAD])
+    call(functions[RESET], state, 0, 0, 0, 0)
+    for segment in range(len(segments)):
+        call(functions[UPDATE], state, addresses[page, segment], segments[segment], 0, 0)
+    return call_for_two(functions[DIGEST], state, 0)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _read_large_page(
+    functions: Any,
+    state: Any,
+    facts: Any,
+    descriptor: Any,
+    offset: Any,
+    addresses: Any,
+    segments: Any,
+    vectors: Any,
+    page: Any,
+) -> Any:
+    """Read a page in portions, each hashed while it is in the processor's cache: the bytes read, or what the system
+    call says, and the two words of the checksum."""
+    # Of about the same size: what is left over would cost a system call of its own.
+    portion = -(-facts[PAYLOAD] // max(1, facts[PAYLOAD] // facts[AT_ONCE]))
+    portion += -portion % _LEAST_PORTION
+    count, total, done = 0, 0, 0
+    left = facts[PAYLOAD]
+    call(functions[RESET], state, 0, 0, 0, 0)
+    for segment in range(len(segments)):
+        begin = 0
+        while begin < segments[segment]:
+            length = min(segments[segment] - begin, max(portion - total, _LEAST_PORTION))
+            vectors[2 * count], vectors[2 * count + 1] = addresses[page, segment] + begin, length
+            count += 1
+            total += length
+            begin += length
+            left -= length
+            if left == 0 or total >= portion or 2 * count == len(vectors):
+                moved = call(functions[PREADV2], descriptor, vectors.ctypes.data, count, offset + done, facts[FLAGS])
+                if moved != total:
+                    return moved if moved < 0 else done + moved, np.uint64(0), np.uint64(0)
+                for vector in range(count):
+                    call(functions[UPDATE], state, vectors[2 * vector], vectors[2 * vector + 1], 0, 0)
+                done += moved
+                count, total = 0, 0
+    low, high = call_for_two(functions[DIGEST], state, 0)
+    return done, low, high
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _seal(functions: Any, facts: Any, keys: Any, headers: Any, at: Any, page: Any, low: Any, high: Any) -> Any:
+    """The two words of the seal of a page with this checksum. What it is made of is at word ``at`` of ``headers``."""
+    headers[at], headers[at + 1] = np.uint64(facts[START]), np.uint64(facts[SECOND])
+    for word in range(_KEY_WORDS):
+        headers[at + _KEY_WORD + word] = keys[page, word]
+    headers[at + _LENGTH_WORD] = np.uint64(facts[PAYLOAD])
+    headers[at + _CHECKSUM_WORD], headers[at + _CHECKSUM_WORD + 1] = swapped(high), swapped(low)
+    low, high = call_for_two(functions[HASH], headers.ctypes.data + 8 * at, _SEALED_BYTES)
+    return swapped(high), swapped(low)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _finish_header(functions: Any, facts: Any, headers: Any, at: Any) -> None:
+    """What a header has behind what its seal is made of."""
+    headers[at + _CREATED_WORD] = np.uint64(facts[CREATED])
+    for word in range(_CREATED_WORD + 1, _HEADER_CHECKSUM_WORD):
+        headers[at + word] = np.uint64(0)
+    low, high = call_for_two(functions[HASH], headers.ctypes.data + 8 * at, _CHECKED_BYTES)
+    headers[at + _HEADER_CHECKSUM_WORD], headers[at + _HEADER_CHECKSUM_WORD + 1] = swapped(high), swapped(low)
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _taken(facts: Any, results: Any, taken: Any) -> Any:
+    """The pages that this thread moves next: the first one, and one behind the last."""
+    step = max(1, facts[AT_ONCE] // facts[SLOT])
+    begin = fetch_add(taken.ctypes.data, step)
+    return begin, min(begin + step, len(results))
+
+
+def _read_pages(
+    functions: Any,
+    facts: Any,
+    slabs: Any,
+    slots: Any,
+    positions: Any,
+    opened: Any,
+    addresses: Any,
+    segments: Any,
+    keys: Any,
+    seals: Any,
+    headers: Any,
+    vectors: Any,
+    state: Any,
+    results: Any,
+    taken: Any,
+) -> None:
+    done = 0
+    end = begin = 0
+    while True:
+        if begin == end:
+            begin, end = _taken(facts, results, taken)
+        if begin >= len(results):
+            break
+        behind = _end_of_run(slabs, slots, segments, vectors, begin, end)
+        slab, offset = _opened(opened, slabs[begin]), slots[begin] * facts[SLOT]
+        descriptor, first = (opened[slab, DESCRIPTOR], opened[slab, FIRST_ROW]) if slab >= 0 else (-1, -1)
+        whole = behind - begin > 1 or facts[SLOT] <= facts[AT_ONCE]
+        low, high = np.uint64(0), np.uint64(0)
+        if whole:
+            count, total = _gather(facts, positions, addresses, segments, vectors, begin, behind)
+            moved = call(functions[PREADV2], descriptor, vectors.ctypes.data, count, offset, facts[FLAGS])
+        else:
+            total = facts[PAYLOAD]
+            moved, low, high = _read_large_page(
+                functions, state, facts, descriptor, offset, addresses, segments, vectors, positions[begin]
+            )
+        failed = _error(functions) if moved < 0 else LOOK_AGAIN
+        for page in range(begin, behind):
+            results[page] = failed
+            row = first + slots[page]
+            if moved == total and 0 <= row < len(seals):
+                if whole:
+                    low, high = _checksum(functions, state, facts, addresses, segments, positions[page])
+                one, other = _seal(functions, facts, keys, headers, 0, positions[page], low, high)
+                if seals[row, 0] == one and seals[row, 1] == other:
+                    results[page] = DONE
+                    done += 1
+        begin = behind
+    fetch_add(taken.ctypes.data + 8, done)
+
+
+def _write_pages(
+    functions: Any,
+    facts: Any,
+    slabs: Any,
+    slots: Any,
+    positions: Any,
+    opened: Any,
+    addresses: Any,
+    segments: Any,
+    keys: Any,
+    seals: Any,
+    headers: Any,
+    vectors: Any,
+    state: Any,
+    results: Any,
+    taken: Any,
+) -> None:
+    done = 0
+    end = begin = 0
+    while True:
+        if begin == end:
+            begin, end = _taken(facts, results, taken)
+        if begin >= len(results):
+            break
+        behind = _end_of_run(slabs, slots, segments, vectors, begin, min(end, begin + len(headers) // _HEADER_WORDS))
+        slab, offset, length = _opened(opened, slabs[begin]), slots[begin] * facts[SLOT], behind - begin
+        first = opened[slab, FIRST_ROW] + slots[begin] if slab >= 0 else -1
+        result = LOOK_AGAIN
+        if 0 <= first <= len(seals) - length:
+            for page in range(length):
+                position, at = positions[begin + page], page * _HEADER_WORDS
+                low, high = _checksum(functions, state, facts, addresses, segments, position)
+                # The slot is this writer's: nobody looks for the seal of a page in it.
+                seals[first + page, 0], seals[first + page, 1] = _seal(
+                    functions, facts, keys, headers, at, position, low, high
+                )
+                _finish_header(functions, facts, headers, at)
+            count, total = _gather(facts, positions, addresses, segments, vectors, begin, behind)
+            descriptor = opened[slab, DESCRIPTOR]
+            moved = call(functions[PWRITEV2], descriptor, vectors.ctypes.data, count, offset, facts[FLAGS])
+            if moved == total:
+                total = 8 * _HEADER_WORDS * length
+                vectors[0], vectors[1] = headers.ctypes.data, total
+                descriptor, offset = opened[slab, HEADERS], slots[begin] * 8 * _HEADER_WORDS
+                moved = call(functions[PWRITEV2], descriptor, vectors.ctypes.data, 1, offset, 0)
+                result = DONE if moved == total else LOOK_AGAIN
+            if moved < 0:
+                result = _error(functions)
+        for page in range(begin, behind):
+            results[page] = result
+        if result == DONE:
+            done += length
+        begin = behind
+    fetch_add(taken.ctypes.data + 8, done)
+
+
+_SIGNATURE = (
+    "void(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64[:, ::1], int64[::1], "
+    "uint64[:, ::1], uint64[:, ::1], uint64[::1], int64[::1], int64, int64[::1], int64[::1])"
+)
+
+read_pages = compiled(_SIGNATURE, _read_pages)
+"""``(functions, facts, slabs, slots, positions, opened, addresses, segments, keys, seals, headers, vectors, state,
+results, taken)``
+
+Read all pages, together with the other threads that do the same: each takes some at a time; ``taken[0]`` says
+how many are taken and ``taken[1]``, once all threads have ended, how many are DONE. Page ``n`` is in slot ``slots[n]``
+of ``slabs[n]``, which ``opened`` says more of; it goes to ``addresses[m]``, ``m`` being ``positions[n]``, a segment
+each of ``segments`` bytes, and must have the key ``keys[m]`` and, with it, the seal that ``seals`` has for the slot;
+``results[n]`` says whether it was it. ``functions`` and ``state`` are those of foreign.py. The others are the caller's
+own: ``headers`` is memory for the headers of a run, ``vectors`` for its iovecs. Never raises."""
+
+write_pages = compiled(_SIGNATURE, _write_pages)
+"""The same, to the slots, with headers and seals. What ``results`` does not call DONE may be written in part."""

@@ -1,0 +1,184 @@
+"""The pages of one call between their slots and host memory in compiled code (compiled_runs.py), where it is there.
+
+Most of what a page costs in Python is spent here otherwise, and all of it under the GIL, which SGLang's scheduler
+wants. What the compiled code does not call done (a page that is not what was asked for, a flag that the file system
+does not know), and pages of several sizes, go the way of slot_io.py, which tells what they are.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.page.memory import Addresses, addresses_of
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import PageBatch, key_words
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK
+from hicache_ext.storage.tiers.file.slab.compiled_code import (
+    LEFT,
+    CompiledCode,
+    OfCall,
+    bytes_at_once,
+    compiled_code,
+    facts_of,
+)
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
+from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Placed
+from hicache_ext.storage.tiers.file.slab.records import Slab
+from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size, slot_size_of
+from hicache_ext.storage.tiers.file.slab.slot_io import ALIGNMENT, SlotIo
+from hicache_ext.storage.tiers.file.vectored import IOV_MAX
+
+_MOST_SEGMENTS = IOV_MAX - 1
+_NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
+"""What a system call says that asked for something the file system does not do."""
+
+
+class Moving:
+    """The pages of one call on their way, which up to ``threads`` threads may ``move``; a context that keeps their
+    slots open. What became of them is asked once all have returned."""
+
+    def __init__(
+        self,
+        pages: Placed,
+        others: Placed,
+        results: npt.NDArray[np.int64],
+        taken: npt.NDArray[np.int64],
+        threads: int,
+        move_some: Callable[[], None],
+        release: Callable[[], None],
+    ) -> None:
+        """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
+        else 1, and ``taken[1]`` is how many are 0; ``others`` cannot be moved here."""
+        self.threads = threads
+        self._pages = pages
+        self._others = others
+        self._results = results
+        self._taken = taken
+        self._move_some = move_some
+        self._release = release
+
+    def __enter__(self) -> Moving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def move(self) -> None:
+        """Move pages until other threads have taken the rest."""
+        self._move_some()
+
+    @property
+    def all_done(self) -> bool:
+        return not len(self._others) and int(self._taken[1]) == len(self._results)
+
+    def done(self) -> Placed:
+        """The pages that are moved, and those read are what was asked for."""
+        return self._pages.select(self._results == 0)
+
+    def failed(self) -> dict[int, int]:
+        """The positions of pages that the disk failed, each with its errno."""
+        failed = (self._results < 0) & ~self._not_of_the_disk()
+        return dict(zip(self._pages.positions[failed].tolist(), (-self._results[failed]).tolist(), strict=True))
+
+    def left(self) -> Placed:
+        """The pages left to the other way."""
+        left = self._pages.select((self._results > 0) | self._not_of_the_disk())
+        return Placed.joined([left, self._others])
+
+    def _not_of_the_disk(self) -> npt.NDArray[np.bool_]:
+        return np.isin(-self._results, _NOT_OF_THE_DISK)
+
+
+class PageMoves:
+    """The moves of one directory. Thread-safe."""
+
+    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics, io: SlotIo) -> None:
+        """``io`` is where the other way begins; it learns which flags the file system knows."""
+        self._directory = directory
+        self._plan = plan
+        self._metrics = metrics
+        self._io = io
+        # Loaded, or begun to be compiled, when a tier opens and not by its first call.
+        compiled_code()
+
+    def to_read(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
+        """These pages of the batch, from their slots."""
+        code = compiled_code()
+        if code is None:
+            return _nothing_but(pages)
+        of_call = OfCall(True, self._plan.read, self._io.read_flags, code.nowhere_at)
+        return self._moving(code, code.read, of_call, batch, pages, slab_of, threads)
+
+    def to_write(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
+        """These pages of the batch, into their slots."""
+        code = compiled_code()
+        if code is None:
+            return _nothing_but(pages)
+        of_call = OfCall(False, self._plan.write, self._io.write_flags, code.zeros_at)
+        return self._moving(code, code.write, of_call, batch, pages, slab_of, threads)
+
+    def _moving(
+        self,
+        code: CompiledCode,
+        move: Callable[..., None],
+        of_call: OfCall,
+        batch: PageBatch,
+        pages: Placed,
+        slab_of: Callable[[int], Slab | None],
+        threads: int,
+    ) -> Moving:
+        if not len(pages) or not are_of_one_size(batch.sizes):
+            return _nothing_but(pages)
+        payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=of_call.into_memory)
+        if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
+            return _nothing_but(pages)
+        direct = of_call.mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
+        found, others = pages.by_place(), NONE_PLACED
+        numbers = found.slab_numbers()
+        slabs = [slab for number in numbers if (slab := slab_of(number)) is not None]
+        file = SlabFile.DIRECT if direct else SlabFile.SLOTS
+        opened, release = self._directory.open_all(slabs, file, headers=not of_call.into_memory)
+        try:
+            if len(opened) < len(numbers):
+                # A slab that cannot be opened is left to the other way.
+                can_be_read = np.isin(found.slabs, opened[:, 0])
+                found, others = found.select(can_be_read), found.select(~can_be_read)
+            if of_call.mode == "direct" and not direct:
+                self._metrics.add("io", "unaligned", len(found))
+            arrays = (
+                facts_of(payload, of_call, direct),
+                found.slabs,
+                found.slots,
+                found.positions,
+                opened,
+                memory.pages,
+                memory.segment_sizes,
+                key_words(batch.keys).view(np.uint64),
+                self._directory.seals,
+            )
+        except BaseException:
+            release()
+            raise
+        results, taken = np.full(len(found), LEFT, np.int64), np.zeros(2, np.int64)
+
+        def move_some() -> None:
+            # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
+            scratch = code.scratch
+            state = scratch.state
+            move(code.functions, *arrays, scratch.headers, scratch.vectors, state.address, results, taken)
+
+        pieces = -(-len(found) // max(1, bytes_at_once(direct=direct) // slot_size_of(payload)))
+        return Moving(found, others, results, taken, min(threads, pieces), move_some, release)
+
+
+def _nothing_but(others: Placed) -> Moving:
+    return Moving(NONE_PLACED, others, np.empty(0, np.int64), np.zeros(2, np.int64), 0, lambda: None, lambda: None)
+
+
+def _aligned(memory: Addresses) -> bool:
+    return not ((memory.pages % ALIGNMENT).any() or (memory.segment_sizes % ALIGNMENT).any())

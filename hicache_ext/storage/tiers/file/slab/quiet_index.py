@@ -1,0 +1,81 @@
+"""The index as SlabStore uses it: its errors are counted and reported, and answered as if nothing were in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import lmdb
+
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.tiers.file.device_errors import Trouble
+from hicache_ext.storage.tiers.file.slab.change import IndexChange
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Placed
+from hicache_ext.storage.tiers.file.slab.records import Slab
+
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+
+class QuietIndex:
+    """The index of one directory. Thread-safe; no call raises lmdb.Error or OSError."""
+
+    def __init__(self, tier: str, directory: SlabDirectory, metrics: TierMetrics, trouble: Trouble) -> None:
+        self._tier = tier
+        self._path = directory.path
+        self._index = directory.index
+        self._metrics = metrics
+        self._trouble = trouble
+
+    def locate(self, keys: Sequence[bytes], oldest: int) -> tuple[Placed, bool]:
+        try:
+            return self._index.locate(keys, oldest)
+        except (lmdb.Error, OSError) as error:
+            self._count_error(error)
+            return NONE_PLACED, False
+
+    def contains(self, keys: Sequence[bytes], oldest: int) -> list[bool]:
+        try:
+            return self._index.contains(keys, oldest)
+        except (lmdb.Error, OSError) as error:
+            self._count_error(error)
+            return [False] * len(keys)
+
+    def count_leading(self, keys: Sequence[bytes], oldest: int) -> int:
+        try:
+            return self._index.count_leading(keys, oldest)
+        except (lmdb.Error, OSError) as error:
+            self._count_error(error)
+            return 0
+
+    def slabs(self) -> list[Slab] | None:
+        """None when the index cannot be read."""
+        try:
+            return self._index.slabs()
+        except (lmdb.Error, OSError) as error:
+            self._count_error(error)
+            return None
+
+    def change(self, action: Callable[[IndexChange], _Answer]) -> _Answer | None:
+        """``action`` in one write transaction; None when the index cannot be written."""
+        try:
+            with self._index.changing() as change:
+                return action(change)
+        except (lmdb.Error, OSError) as error:
+            self._count_error(error)
+            return None
+
+    def free_cleared(self, digests: Sequence[bytes]) -> None:
+        try:
+            for digest in digests:
+                self._index.free_cleared(digest)
+        except (lmdb.Error, OSError) as error:
+            self._count_error(error)
+
+    def _count_error(self, error: lmdb.Error | OSError) -> None:
+        self._metrics.add("error", type(error).__name__)
+        logger.error("tier %s: index of %s: %s", self._tier, self._path, error)
+        self._trouble(error)

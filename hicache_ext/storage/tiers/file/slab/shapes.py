@@ -1,0 +1,36 @@
+"""How a page is laid out in a slab: its payload from the start of a slot on, its header (envelope.py, 128 bytes) at the
+slot's place in a file of headers beside the slab.
+
+So the payloads of neighbouring slots are neighbours on disk, each begins at a block border, and a page of whole blocks
+fills its slot. To read one, its header is not needed: the index has the seal of every page (slot_table.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.page import envelope
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK
+
+HEADER = envelope.FIELDS_LENGTH
+"""Bytes of a page's header."""
+
+
+def slot_size_of(payload: int) -> int:
+    """Bytes of the slot that a page with ``payload`` bytes takes: whole blocks."""
+    return max(1, -(-payload // BLOCK)) * BLOCK
+
+
+def are_of_one_size(sizes: Sequence[int]) -> bool:
+    """Whether these pages, one at least, have the same payload."""
+    return sizes.count(sizes[0]) == len(sizes)
+
+
+def sizes_at(sizes: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The payloads of the pages at some positions, all pages having these."""
+    if sizes and are_of_one_size(sizes):
+        return np.full(len(positions), sizes[0])
+    return np.array(sizes, np.int64)[positions]

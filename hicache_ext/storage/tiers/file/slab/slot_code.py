@@ -1,0 +1,716 @@
+"""What is done to the mapped words of an index (slot_table.py), a step per page: compiled where numba is there.
+
+All words are int64. ``records``: a row per slot. ``groups``: per slab, from row ``BASE`` on, its summary and then a row
+per group of neighbouring slots. ``buckets``: a hash table of the pages. ``slabs``: a row per slab, by number.
+
+Records are what is true; the rest follows from them (``settle_all``) and is kept up to date here. Callers hold the
+index's lock, except those of ``find`` and ``locate``: what they read may be changing under them, so that an answer may
+be about a page that has just gone or come; what is read from a slot is checked by its seal.
+
+A record is "free" or "pending" until all of it is written: it becomes a page in another call (``publish_pages``) than
+the one that describes it (``describe_pages``), and no compiler moves a store from one to the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hicache_ext.runtime.jit import helper, kernel
+from hicache_ext.storage.tiers.file import eviction
+
+KEY_WORDS = 6
+OBJECT, STATE, PRIORITY, USED, HASH, PLACE = range(KEY_WORDS, KEY_WORDS + 6)
+"""Words of a record behind the page key (identity, page hash): when written (wall-clock seconds) << 32 | payload bytes;
+state | hits << 8 | generation << 16; rank; hash of the key; slab << 32 | slot."""
+RECORD_WORDS = PLACE + 1
+FREE, PENDING, PAGE = range(3)
+"""States. Of a pending slot the key words say who is writing it, and OBJECT is BEING_WRITTEN."""
+BEING_WRITTEN = -1
+
+LOWEST, FREE_SLOTS, PENDING_SLOTS = range(3)
+"""Words of a group: the lowest priority of its pages, and a bit for each of its slots that is free, or pending. Of a
+summary: the lowest priority, and how many slots."""
+GROUP_WORDS = 3
+NO_PAGE = eviction.MAX_PRIORITY
+"""The lowest priority where there is none."""
+
+NUMBER, SLOT_SIZE, SLOTS, TOGETHER, BASE = range(5)
+"""Words of a slab: TOGETHER slots are a group; its slots are the records from BASE on."""
+SLAB_WORDS = 5
+
+CLOCK_SIZE, INSERTS, DISTANCE_SUM, REUSES = range(4)
+"""Words of a clock (eviction.py): the slot size, and ``Clock``."""
+CLOCK_WORDS = 4
+
+WAYS = 16
+"""Places in a set of ghosts (ghosts.py)."""
+HITS_BITS = 3
+
+STALE, IN_ORDER, LENGTH, SLAB = range(4)
+"""What ``locate`` says of all the pages it found: 1 when one was last used before what is fresh; 1 when their places
+ascend; the length of each payload and the slab of each, SEVERAL where they differ."""
+SEVERAL = -1
+
+LOW = (1 << 32) - 1
+"""The lower half of a word."""
+_POSITIVE = (1 << 63) - 1
+TAG = (1 << 31) - 1
+"""What an entry of the hash table has of a hash."""
+
+_reuse_distance = helper(eviction.reuse_distance)
+_learned = helper(eviction.learned)
+_priority_of = helper(eviction.priority_of)
+
+
+# -- the hash table ----------------------------------------------------------------------------------------------------
+#
+# Open addressing with linear probing, at most half full. No loop goes further than once around: a table that lies may
+# have no empty place, and nobody could stop it. An entry is the low 31 bits of the hash, then the row + 1.
+# Removing an entry moves those behind it that would no longer be found.
+
+
+@helper
+def _hash_of(words: Any, row: Any) -> Any:
+    """Page hashes are evenly spread; what is folded is for those of tests, and for keys that differ in one byte."""
+    mixed = words[row, 0] ^ words[row, 1] ^ words[row, 2] ^ words[row, 3] ^ words[row, 4] ^ words[row, 5]
+    mixed &= _POSITIVE
+    mixed ^= mixed >> 32
+    mixed ^= mixed >> 16
+    return mixed ^ (mixed >> 8)
+
+
+@helper
+def _has_key(records: Any, row: Any, words: Any, of: Any, generation: Any) -> Any:
+    """Whether a slot holds the page with this key."""
+    state = records[row, STATE]
+    same = state & 0xFF == PAGE and state >> 16 == generation
+    for word in range(KEY_WORDS - 1, -1, -1):  # noqa: SIM110 - all() of a generator is not compiled
+        if not same or records[row, word] != words[of, word]:
+            return False
+    return True
+
+
+@helper
+def _row_of(records: Any, buckets: Any, words: Any, of: Any, generation: Any) -> Any:
+    """The row of the page with this key; -1 when there is none."""
+    mask = len(buckets) - 1
+    wanted = _hash_of(words, of)
+    tag = wanted & TAG
+    at = wanted & mask
+    for _ in range(len(buckets)):
+        entry = buckets[at]
+        if entry == 0:
+            return -1
+        if entry >> 32 == tag:
+            row = (entry & LOW) - 1
+            if 0 <= row < len(records) and _has_key(records, row, words, of, generation):
+                return row
+        at = (at + 1) & mask
+    return -1
+
+
+@helper
+def _enter(buckets: Any, wanted: Any, row: Any) -> None:
+    mask = len(buckets) - 1
+    at = wanted & mask
+    for _ in range(len(buckets)):
+        if buckets[at] == 0:
+            buckets[at] = (wanted & TAG) << 32 | (row + 1)
+            return
+        at = (at + 1) & mask
+
+
+@helper
+def _leave(records: Any, buckets: Any, row: Any) -> None:
+    mask = len(buckets) - 1
+    at = records[row, HASH] & mask
+    hole = -1
+    for _ in range(len(buckets)):
+        if buckets[at] == 0:
+            return
+        if buckets[at] & LOW == row + 1:
+            hole = at
+            break
+        at = (at + 1) & mask
+    if hole < 0:
+        return
+    for _ in range(len(buckets)):
+        at = (at + 1) & mask
+        entry = buckets[at]
+        if entry == 0:
+            break
+        # An entry moves into the hole unless its own place lies behind that.
+        home = (entry >> 32) & mask
+        if (at - home) & mask >= (at - hole) & mask:
+            buckets[hole] = entry
+            hole = at
+    buckets[hole] = 0
+
+
+# -- slabs and groups --------------------------------------------------------------------------------------------------
+
+
+@helper
+def _index_of_slab(slabs: Any, number: Any) -> Any:
+    """The row in ``slabs``; -1 when there is none."""
+    low, high = 0, len(slabs)
+    while low < high:
+        middle = (low + high) // 2
+        if slabs[middle, NUMBER] < number:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < len(slabs) and slabs[low, NUMBER] == number else -1
+
+
+@helper
+def _row_at(slabs: Any, number: Any, slot: Any) -> Any:
+    """The row of a slot; -1 when it is in no slab."""
+    slab = _index_of_slab(slabs, number)
+    if slab < 0 or slot < 0 or slot >= slabs[slab, SLOTS]:
+        return -1
+    return slabs[slab, BASE] + slot
+
+
+@helper
+def _settle_group(records: Any, groups: Any, slabs: Any, slab: Any, group: Any) -> None:
+    """Bring the row of a group, and its part of the summary, in line with its records."""
+    together, base = slabs[slab, TOGETHER], slabs[slab, BASE]
+    first = group * together
+    lowest, free, pending = NO_PAGE, 0, 0
+    free_count, pending_count = 0, 0
+    for offset in range(min(together, slabs[slab, SLOTS] - first)):
+        state = records[base + first + offset, STATE] & 0xFF
+        if state == PAGE:
+            lowest = min(lowest, records[base + first + offset, PRIORITY])
+        elif state == PENDING:
+            pending |= 1 << offset
+            pending_count += 1
+        else:
+            free |= 1 << offset
+            free_count += 1
+    row = base + 1 + group
+    free_before, pending_before = 0, 0
+    for offset in range(together):
+        free_before += groups[row, FREE_SLOTS] >> offset & 1
+        pending_before += groups[row, PENDING_SLOTS] >> offset & 1
+    groups[row, LOWEST], groups[row, FREE_SLOTS], groups[row, PENDING_SLOTS] = lowest, free, pending
+    groups[base, FREE_SLOTS] += free_count - free_before
+    groups[base, PENDING_SLOTS] += pending_count - pending_before
+
+
+@helper
+def _first_lowest(groups: Any, begin: Any, end: Any) -> Any:
+    """The first of these rows, one at least, with the lowest priority."""
+    found = begin
+    for row in range(begin + 1, end):
+        if groups[row, LOWEST] < groups[found, LOWEST]:
+            found = row
+    return found
+
+
+@helper
+def _settle_lowest(groups: Any, slabs: Any, slab: Any) -> None:
+    """Bring the lowest priority of a slab in line with its groups."""
+    base = slabs[slab, BASE]
+    end = base + 1 + -(-slabs[slab, SLOTS] // slabs[slab, TOGETHER])
+    groups[base, LOWEST] = groups[_first_lowest(groups, base + 1, end), LOWEST]
+
+
+@helper
+def _settle_rows(records: Any, groups: Any, slabs: Any, rows: Any) -> None:
+    """Bring the groups and slabs of these slots in line with them; of neighbours, once. A row may be -1.
+
+    A row may also be in no slab, or its record lie about that: what it says is checked before it leads anywhere."""
+    slab, group, number = -1, -1, -1
+    for row in rows:
+        if row < 0:
+            continue
+        number = records[row, PLACE] >> 32
+        if slab < 0 or slabs[slab, NUMBER] != number:
+            if slab >= 0:
+                _settle_lowest(groups, slabs, slab)
+            slab, group = _index_of_slab(slabs, number), -1
+        if slab < 0 or row < slabs[slab, BASE] or row >= slabs[slab, BASE] + slabs[slab, SLOTS]:
+            continue
+        of_row = (row - slabs[slab, BASE]) // slabs[slab, TOGETHER]
+        if of_row != group:
+            group = of_row
+            _settle_group(records, groups, slabs, slab, group)
+    if slab >= 0:
+        _settle_lowest(groups, slabs, slab)
+
+
+_TABLE = "int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1]"
+"""``records, groups, buckets, slabs``"""
+
+
+@helper
+def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any) -> Any:
+    """``settle_all`` of one slab, none of whose pages is in ``buckets``."""
+    base, slots = slabs[slab, BASE], slabs[slab, SLOTS]
+    dropped = 0
+    for slot in range(slots):
+        row = base + slot
+        records[row, PLACE] = slabs[slab, NUMBER] << 32 | slot
+        state = records[row, STATE] & 0xFF
+        if state == FREE:
+            records[row, STATE] = FREE
+            continue
+        true = records[row, HASH] == _hash_of(records, row)
+        records[row, PRIORITY] = max(0, min(records[row, PRIORITY], NO_PAGE - 1))
+        if state == PAGE:
+            length = records[row, OBJECT] & LOW
+            generation = records[row, STATE] >> 16
+            true = true and records[row, OBJECT] >= 0 and length <= slabs[slab, SLOT_SIZE]
+            true = true and _row_of(records, buckets, records, row, generation) < 0
+        else:
+            true = true and state == PENDING and records[row, OBJECT] == BEING_WRITTEN
+        if not true:
+            records[row, STATE] = FREE
+            dropped += 1
+        elif state == PAGE:
+            _enter(buckets, records[row, HASH], row)
+    number = -(-slots // slabs[slab, TOGETHER])
+    for group in range(number + 1):
+        groups[base + group, LOWEST] = NO_PAGE
+        groups[base + group, FREE_SLOTS] = groups[base + group, PENDING_SLOTS] = 0
+    for group in range(number):
+        _settle_group(records, groups, slabs, slab, group)
+    _settle_lowest(groups, slabs, slab)
+    return dropped
+
+
+@kernel(f"int64({_TABLE})")
+def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
+    """Make groups and buckets anew from the records. Slots whose record cannot be true are free; their number."""
+    for at in range(len(buckets)):
+        buckets[at] = 0
+    dropped = 0
+    for slab in range(len(slabs)):
+        dropped += _settle_slab(records, groups, buckets, slabs, slab)
+    return dropped
+
+
+@kernel(f"int64({_TABLE}, int64)")
+def settle_new(records: Any, groups: Any, buckets: Any, slabs: Any, number: Any) -> Any:
+    """The same for one slab, whose slots are all free."""
+    slab = _index_of_slab(slabs, number)
+    return _settle_slab(records, groups, buckets, slabs, slab) if slab >= 0 else 0
+
+
+@helper
+def _row_behind(records: Any, buckets: Any, words: Any, of: Any, generation: Any, before: Any) -> Any:
+    """``_row_of``; ``before`` is the row of the page before it, -1 without one. Pages written together are neighbours:
+    the next record is mostly that of the next page, and in the processor's cache, where the hash table is not."""
+    following = before + 1
+    if 0 < following < len(records) and _has_key(records, following, words, of, generation):
+        return following
+    return _row_of(records, buckets, words, of, generation)
+
+
+# -- looking up --------------------------------------------------------------------------------------------------------
+
+
+@kernel("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[::1], int64)")
+def find(records: Any, buckets: Any, keys: Any, generations: Any, oldest: Any, rows: Any, leading: Any) -> Any:
+    """``rows[n]``: where the page ``keys[n]`` is, -1 for nowhere, or written before ``oldest``. One generation for all,
+    or one each. With ``leading`` up to the first -1. The number of pages looked up and, but for the last one then,
+    found."""
+    row = -1
+    for of in range(len(keys)):
+        row = _row_behind(records, buckets, keys, of, generations[of if len(generations) > 1 else 0], row)
+        there = row >= 0 and records[row, OBJECT] >> 32 >= oldest
+        rows[of] = row if there else -1
+        if leading != 0 and not there:
+            return of
+    return len(keys)
+
+
+@kernel(
+    "int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[::1], int64[:, ::1], "
+    "int64[::1])"
+)
+def locate(
+    records: Any,
+    buckets: Any,
+    keys: Any,
+    generations: Any,
+    oldest: Any,
+    slabs: Any,
+    fresh: Any,
+    placed: Any,
+    found: Any,
+) -> Any:
+    """The pages that are there and not written before ``oldest``: slab, slot, payload length and position in ``keys``,
+    each a row of ``placed``; their number. ``found``: see STALE. ``fresh[n]`` is of the slab in row ``n``."""
+    count, row = 0, -1
+    stale, in_order, length, only, last = 0, 1, SEVERAL, SEVERAL, -1
+    for of in range(len(keys)):
+        row = _row_behind(records, buckets, keys, of, generations[of if len(generations) > 1 else 0], row)
+        if row < 0:
+            continue
+        stored, place = records[row, OBJECT], records[row, PLACE]
+        if stored >> 32 < oldest:
+            continue
+        placed[0, count] = place >> 32
+        placed[1, count] = place & LOW
+        placed[2, count] = stored & LOW
+        placed[3, count] = of
+        slab = _index_of_slab(slabs, place >> 32)
+        if slab >= 0 and records[row, USED] < fresh[slab]:
+            stale = 1
+        if place <= last:
+            in_order = 0
+        if count == 0:
+            length, only = stored & LOW, place >> 32
+        if length != stored & LOW:
+            length = SEVERAL
+        if only != place >> 32:
+            only = SEVERAL
+        last = place
+        count += 1
+    found[STALE], found[IN_ORDER], found[LENGTH], found[SLAB] = stale, in_order, length, only
+    return count
+
+
+# -- ghosts ------------------------------------------------------------------------------------------------------------
+#
+# ``ghosts[0]``, ``ghosts[1]`` and ``ghosts[2]``: fingerprints, numbers and uses, in sets of WAYS.
+
+
+@helper
+def _fingerprint(hashed: Any, generation: Any) -> Any:
+    return hashed ^ (generation << 40) ^ 1 << 62
+
+
+@helper
+def _remember(records: Any, row: Any, ghosts: Any, remembered: Any) -> None:
+    """The page in this row is evicted. An older ghost of it makes room before the oldest of its set."""
+    if ghosts.shape[1] == 0:
+        return
+    remembered[0] += 1
+    state = records[row, STATE]
+    fingerprint = _fingerprint(records[row, HASH], state >> 16)
+    of_set = fingerprint % ghosts.shape[1]
+    chosen = 0
+    for way in range(WAYS):
+        if ghosts[0, of_set, way] == fingerprint:
+            chosen = way
+            break
+        if ghosts[1, of_set, way] < ghosts[1, of_set, chosen]:
+            chosen = way
+    ghosts[0, of_set, chosen] = fingerprint
+    ghosts[1, of_set, chosen] = remembered[0]
+    ghosts[2, of_set, chosen] = records[row, USED] << HITS_BITS | (state >> 8 & 0xFF)
+
+
+@helper
+def _recall(hashed: Any, generation: Any, ghosts: Any, oldest: Any) -> Any:
+    """The uses of the ghost of this page, which is a ghost no more; -1 when there is none, or only one up to
+    ``oldest``."""
+    if ghosts.shape[1] == 0:
+        return -1
+    fingerprint = _fingerprint(hashed, generation)
+    of_set = fingerprint % ghosts.shape[1]
+    for way in range(WAYS):
+        if ghosts[0, of_set, way] == fingerprint:
+            number, uses = ghosts[1, of_set, way], ghosts[2, of_set, way]
+            ghosts[0, of_set, way] = ghosts[1, of_set, way] = 0
+            return uses if number > oldest else -1
+    return -1
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+@kernel(f"int64({_TABLE}, int64, int64[::1], int64[:, ::1])")
+def take_free(records: Any, groups: Any, buckets: Any, slabs: Any, slot_size: Any, writer: Any, taken: Any) -> Any:
+    """Up to as many free slots of this size as ``taken`` has columns, in order of place, are pending now: slabs and
+    slots, a row of ``taken`` each; their number. ``writer``: the key words of a pending slot."""
+    done, count = 0, taken.shape[1]
+    for slab in range(len(slabs)):
+        base, together = slabs[slab, BASE], slabs[slab, TOGETHER]
+        if slabs[slab, SLOT_SIZE] != slot_size or groups[base, FREE_SLOTS] == 0 or done == count:
+            continue
+        for group in range(-(-slabs[slab, SLOTS] // together)):
+            free = groups[base + 1 + group, FREE_SLOTS]
+            if free == 0:
+                continue
+            for offset in range(min(together, slabs[slab, SLOTS] - group * together)):
+                row = base + group * together + offset
+                # The record is asked, too: a page must not be lost to a bit that lies.
+                if free >> offset & 1 and done < count and records[row, STATE] & 0xFF == FREE:
+                    records[row, OBJECT] = BEING_WRITTEN
+                    for word in range(KEY_WORDS):
+                        records[row, word] = writer[word]
+                    records[row, HASH] = _hash_of(records, row)
+                    records[row, STATE] = PENDING
+                    taken[0, done] = slabs[slab, NUMBER]
+                    taken[1, done] = group * together + offset
+                    done += 1
+            _settle_group(records, groups, slabs, slab, group)
+            if done == count:
+                break
+    return done
+
+
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64, int64)")
+def count_free(groups: Any, slabs: Any, slot_size: Any, at_most: Any) -> Any:
+    """How many slots of this size are free; ``at_most`` when there are more."""
+    count = 0
+    for slab in range(len(slabs)):
+        if slabs[slab, SLOT_SIZE] == slot_size:
+            count += groups[slabs[slab, BASE], FREE_SLOTS]
+    return min(count, at_most)
+
+
+@helper
+def _raised(priority: Any, by: Any) -> Any:
+    return priority + by if priority < NO_PAGE - 1 - by else NO_PAGE - 1
+
+
+@helper
+def _spared(records: Any, row: Any, spared: Any) -> Any:
+    """Whether the page has one of these hashes, of which ``spared`` has the first words in order."""
+    low, high = 0, len(spared)
+    while low < high:
+        middle = (low + high) // 2
+        if spared[middle] < records[row, 2]:
+            low = middle + 1
+        else:
+            high = middle
+    return low < len(spared) and spared[low] == records[row, 2]
+
+
+@kernel(f"int64({_TABLE}, int64, int64, int64, int64, int64[::1], int64[:, :, ::1], int64[::1])")
+def evict_pages(
+    records: Any,
+    groups: Any,
+    buckets: Any,
+    slabs: Any,
+    slot_size: Any,
+    count: Any,
+    soon: Any,
+    room: Any,
+    spared: Any,
+    ghosts: Any,
+    remembered: Any,
+) -> Any:
+    """Free the slots of at least ``count`` pages of this size, as long as there are any: those with the lowest
+    priority, each with those of its group whose priority is at most ``soon`` above; their number.
+
+    ``spared``: see ``_spared``. Such a page gets a priority higher by ``room`` instead, as often as there are slots.
+    """
+    gone = 0
+    may_spare = room if len(spared) > 0 else 0
+    while gone < count:
+        slab, lowest = -1, NO_PAGE
+        for candidate in range(len(slabs)):
+            if slabs[candidate, SLOT_SIZE] == slot_size and groups[slabs[candidate, BASE], LOWEST] < lowest:
+                slab, lowest = candidate, groups[slabs[candidate, BASE], LOWEST]
+        if slab < 0:
+            break
+        base, together, slots = slabs[slab, BASE], slabs[slab, TOGETHER], slabs[slab, SLOTS]
+        group = _first_lowest(groups, base + 1, base + 1 + -(-slots // together)) - base - 1
+        first = base + group * together
+        end = min(first + together, base + slots)
+        if may_spare > 0:
+            # The page whose turn it is.
+            victim = -1
+            for row in range(first, end):
+                if victim < 0 and records[row, STATE] & 0xFF == PAGE and records[row, PRIORITY] == lowest:
+                    victim = row
+            if victim >= 0 and _spared(records, victim, spared):
+                records[victim, PRIORITY] = _raised(lowest, room)
+                may_spare -= 1
+                _settle_group(records, groups, slabs, slab, group)
+                _settle_lowest(groups, slabs, slab)
+                continue
+        before = gone
+        for row in range(first, end):
+            if records[row, STATE] & 0xFF != PAGE or records[row, PRIORITY] > _raised(lowest, soon):
+                continue
+            if may_spare > 0 and _spared(records, row, spared):
+                continue
+            _leave(records, buckets, row)
+            _remember(records, row, ghosts, remembered)
+            records[row, STATE] = FREE
+            gone += 1
+        _settle_group(records, groups, slabs, slab, group)
+        _settle_lowest(groups, slabs, slab)
+        if gone == before and groups[base + 1 + group, LOWEST] == lowest:
+            # Nothing was found where something had to be: what a summary says is not true.
+            break
+    return gone
+
+
+@helper
+def _free_slots(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, state: Any) -> Any:
+    """Free those of these slots that are in this state; their number. A row may be -1."""
+    freed = 0
+    for row in rows:
+        if row >= 0 and records[row, STATE] & 0xFF == state:
+            if state == PAGE:
+                _leave(records, buckets, row)
+            records[row, STATE] = FREE
+            freed += 1
+    _settle_rows(records, groups, slabs, rows)
+    return freed
+
+
+@kernel(f"int64({_TABLE}, int64[::1])")
+def forget_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
+    """Free the slots of these pages; their number. A row may be -1."""
+    return _free_slots(records, groups, buckets, slabs, rows, PAGE)
+
+
+@kernel(f"int64({_TABLE}, int64[::1])")
+def give_back(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
+    """Free those of these slots that are pending; their number. A row may be -1."""
+    return _free_slots(records, groups, buckets, slabs, rows, PENDING)
+
+
+# -- writing pages -----------------------------------------------------------------------------------------------------
+
+
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1], int64[::1])")
+def rows_pending(records: Any, slabs: Any, writer: Any, places: Any, rows: Any) -> Any:
+    """The rows of these places (slab, slot: a row each), -1 for those that are not pending for this writer; the number
+    of the others."""
+    count = 0
+    for of in range(places.shape[1]):
+        row = _row_at(slabs, places[0, of], places[1, of])
+        if row >= 0 and records[row, STATE] & 0xFF != PENDING:
+            row = -1
+        for word in range(KEY_WORDS):
+            if row >= 0 and records[row, word] != writer[word]:
+                row = -1
+        rows[of] = row
+        count += row >= 0
+    return count
+
+
+@kernel(
+    "void(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, "
+    "int64[::1], int64, int64[:, :, ::1], int64[::1], int64)"
+)
+def describe_pages(
+    records: Any,
+    buckets: Any,
+    keys: Any,
+    generations: Any,
+    positions: Any,
+    rows: Any,
+    lengths: Any,
+    created: Any,
+    linked: Any,
+    clock: Any,
+    capacity: Any,
+    ghosts: Any,
+    remembered: Any,
+    ghost_limit: Any,
+) -> None:
+    """Write the records of pages of one slot size, which stay pending: page ``keys[positions[n]]`` is in slot
+    ``rows[n]`` and was written at ``created[n]``, or all of them at the same time. Pages at positions that follow each
+    other are a chain (``EvictionPolicy.inserted_chain``); without ``linked``, each page is one of its own."""
+    oldest = max(0, remembered[0] - ghost_limit)
+    inserts, distance_sum, reuses = clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES]
+    distance = _reuse_distance(capacity, distance_sum, reuses)
+    highest = NO_PAGE - 1
+    for of in range(len(rows)):
+        row, key = rows[of], positions[of]
+        depth = key if linked != 0 else 0
+        generation = generations[key if len(generations) > 1 else 0]
+        if of == 0 or depth == 0 or positions[of - 1] != depth - 1:
+            highest = NO_PAGE - 1
+            before = -1
+            if depth > 0:
+                of_before = generations[depth - 1 if len(generations) > 1 else 0]
+                before = _row_of(records, buckets, keys, depth - 1, of_before)
+            if before >= 0:
+                highest = max(0, records[before, PRIORITY] - 1)
+        for word in range(KEY_WORDS):
+            records[row, word] = keys[key, word]
+        records[row, HASH] = _hash_of(keys, key)
+        records[row, OBJECT] = created[of if len(created) > 1 else 0] << 32 | lengths[of]
+        inserts += 1
+        hits = 0
+        ghost = _recall(records[row, HASH], generation, ghosts, oldest)
+        if ghost >= 0:
+            distance_sum, reuses = _learned(distance_sum, reuses, max(0, inserts - (ghost >> HITS_BITS)))
+            distance = _reuse_distance(capacity, distance_sum, reuses)
+            hits = min((ghost & ((1 << HITS_BITS) - 1)) + 1, eviction.MAX_HITS)
+        priority = max(0, min(highest, _priority_of(capacity, inserts, distance, hits, depth)))
+        records[row, PRIORITY], records[row, USED] = priority, inserts
+        records[row, STATE] = PENDING | hits << 8 | generation << 16
+        highest = max(0, priority - 1)
+    clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES] = inserts, distance_sum, reuses
+
+
+@kernel(f"int64({_TABLE}, int64[::1], int64[::1])")
+def publish_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, published: Any) -> Any:
+    """Pages of what ``describe_pages`` has written. ``published[n]`` is 0 for one that there is already: its slot is
+    free. The number of the others."""
+    count = 0
+    for of in range(len(rows)):
+        row = rows[of]
+        state = records[row, STATE]
+        if _row_of(records, buckets, records, row, state >> 16) >= 0:
+            published[of] = 0
+            records[row, STATE] = FREE
+        else:
+            published[of] = 1
+            _enter(buckets, records[row, HASH], row)
+            records[row, STATE] = state - PENDING + PAGE
+            count += 1
+    _settle_rows(records, groups, slabs, rows)
+    return count
+
+
+@kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[:, ::1], int64[::1])")
+def touch_chain(
+    records: Any, groups: Any, buckets: Any, slabs: Any, keys: Any, generations: Any, clocks: Any, capacities: Any
+) -> Any:
+    """The leading pages of a chain were used (``EvictionPolicy.renewed``); how many of them rank otherwise for it.
+    ``clocks`` has a row per slot size, ``capacities`` the slots of each."""
+    changed = 0
+    before = -1
+    rows = np.empty(len(keys), np.int64)
+    for depth in range(len(keys)):
+        generation = generations[depth if len(generations) > 1 else 0]
+        row = _row_of(records, buckets, keys, depth, generation)
+        rows[depth] = -1
+        if row < 0:
+            before = -1
+            continue
+        slab = _index_of_slab(slabs, records[row, PLACE] >> 32)
+        if slab < 0:
+            before = -1
+            continue
+        of = 0
+        while of < len(clocks) - 1 and clocks[of, CLOCK_SIZE] != slabs[slab, SLOT_SIZE]:
+            of += 1
+        inserts, capacity = clocks[of, INSERTS], capacities[of]
+        distance = _reuse_distance(capacity, clocks[of, DISTANCE_SUM], clocks[of, REUSES])
+        priority, used = records[row, PRIORITY], records[row, USED]
+        hits = records[row, STATE] >> 8 & 0xFF
+        if used < inserts - (min(capacity, distance) >> eviction.RENEWAL_SHIFT):
+            summed, reuses = _learned(clocks[of, DISTANCE_SUM], clocks[of, REUSES], max(0, inserts - used))
+            clocks[of, DISTANCE_SUM], clocks[of, REUSES] = summed, reuses
+            distance = _reuse_distance(capacity, summed, reuses)
+            hits, used = min(hits + 1, eviction.MAX_HITS), inserts
+            priority = max(priority, _priority_of(capacity, inserts, distance, hits, depth))
+        if before >= 0:
+            priority = max(0, min(priority, before - 1))
+        if priority != records[row, PRIORITY] or used != records[row, USED]:
+            records[row, PRIORITY], records[row, USED] = priority, used
+            records[row, STATE] = records[row, STATE] >> 16 << 16 | hits << 8 | PAGE
+            rows[depth] = row
+            changed += 1
+        before = priority
+    if changed > 0:
+        _settle_rows(records, groups, slabs, rows)
+    return changed

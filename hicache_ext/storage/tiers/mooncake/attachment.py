@@ -1,0 +1,264 @@
+"""The one place that holds a Mooncake client: no call gets through before setup, after close, or without a master.
+
+States: *attached* (calls go through), *away* (calls are refused at once; a thread tries to get back), *closed*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.runtime.call_threads import CallThreads
+from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, OK, Engine
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+_FIRST_RETRY = 0.25
+_LAST_RETRY = 5.0
+_PROBE_SECONDS = 1.0
+_PROBE_KEY = "hicache_ext/probe"
+_LONGEST_REST = 30.0
+_NICENESS = 5
+"""The library spins while it waits for a transfer, and would keep the thread that makes the transfer off its CPU. No
+more than that: beside other work on all CPUs, threads with 10 or 19 kept Python's GIL for up to 45 or 220 ms."""
+
+
+class Attachment:
+    """A client, or the attempt to get one. Any thread."""
+
+    def __init__(self, name: str, engine: Engine, *, required: bool) -> None:
+        """Raises StoreSetupError when the pool cannot be reached and ``required`` is set."""
+        self.name = name
+        self.engine = engine
+        self._condition = threading.Condition()
+        self._client: Any = None
+        self._away = False
+        self._resting_until = 0.0
+        self._under_way = 0
+        self._abandoned = 0
+        """Calls that went on after their caller had left; they touch memory of the store alone."""
+        self._closed = False
+        self._stop = threading.Event()
+        self._return_thread: threading.Thread | None = None
+        self._threads = CallThreads(f"hicache-{name}-call", _NICENESS)
+        self._memory: list[tuple[int, int]] = []
+        """(address, bytes) of memory to register."""
+        self._registered: list[int] = []
+        self.on_return: Callable[[Any], bool] = lambda client: True
+        """Called with the client, on the thread that found the master again, before other calls go through; False: not
+        yet."""
+        try:
+            self._client = engine.open_client()
+        except StoreSetupError as error:
+            if required:
+                raise
+            logger.warning("hicache_ext: %s; going on without it until it answers (required: false)", error)
+            with self._condition:
+                self._leave()
+
+    @contextlib.contextmanager
+    def client(self, *, resting_too: bool = False) -> Iterator[Any]:
+        """The client for one call of the store, or None while it is away. Raises StoreClosedError.
+
+        ``resting_too``: also while a holder makes it rest, for calls that ask nothing but the master.
+        """
+        with self._condition:
+            if self._closed:
+                raise StoreClosedError(self.name)
+            away = self._away or self._abandoned > 0 or (not resting_too and time.monotonic() < self._resting_until)
+            client = None if away else self._client
+            self._under_way += 1
+        try:
+            yield client
+        finally:
+            with self._condition:
+                self._under_way -= 1
+                self._condition.notify_all()
+
+    @property
+    def attached(self) -> bool:
+        return not self._away and not self._closed and self._abandoned == 0 and time.monotonic() >= self._resting_until
+
+    def report(self, code: int) -> None:
+        """A call was answered with ``code``: without its master the pool is away until it answers again."""
+        if code in MASTER_LOST:
+            with self._condition:
+                if not self._away and not self._closed:
+                    logger.warning("hicache_ext: tier %s: the master does not answer (%d)", self.name, code)
+                    self._leave()
+
+    def rest(self, seconds: float) -> None:
+        """A transfer failed after ``seconds``: refuse calls for twice as long, so that waiting is the exception."""
+        pause = min(2 * seconds, _LONGEST_REST)
+        logger.warning("hicache_ext: tier %s: a holder does not answer; resting %.1f s", self.name, pause)
+        self._resting_until = time.monotonic() + pause
+
+    def call_bounded(
+        self, call: Callable[[], Answer], deadline: float, at_last: Callable[[], None] = lambda: None
+    ) -> Answer | None:
+        """The answer of ``call``, which uses the client and memory of the tier alone; None at ``deadline``.
+
+        It cannot be stopped: then it goes on without its caller, and nothing else is let through until it has ended.
+        ``at_last`` is called when nothing uses the call's memory any more, unless ``call`` ended in time.
+        """
+        answers: list[Answer] = []
+        started = time.monotonic()
+        if started >= deadline:
+            at_last()
+            return None
+
+        def run() -> Answer:
+            answers.append(call())
+            return answers[0]
+
+        def end_late() -> None:
+            at_last()
+            with self._condition:
+                self._abandoned -= 1
+                self._learn(answers[0] if answers else None, time.monotonic() - started)
+                self._condition.notify_all()
+
+        try:
+            under_way = self._threads.start(run, end_late)
+        except RuntimeError as error:
+            logger.warning("hicache_ext: tier %s: %s", self.name, error)
+            at_last()
+            return None
+        if under_way.ended_within(deadline - time.monotonic()):
+            return under_way.result()
+        # It may end between the line above and these: both sides only add and subtract.
+        with self._condition:
+            self._abandoned += 1
+            self._condition.notify_all()
+        logger.warning("hicache_ext: tier %s: no answer in %.1f s", self.name, time.monotonic() - started)
+        return None
+
+    def _learn(self, answer: object, seconds: float) -> None:
+        """From a call that was left behind: without this the next one would wait as long. The condition is held."""
+        codes = [code for code in (answer if isinstance(answer, list) else [answer]) if isinstance(code, int)]
+        for code in codes:
+            self.report(code)
+        if any(code < 0 for code in codes):
+            self.rest(seconds)
+
+    # -- memory that is moved ----------------------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """Make memory known to the library, each byte once. Raises StoreSetupError."""
+        with self._condition:
+            if self._closed:
+                raise StoreClosedError(self.name)
+            for region in regions:
+                if region.nbytes == 0:
+                    continue
+                place = (address_of(region), region.nbytes)
+                # The library refuses memory it knows already.
+                if any(_contains(known, place) for known in self._memory):
+                    continue
+                self._memory.append(place)
+                if self._client is not None:
+                    self._register(self._client, place)
+
+    def _register(self, client: Any, place: tuple[int, int]) -> None:
+        result = client.register_buffer(*place)
+        if result != OK:
+            raise StoreSetupError(self.name, f"{place[1]} bytes of memory could not be registered (code {result})")
+        self._registered.append(place[0])
+
+    # -- away and back ---------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Refuse calls and start the thread that tries to get back. The condition is held."""
+        self._away = True
+        self._return_thread = threading.Thread(
+            target=self._try_to_return, name=f"hicache-{self.name}-return", daemon=True
+        )
+        self._return_thread.start()
+
+    def _try_to_return(self) -> None:
+        pause = _FIRST_RETRY
+        while not self._stop.wait(pause):
+            pause = min(2 * pause, _LAST_RETRY)
+            if not self.engine.master_answers(_PROBE_SECONDS):
+                continue
+            try:
+                if self._return():
+                    logger.info("hicache_ext: tier %s: the master answers again", self.name)
+                    return
+            except Exception as error:  # noqa: BLE001 - the next attempt may do better
+                logger.warning("hicache_ext: tier %s: not back yet: %s", self.name, error)
+
+    def _return(self) -> bool:
+        """Attach, or ask the attached client whether its master answers: an open port may belong to a frozen one."""
+        client = self._client
+        if client is None:
+            client = self.engine.open_client()
+            with self._condition:
+                if self._closed:
+                    client.close()
+                    return True
+                try:
+                    for place in self._memory:
+                        self._register(client, place)
+                except StoreSetupError:
+                    self._registered.clear()
+                    client.close()
+                    raise
+                self._client = client
+        elif client.is_exist(_PROBE_KEY) in MASTER_LOST:
+            return False
+        if not self.on_return(client):
+            return False
+        with self._condition:
+            self._away = False
+        return True
+
+    def close(self) -> None:
+        """Wait for calls under way, give memory back, close the client. Idempotent.
+
+        Bounded by the tier's timeout: the client of a call that has not ended by then is not closed, which would crash
+        the process.
+        """
+        deadline = time.monotonic() + self.engine.tier.longest_call
+        with self._condition:
+            if self._closed:
+                return
+            self._closed = True
+            self._stop.set()
+            ended = self._condition.wait_for(
+                lambda: self._under_way == 0 and self._abandoned == 0, deadline - time.monotonic()
+            )
+        if self._return_thread is not None:
+            # It may be inside a probe or a setup.
+            self._return_thread.join(max(0.0, deadline - time.monotonic()))
+            ended = ended and not self._return_thread.is_alive()
+        self._threads.close(max(0.0, deadline - time.monotonic()))
+        if not ended:
+            logger.warning("hicache_ext: tier %s: a call has not ended; its client stays open", self.name)
+        elif self._client is not None:
+            for address in self._registered:
+                self._client.unregister_buffer(address)
+            self._registered.clear()
+            self._client.close()
+            self._client = None
+
+
+def address_of(memory: memoryview) -> int:
+    """The address of memory that is not empty."""
+    if memory.readonly:
+        return int(np.frombuffer(memory, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _contains(known: tuple[int, int], place: tuple[int, int]) -> bool:
+    return known[0] <= place[0] and place[0] + place[1] <= known[0] + known[1]

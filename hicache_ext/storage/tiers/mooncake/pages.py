@@ -1,0 +1,543 @@
+"""MooncakeStore: PageStore over a Mooncake cluster. One object per page: header and payload (docs/page-format.md).
+
+Every call of the library works on memory of the tier's own and on another thread, so that the caller can leave it at
+its deadline (transfers.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the
+library's lease, which keeps an object from eviction for as long as the master was told (10 s by default); so does every
+way to ask whether it exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hicache_ext.errors import StoreSetupError
+from hicache_ext.page import envelope
+from hicache_ext.page.copying import gather, scatter
+from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.workers import Workers
+from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
+from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+from hicache_ext.storage.tiers.mooncake import engine
+from hicache_ext.storage.tiers.mooncake.attachment import Attachment
+from hicache_ext.storage.tiers.mooncake.bad_copies import MooncakeMedium
+from hicache_ext.storage.tiers.mooncake.transfers import (
+    FIRST_PIECES,
+    HEADER_LENGTH,
+    PIECES,
+    Portion,
+    Scratch,
+    ScratchPool,
+    portions,
+)
+
+if TYPE_CHECKING:
+    from hicache_ext.config import MooncakeTierConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FULL_ATTEMPTS = 3
+_FULL_PAUSE = 0.02
+"""Seconds between two attempts of a page for which there was no room: the master evicts meanwhile."""
+_NO_SPACE_PAUSE = 1.0
+"""Seconds without writes after the pool was full in spite of that."""
+_SLOW_FAILURE = 0.5
+"""A failed transfer that took this long was waited for: its holder is frozen."""
+COPY_THREADS = 2
+"""That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
+_ALONE_BYTES = 256 * 1024
+"""Pages smaller than that are copied by one thread: two would take the GIL from each other for each of them."""
+_TRUSTED = 1.0
+"""Seconds for which a transfer that went well stands for the next one: a batch then needs no small first call."""
+_FIRST_LOOK = 32
+_LOOK_GROWTH = 4
+_LONGEST_LOOK = 8192
+_CLEAR_WAIT = 0.5
+"""Seconds clear() waits: SGLang calls it on the scheduler's thread."""
+
+_GET_RESULTS = {
+    engine.NOT_FOUND: GetResult.MISS,
+    engine.NOT_READY: GetResult.MISS,
+    engine.LEASE_EXPIRED: GetResult.TIMEOUT,
+    -901: GetResult.TIMEOUT,
+}
+_SET_RESULTS = {
+    engine.OK: SetResult.STORED,
+    engine.EXISTS: SetResult.EXISTS,
+    engine.NO_SPACE: SetResult.REJECTED,
+    -901: SetResult.TIMEOUT,
+}
+
+
+class MooncakeStore:
+    """See the module docstring. Threads: any. Every call ends by the tier's timeout, and a batch's memory is touched
+    only by the calling thread and by those it waits for."""
+
+    def __init__(self, name: str, tier: MooncakeTierConfig, attachment: Attachment, *, checksum: bool = True) -> None:
+        """``checksum`` False leaves payloads unchecked: for measuring what the checksum costs, never for serving."""
+        self._name = name
+        self._tier = tier
+        self._metrics = TierMetrics(name)
+        self._attachment = attachment
+        self._checksum = checksum
+        self._scratch = ScratchPool(attachment.register)
+        self._trusted_until = 0.0
+        try:
+            self._copying = Workers(f"hicache-{name}-copy", COPY_THREADS)
+        except RuntimeError as error:
+            attachment.close()
+            raise StoreSetupError(name, f"no threads: {error}") from None
+        self._no_writes_until = 0.0
+        self._writing: set[bytes] = set()
+        self._writing_ended = threading.Condition()
+        self._identities: set[bytes] = set()
+        # Patterns of a clear() that has not reached the master: their pages are absent to this process.
+        self._clearing: set[bytes | None] = set()
+        self._clear_lock = threading.Lock()
+        medium = MooncakeMedium(attachment, self._object_name, self._is_clearing)
+        self._bad_pages = BadPages(name, self._metrics, medium)
+        attachment.on_return = self._clear_pending
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self._metrics
+
+    @property
+    def attached(self) -> bool:
+        """Whether calls go through now; False while the master or a holder does not answer."""
+        return self._attachment.attached
+
+    def describe(self) -> StoreInfo:
+        return StoreInfo(
+            name=self._name,
+            type="mooncake",
+            shared=True,
+            details={
+                "master": self._tier.master,
+                "protocol": self._tier.protocol,
+                "devices": self._tier.device_names(),
+                "segment_size": self._tier.segment_size,
+                "replica_num": self._tier.replica_num,
+                "attached": self.attached,
+            },
+        )
+
+    def gauges(self) -> dict[str, float]:
+        # What the pool holds is known to its master alone, and the client does not ask for it.
+        return {"tier_up": float(self.attached)}
+
+    def diagnose(self) -> Sequence[Finding]:
+        from hicache_ext.storage.tiers.mooncake.examination import examine
+
+        return examine(self._tier, self._attachment)
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._identities.add(digest)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        deadline = self._deadline()
+        with self._attachment.client() as client:
+            results = self._get(client, batch, deadline)
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
+        return results
+
+    def _get(self, client: Any, batch: PageBatch, deadline: float) -> list[GetResult]:
+        results = [GetResult.REJECTED] * len(batch)
+        if client is None:
+            self._metrics.add("rejected", "away", len(batch))
+            return results
+        positions = []
+        for position in range(len(batch)):
+            if self._is_clearing(batch.keys[position]):
+                results[position] = GetResult.MISS
+            elif batch.sizes[position]:
+                positions.append(position)
+        if not positions:
+            return results
+        with self._scratch.lent(max(batch.sizes)) as scratch:
+            for chosen in _without_repeats(batch.keys, positions):
+                for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pieces()):
+                    if not self._get_portion(client, batch, portion, scratch, deadline, results):
+                        return results
+        return results
+
+    def _first_pieces(self) -> int:
+        return PIECES if time.monotonic() < self._trusted_until else FIRST_PIECES
+
+    def _transferred(self, scratch: Scratch, call: Callable[[], list[int]], deadline: float) -> list[int] | None:
+        """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
+        codes = self._attachment.call_bounded(call, deadline, at_last=lambda: self._scratch.give_back(scratch))
+        if codes is None:
+            scratch.left_behind = True
+            self._trusted_until = 0.0
+        return codes
+
+    def _get_portion(
+        self,
+        client: Any,
+        batch: PageBatch,
+        portion: Portion,
+        scratch: Scratch,
+        deadline: float,
+        results: list[GetResult],
+    ) -> bool:
+        """Read the pages of one portion; whether it makes sense to go on."""
+        names = [self._object_name(batch.keys[position]) for position in portion.positions]
+        started = time.monotonic()
+        codes = self._transferred(
+            scratch, lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes), deadline
+        )
+        seconds = time.monotonic() - started
+        if codes is None:
+            self._metrics.add("error", "timeout", len(portion.positions))
+            for position in portion.positions:
+                results[position] = GetResult.TIMEOUT
+            return False
+        whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
+        reasons = self._for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
+        reason_of = dict(zip(whole, reasons, strict=True))
+        failed = False
+        answers: list[int] = []
+        for number, (position, code) in enumerate(zip(portion.positions, codes, strict=True)):
+            expected = len(portion.objects[number])
+            if code in (engine.TRANSFER_FAILED, engine.INVALID_ARGUMENT) and not failed:
+                # Also the answer for an object of another size than the buffers: asked for only then.
+                size = self._size(client, names[number], deadline)
+                failed = size is None or size in engine.MASTER_LOST or size == expected
+                code = size if size is not None and size >= 0 and size != expected else code
+            answers.append(code)
+            if code >= 0:
+                reason = reason_of.get(number, "length")
+                results[position] = GetResult.CORRUPT if reason else GetResult.HIT
+                if reason:
+                    seen = Sighting(code) if reason == "length" else Sighting.of(code, [portion.objects[number]])
+                    self._metrics.add("corrupt", reason)
+                    self._bad_pages.suspect(batch.keys[position], expected, seen, reason)
+            else:
+                results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
+                if results[position] is not GetResult.MISS:
+                    self._metrics.add("error", engine.reason_of(code))
+                self._attachment.report(code)
+        self._bad_pages.clear(batch.keys[i] for i in portion.positions if results[i] is GetResult.HIT)
+        # A bad page says nothing about its holder, however long the machine took over it.
+        return self._worth_going_on(answers, seconds)
+
+    def _size(self, client: Any, name: str, deadline: float) -> int | None:
+        size: int | None = self._attachment.call_bounded(lambda: client.get_size(name), deadline)
+        if size is not None:
+            self._attachment.report(size)
+        return size
+
+    def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], T]) -> list[T]:
+        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES * len(portion.objects):
+            return [work(number) for number in numbers]
+        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
+
+    def _received(self, batch: PageBatch, portion: Portion, number: int) -> str | None:
+        """Copy a page from scratch into host memory if it is the right one; why it is not otherwise."""
+        position, page_object = portion.positions[number], portion.objects[number]
+        key, payload = batch.keys[position], page_object[HEADER_LENGTH:]
+        reason = envelope.reason_to_refuse(page_object[:HEADER_LENGTH], key, [payload], checksum=self._checksum)
+        if reason is not None:
+            return reason
+        scatter(payload, batch.buffers[position])
+        return None
+
+    def _worth_going_on(self, codes: Sequence[int], seconds: float) -> bool:
+        """False when the next portion would only wait again."""
+        if any(code in engine.MASTER_LOST for code in codes):
+            return False
+        failed = any(code in (engine.TRANSFER_FAILED, engine.LEASE_EXPIRED) for code in codes)
+        if failed and seconds > _SLOW_FAILURE:
+            self._trusted_until = 0.0
+            self._attachment.rest(seconds)
+            return False
+        if engine.OK in codes or any(code > 0 for code in codes):
+            self._trusted_until = time.monotonic() + _TRUSTED
+        return True
+
+    # -- presence --------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        deadline = self._deadline()
+        with self._attachment.client() as client:
+            return [False] * len(keys) if client is None else self._contains(client, keys, deadline)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        """Asks in growing portions: to ask takes a lease, and pages behind a gap must not be kept from eviction."""
+        deadline = self._deadline()
+        with self._attachment.client() as client:
+            if client is None:
+                return 0
+            first, look = 0, _FIRST_LOOK
+            while first < len(keys):
+                present = self._contains(client, keys[first : first + look], deadline)
+                if False in present:
+                    return first + present.index(False)
+                first += len(present)
+                look = min(look * _LOOK_GROWTH, _LONGEST_LOOK)
+            return len(keys)
+
+    def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        if not keys:
+            return []
+        names = [self._object_name(key) for key in keys]
+        # Before the master is asked: what is removed meanwhile would have been there and be no suspect any more.
+        hidden = [self._bad_pages.hides(key) for key in keys]
+        codes = self._attachment.call_bounded(lambda: client.batch_is_exist(names), deadline)
+        if codes is None:
+            self._metrics.add("error", "timeout", len(keys))
+            return [False] * len(keys)
+        lost = next((code for code in codes if code < 0), engine.OK)
+        if lost != engine.OK:
+            self._metrics.add("error", engine.reason_of(lost))
+            self._attachment.report(lost)
+        return [
+            code == 1 and not absent and not self._is_clearing(key)
+            for key, code, absent in zip(keys, codes, hidden, strict=True)
+        ]
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        deadline = self._deadline()
+        with self._attachment.client() as client:
+            results = self._set(client, batch, deadline)
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
+        return results
+
+    def _set(self, client: Any, batch: PageBatch, deadline: float) -> list[SetResult]:
+        results = [SetResult.REJECTED] * len(batch)
+        if client is None:
+            self._metrics.add("rejected", "away", len(batch))
+            return results
+        verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
+        # A put of a page that is there answers as if it had stored it, after the payload has travelled.
+        present = self._contains(client, batch.keys, deadline)
+        positions: list[int] = []
+        first_of: dict[bytes, int] = {}
+        for position, key in enumerate(batch.keys):
+            self._identities.add(key[: envelope.IDENTITY_LENGTH])
+            if key in verdicts and self._bad_pages.hides(key):
+                self._metrics.add("rejected", "suspect")
+                continue
+            if present[position]:
+                results[position] = SetResult.EXISTS
+                continue
+            takes = batch.sizes[position] > 0 and not self._is_clearing(key)
+            if takes and first_of.setdefault(key, position) == position:
+                positions.append(position)
+        if positions and time.monotonic() < self._no_writes_until:
+            self._metrics.add("rejected", "full", len(positions))
+            positions = []
+        if positions and self._attachment.attached:
+            self._write(client, batch, positions, deadline, results)
+        for position, key in enumerate(batch.keys):
+            # A key written twice in one batch: the first one's result counts.
+            if first_of.get(key, position) != position and results[first_of[key]].durable:
+                results[position] = SetResult.EXISTS
+        return results
+
+    def _write(
+        self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[SetResult]
+    ) -> None:
+        """Write the pages at ``positions``. A page that another thread is writing is waited for instead.
+
+        The library answers a put of an object that somebody else is still writing with success, before it can be read.
+        """
+        with self._writing_ended:
+            mine = [position for position in positions if batch.keys[position] not in self._writing]
+            claimed = {batch.keys[position] for position in mine}
+            self._writing |= claimed
+        try:
+            with self._scratch.lent(max(batch.sizes)) as scratch:
+                for portion in portions(batch.sizes, mine, scratch.memory, self._first_pieces()):
+                    if not self._set_portion(client, batch, portion, scratch, deadline, results):
+                        break
+        finally:
+            with self._writing_ended:
+                self._writing -= claimed
+                self._writing_ended.notify_all()
+        others = [position for position in positions if batch.keys[position] not in claimed]
+        if others:
+            keys = [batch.keys[position] for position in others]
+            with self._writing_ended:
+                self._writing_ended.wait_for(
+                    lambda: self._writing.isdisjoint(keys), max(0.0, deadline - time.monotonic())
+                )
+            for position, present in zip(others, self._contains(client, keys, deadline), strict=True):
+                results[position] = SetResult.EXISTS if present else SetResult.REJECTED
+
+    def _set_portion(
+        self,
+        client: Any,
+        batch: PageBatch,
+        portion: Portion,
+        scratch: Scratch,
+        deadline: float,
+        results: list[SetResult],
+    ) -> bool:
+        """Write the pages of one portion; whether it makes sense to go on."""
+        waiting = list(range(len(portion.positions)))
+        self._for_each_page(portion, waiting, lambda number: self._prepare(batch, portion, number))
+        for attempt in range(1, _FULL_ATTEMPTS + 1):
+            keys = [batch.keys[portion.positions[number]] for number in waiting]
+            put = functools.partial(
+                client.batch_put_from_multi_buffers,
+                [self._object_name(key) for key in keys],
+                [portion.addresses[number] for number in waiting],
+                [portion.sizes[number] for number in waiting],
+                self._attachment.engine.replicate_config([key[envelope.IDENTITY_LENGTH :].hex() for key in keys]),
+            )
+            started = time.monotonic()
+            codes = self._transferred(scratch, put, deadline)
+            seconds = time.monotonic() - started
+            if codes is None:
+                self._metrics.add("error", "timeout", len(waiting))
+                for number in waiting:
+                    results[portion.positions[number]] = SetResult.TIMEOUT
+                return False
+            for number, code in zip(waiting, codes, strict=True):
+                results[portion.positions[number]] = _SET_RESULTS.get(code, SetResult.ERROR)
+                self._attachment.report(code)
+            waiting = [number for number, code in zip(waiting, codes, strict=True) if code == engine.NO_SPACE]
+            for code, count in Counter(codes).items():
+                if code not in (engine.OK, engine.EXISTS, engine.NO_SPACE):
+                    self._metrics.add("error", engine.reason_of(code), count)
+            if not self._worth_going_on(codes, seconds):
+                return False
+            if not waiting:
+                return True
+            if attempt < _FULL_ATTEMPTS:
+                time.sleep(_FULL_PAUSE)
+        self._metrics.add("rejected", "full", len(waiting))
+        self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
+        return False
+
+    def _prepare(self, batch: PageBatch, portion: Portion, number: int) -> None:
+        """Copy a page into scratch memory, behind its header."""
+        position, page_object = portion.positions[number], portion.objects[number]
+        payload = page_object[HEADER_LENGTH:]
+        gather(batch.buffers[position], payload)
+        # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
+        header = envelope.encode_header(batch.keys[position], [payload], checksum=self._checksum)
+        page_object[:HEADER_LENGTH] = header
+
+    # -- removal ---------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        self._bad_pages.clear(keys)
+        names = [self._object_name(key) for key in dict.fromkeys(keys)]
+        deadline = self._deadline()
+        with self._attachment.client(resting_too=True) as client:
+            if client is None or not names:
+                return 0
+            codes = self._attachment.call_bounded(lambda: client.batch_remove(names, True), deadline)
+            if codes is None:
+                self._metrics.add("error", "timeout", len(names))
+                return 0
+            for code in codes:
+                self._attachment.report(code)
+        return sum(code == engine.OK for code in codes)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Out of this process's sight at once; the master removes them meanwhile. Waits for half a second at most.
+
+        None: every page under this tier's prefix; identities this process has not seen count as one.
+        """
+        wanted: list[bytes | None] = [*sorted(self._identities), None] if digests is None else list(digests)
+        removed: list[bytes | None] = []
+        with self._attachment.client(resting_too=True) as client:
+            with self._clear_lock:
+                for digest in wanted:
+                    self._clearing.add(digest)
+            if client is None or not wanted:
+                return 0
+            thread = threading.Thread(
+                target=self._clear_now, args=(wanted, removed), name=f"hicache-{self._name}-clear", daemon=True
+            )
+            thread.start()
+            thread.join(_CLEAR_WAIT)
+        return len(removed)
+
+    def _clear_now(self, digests: Sequence[bytes | None], removed: list[bytes | None]) -> None:
+        try:
+            with self._attachment.client(resting_too=True) as client:
+                if client is not None:
+                    self._clear_on(client, digests, removed)
+        except Exception:
+            logger.exception("tier %s: clear", self._name)
+
+    def _clear_pending(self, client: Any) -> bool:
+        """The master is back: remove what was cleared while it was away; whether it is gone."""
+        with self._clear_lock:
+            waiting = list(self._clearing)
+        self._clear_on(client, waiting, [])
+        return not self._clearing
+
+    def _clear_on(self, client: Any, digests: Sequence[bytes | None], removed: list[bytes | None]) -> None:
+        for digest in digests:
+            identity = "[0-9a-f]{32}" if digest is None else digest.hex()
+            count = client.remove_by_regex(f"^{re.escape(self._tier.prefix)}/{identity}/[0-9a-f]{{64}}$", True)
+            if count < 0:
+                self._metrics.add("error", f"clear_{engine.reason_of(count)}")
+                self._attachment.report(count)
+                if count in engine.MASTER_LOST:
+                    # Stays absent here, and is tried again when the master is back.
+                    return
+                logger.warning("tier %s: clear: %s", self._name, engine.reason_of(count))
+            if count > 0:
+                removed.append(digest)
+            with self._clear_lock:
+                self._clearing.discard(digest)
+
+    def _is_clearing(self, key: bytes) -> bool:
+        return bool(self._clearing) and (None in self._clearing or key[: envelope.IDENTITY_LENGTH] in self._clearing)
+
+    def wait_until_examined(self, timeout: float) -> bool:
+        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
+        return self._bad_pages.wait(timeout)
+
+    def close(self) -> None:
+        self._bad_pages.close()
+        self._attachment.close()
+        self._copying.close()
+
+    def _deadline(self) -> float:
+        return call_deadline(self._attachment.engine.tier.longest_call)
+
+    def _object_name(self, key: bytes) -> str:
+        return f"{self._tier.prefix}/{key[: envelope.IDENTITY_LENGTH].hex()}/{key[envelope.IDENTITY_LENGTH :].hex()}"
+
+
+def _without_repeats(keys: Sequence[bytes], positions: Sequence[int]) -> Iterator[list[int]]:
+    """``positions`` in rounds in which no key comes twice.
+
+    For a key that comes twice in one call the library fills the last one's buffers, and answers success for both.
+    """
+    waiting = list(positions)
+    while waiting:
+        first_of: dict[bytes, int] = {}
+        for position in waiting:
+            first_of.setdefault(keys[position], position)
+        chosen = set(first_of.values())
+        yield sorted(chosen)
+        waiting = [position for position in waiting if position not in chosen]

@@ -1,0 +1,65 @@
+"""Whether a store creates an object only if there is none (``If-None-Match: *``), found out by trying.
+
+The same trial shows whether its ETags are MD5 digests of what it stored, as those of S3 are (without SSE-KMS).
+
+Some S3-compatible servers take the header and ignore it. There the first writer cannot be made to win: a page is then
+looked for before it is written, and two writers that look at the same moment both write. That is harmless: what is
+written under one key is the KV of one page of one identity, either copy is whole, and each carries its own checksum.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hicache_ext.storage.tiers.object.client import Failure, explain
+from hicache_ext.storage.tiers.object.examination import is_md5_of
+
+_ASK_AGAIN = 30.0
+"""Seconds between attempts to find out, while the store could not be asked."""
+
+
+class ConditionalCreate:
+    """What is known about one store. Thread-safe."""
+
+    def __init__(self, obstore: Any, client: Any) -> None:
+        self._obstore = obstore
+        self._client = client
+        self._lock = threading.Lock()
+        self._next_attempt = 0.0
+        self.supported: bool | None = None
+        """None while it is not known; pages are looked for before they are written, then as well."""
+        self.etags_are_md5 = False
+
+    def find_out(self) -> None:
+        """Write an object twice and remove it. Raises what obstore raises."""
+        name = f"probe/{secrets.token_hex(16)}"
+        self._next_attempt = time.monotonic() + _ASK_AGAIN
+        probe = b"hicache_ext"
+        put = self._obstore.put(self._client, name, probe, mode="create", use_multipart=False)
+        self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
+        supported = False
+        try:
+            self._obstore.put(self._client, name, b"hicache_ext, again", mode="create", use_multipart=False)
+        except Exception as error:
+            if explain(error).reason != "exists":
+                raise
+            supported = True
+        finally:
+            self._obstore.delete(self._client, name)
+        self.supported = supported
+
+    def find_out_again(
+        self, within: Callable[[Callable[[], Any], float], tuple[bool, Failure | None]], timeout: float
+    ) -> None:
+        """Try again, now and then and for ``timeout`` seconds, where the store could not be asked at start."""
+        if self.supported is not None:
+            return
+        with self._lock:
+            if time.monotonic() < self._next_attempt:
+                return
+            self._next_attempt = time.monotonic() + _ASK_AGAIN
+        within(self.find_out, timeout)

@@ -1,0 +1,583 @@
+"""The object tier: pages as objects of S3-compatible stores, Google Cloud Storage, Azure, or a directory.
+
+A page is one object, header and payload. Many requests are under way at once on threads of the store's own (calls.py).
+A read gets the store's reply in a buffer of obstore's, checks it there, and copies it into host memory once, without
+the GIL; host memory is touched by pages that are whole and right, and never after the call's deadline. A write copies
+the page once into a buffer that the request owns, for the same reason: a request may outlive its call.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hicache_ext.errors import StoreError, StoreSetupError
+from hicache_ext.page import envelope
+from hicache_ext.page.copying import gather, scatter
+from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.workers import CallGate
+from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
+from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+from hicache_ext.storage.tiers.object.calls import Call, RequestThreads
+from hicache_ext.storage.tiers.object.clearing import Clearings, delete_objects
+from hicache_ext.storage.tiers.object.client import Failure, explain
+from hicache_ext.storage.tiers.object.conditional import ConditionalCreate
+from hicache_ext.storage.tiers.object.examination import ObjectMedium, is_md5_of
+from hicache_ext.storage.tiers.object.names import (
+    IDENTITIES,
+    PAGES,
+    digest_of,
+    digest_of_identity,
+    identity_name,
+    page_key,
+    page_name,
+    pages_of,
+)
+
+logger = logging.getLogger(__name__)
+
+HEADER_LENGTH = envelope.FIELDS_LENGTH
+DEFAULT_CONCURRENCY = 32
+
+_ADMIN_TIMEOUT = 1.0
+"""Seconds that calls may take which SGLang makes on its scheduler's thread (clear, register_identity)."""
+_CLOSE_TIMEOUT = 30.0
+"""Seconds that close() gives the deletion of cleared pages while the store answers."""
+_LIST_FROM = 1000
+"""From this many keys of one identity on, presence is looked up in a listing: 1,000 names a request instead of one."""
+_LISTED_AT_ONCE = 1000
+_NO_ANSWER = frozenset({"connection", "timeout", "denied", "no_bucket"})
+"""Reasons of a failure with which the tier is of no use, whatever is asked of it."""
+_KEYS_PER_LISTING = 100
+"""A listing is given up after one request per this many keys asked for; the rest is asked for key by key."""
+
+
+_OF_ANOTHER_LENGTH = object()
+"""Not written, because something of another length is there."""
+
+
+class ObjectPageStore:
+    """PageStore over an obstore client whose root is this tier's prefix. Threads: any."""
+
+    def __init__(
+        self,
+        name: str,
+        client: Any,
+        *,
+        url: str,
+        shared: bool = True,
+        timeout: float = 5.0,
+        concurrency: int | None = None,
+        required: bool = True,
+        reopen: Callable[[], Any] | None = None,
+    ) -> None:
+        """``timeout`` in seconds bounds each call; ``concurrency`` is the number of requests at once. ``reopen`` makes
+        another client like ``client``: pages that arrived damaged are looked at again through it.
+
+        Raises StoreSetupError when the store cannot be used; with ``required`` false only when threads are lacking: a
+        store that cannot be reached then is asked again by each call.
+        """
+        import obstore
+
+        self._obstore: Any = obstore
+        self._name = name
+        self._client = client
+        self._url = url
+        self._shared = shared
+        self._timeout = timeout
+        self._concurrency = concurrency or DEFAULT_CONCURRENCY
+        self._metrics = TierMetrics(name)
+        self._calls = CallGate(name)
+        self._clearings = Clearings(name, obstore, client, self._metrics)
+        self._create = ConditionalCreate(obstore, client)
+        self._reached = False
+        """Whether the last request that ended was answered by the store."""
+        medium = ObjectMedium(
+            obstore, reopen or (lambda: client), self._clearings.hides, lambda: self._create.etags_are_md5
+        )
+        self._bad_pages = BadPages(name, self._metrics, medium)
+        try:
+            self._threads = RequestThreads(f"hicache-{name}", self._concurrency)
+        except RuntimeError as error:
+            raise StoreSetupError(name, f"no threads for {self._concurrency} requests at once ({error})") from error
+        try:
+            self._look_at_the_store(required)
+        except BaseException:
+            self._threads.close()
+            raise
+
+    def _look_at_the_store(self, required: bool) -> None:
+        done, failure = self.within(self._create.find_out)
+        if done and failure is None:
+            return
+        failure = failure or Failure("timeout")
+        if failure.reason == "denied" and self.within(self._list_nothing) == (True, None):
+            logger.warning("tier %s: %s may be read and not written with these credentials", self._name, self._url)
+            return
+        if required:
+            remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
+            raise StoreSetupError(self._name, f"{self._url}: {failure}", remedies)
+        logger.warning("tier %s: %s: %s; going on, and asking again (required: false)", self._name, self._url, failure)
+
+    def _list_nothing(self) -> None:
+        for _ in self._obstore.list(self._client, "identities", chunk_size=1):
+            return
+
+    def within(self, request: Callable[[], Any], timeout: float | None = None) -> tuple[bool, Failure | None]:
+        """Make a request on a thread of the store: whether it ended in time, and what went wrong if it did."""
+        failures: list[Failure] = []
+
+        def make(_: int, call: Call[bool]) -> bool:
+            try:
+                request()
+            except Exception as error:  # noqa: BLE001 - a client library's errors end here
+                failures.append(self._explained(error))
+            else:
+                self._reached = True
+            return True
+
+        _, done = self._threads.run(1, make, self._timeout if timeout is None else timeout)
+        if not done:
+            self._reached = False
+        return done, failures[0] if done and failures else None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self._metrics
+
+    @property
+    def client(self) -> Any:
+        """The obstore client, for diagnosis and tools."""
+        return self._client
+
+    @property
+    def timeout(self) -> float:
+        return self._timeout
+
+    def describe(self) -> StoreInfo:
+        return StoreInfo(
+            name=self._name,
+            type="object",
+            shared=self._shared,
+            details={
+                "url": self._url,
+                "concurrency": self._concurrency,
+                "timeout": self._timeout,
+                "conditional_create": self._create.supported,
+            },
+        )
+
+    def gauges(self) -> dict[str, float]:
+        # There is no connection to ask: the store is up as far as its last answer tells.
+        return {"tier_up": float(self._reached)}
+
+    def diagnose(self) -> Sequence[Finding]:
+        from hicache_ext.storage.tiers.object.diagnosis import diagnose
+
+        return diagnose(self, self._obstore)
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        name, text = identity_name(digest), json.dumps(document, sort_keys=True, indent=1).encode()
+
+        def record() -> None:
+            try:
+                self._obstore.head(self._client, name)
+            except FileNotFoundError:
+                self._obstore.put(self._client, name, text, use_multipart=False)
+
+        done, failure = self.within(record, min(_ADMIN_TIMEOUT, self._timeout))
+        if not done or failure:
+            reason = failure or Failure("timeout")
+            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), reason)
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        documents: dict[bytes, dict[str, Any]] = {}
+
+        def look() -> None:
+            for listed in self._obstore.list(self._client, IDENTITIES):
+                for entry in listed:
+                    digest = digest_of_identity(entry["path"])
+                    if digest is not None:
+                        documents[digest] = json.loads(bytes(self._obstore.get(self._client, entry["path"]).bytes()))
+
+        with self._calls:
+            done, failure = self.within(look)
+        if not done or failure:
+            reason = failure or Failure("timeout")
+            raise StoreError(f"tier {self._name!r}: the identities that it has cannot be listed ({reason})")
+        return documents
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        with self._calls:
+            answers, in_time = self._threads.run(
+                len(batch), lambda i, call: self._get_page(batch.keys[i], batch.buffers[i], call), self._time_left()
+            )
+        missing = GetResult.ERROR if in_time else GetResult.TIMEOUT
+        results = [missing if answer is None else answer for answer in answers]
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
+        return results
+
+    def _get_page(self, key: bytes, segments: Sequence[memoryview], call: Call[GetResult]) -> GetResult | None:
+        if self._clearings.hides(key):
+            return GetResult.MISS
+        payload_length = sum([segment.nbytes for segment in segments])
+        expected = HEADER_LENGTH + payload_length
+        try:
+            reply = self._obstore.get(self._client, page_name(key))
+            self._reached = True
+            # A body of the wrong size is not worth receiving.
+            found = int(reply.meta["size"])
+            body = memoryview(reply.bytes()) if found == expected else memoryview(b"")
+        except FileNotFoundError as error:
+            return GetResult.MISS if self._is_absent(error) else GetResult.ERROR
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            return GetResult.TIMEOUT if self._failed(error, call).reason == "timeout" else GetResult.ERROR
+        reason: str | None
+        if found != expected:
+            # A proxy may say so as well as the store.
+            seen = Sighting(found)
+            reason = "truncated" if found < expected else "longer"
+        elif body.nbytes != expected:
+            # The store contradicts itself; the object may be good.
+            self._metrics.add("error", "cut")
+            return GetResult.ERROR
+        else:
+            # Checked where it was received: host memory never holds half a page or another one.
+            reason = envelope.reason_to_refuse(body[:HEADER_LENGTH], key, [body[HEADER_LENGTH:]])
+            seen = Sighting(found) if reason is None else Sighting.of(found, [body])
+        if reason is not None:
+            self._metrics.add("corrupt", reason)
+            self._bad_pages.suspect(key, expected, seen, reason)
+            return GetResult.CORRUPT
+        self._bad_pages.clear([key])
+        with call.memory() as mine:
+            if not mine:
+                return None
+            scatter(body[HEADER_LENGTH:], segments)
+        return GetResult.HIT
+
+    def _explained(self, error: BaseException) -> Failure:
+        """Why a request failed; what that says of the store is noted."""
+        failure = explain(error)
+        self._reached = failure.reason not in _NO_ANSWER
+        return failure
+
+    def _is_absent(self, error: BaseException) -> bool:
+        failure = self._explained(error)
+        if failure.reason != "absent":
+            self._metrics.add("error", failure.reason)
+        return failure.reason == "absent"
+
+    def _failed(self, error: BaseException, call: Call[Any]) -> Failure:
+        """Count a failed request; where no server can be reached the call ends: its other requests would fail too."""
+        failure = self._explained(error)
+        self._metrics.add("error", failure.reason)
+        logger.debug("tier %s: %s", self._name, failure)
+        if failure.reason in ("connection", "denied"):
+            call.stop()
+        return failure
+
+    # -- presence --------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._calls:
+            return self._contains(keys, call_deadline(self._timeout))
+
+    def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        known: dict[bytes, bool] = {}
+        for digest, count in Counter(key[: envelope.IDENTITY_LENGTH] for key in keys).items():
+            if count >= _LIST_FROM:
+                # Half of the time: some servers list slower than they answer for single names (s3rver: by far).
+                half = (time.monotonic() + deadline) / 2
+                self._look_up_in_listing(digest, [k for k in keys if k.startswith(digest)], known, half)
+        unknown = [key for key in dict.fromkeys(keys) if key not in known]
+        answers, in_time = self._threads.run(
+            len(unknown), lambda i, call: self._present(unknown[i], call), deadline - time.monotonic()
+        )
+        if not in_time:
+            self._metrics.add("error", "timeout")
+        # What was not answered counts as absent: a miss, never a wrong promise.
+        known.update(zip(unknown, (answer is True for answer in answers), strict=True))
+        return [known[key] for key in keys]
+
+    def _look_up_in_listing(
+        self, digest: bytes, keys: Sequence[bytes], known: dict[bytes, bool], deadline: float
+    ) -> None:
+        """Fill ``known`` from a listing of the identity: every key when it is short, what was met when it is long."""
+        stored: set[bytes] = set()
+
+        def look_up(_: int, call: Call[bool]) -> bool:
+            listing = self._obstore.list(self._client, pages_of(digest), chunk_size=_LISTED_AT_ONCE)
+            for number, listed in enumerate(listing):
+                if call.over or number >= len(keys) // _KEYS_PER_LISTING:
+                    return False
+                stored.update(key for entry in listed if (key := page_key(entry["path"])) is not None)
+            return True
+
+        def guarded(position: int, call: Call[bool]) -> bool:
+            try:
+                return look_up(position, call)
+            except Exception as error:  # noqa: BLE001 - a client library's errors end here
+                self._failed(error, call)
+                return False
+
+        (complete,), _ = self._threads.run(1, guarded, deadline - time.monotonic())
+        if complete:
+            known.update((key, key in stored and self._may_be_served(key)) for key in keys)
+        elif complete is False:
+            known.update((key, self._may_be_served(key)) for key in keys if key in stored)
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        deadline = call_deadline(self._timeout)
+        with self._calls:
+            first = keys[:_LIST_FROM]
+            # Handed out in order and stopped at the first gap: no more than one round of requests behind it.
+            answers, in_time = self._threads.run(
+                len(first), lambda i, call: self._present_in_run(first[i], i, call), self._time_left()
+            )
+            if not in_time:
+                self._metrics.add("error", "timeout")
+            leading = _leading(answers)
+            if leading == len(first) < len(keys):
+                leading += _leading(self._contains(keys[leading:], deadline))
+        return leading
+
+    def _present_in_run(self, key: bytes, position: int, call: Call[bool]) -> bool:
+        present = self._present(key, call)
+        if not present:
+            call.stop(position)
+        return present
+
+    def _present(self, key: bytes, call: Call[bool]) -> bool:
+        if not self._may_be_served(key):
+            return False
+        try:
+            size = int(self._obstore.head(self._client, page_name(key))["size"])
+            self._reached = True
+            return size >= HEADER_LENGTH
+        except FileNotFoundError as error:
+            self._is_absent(error)
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            self._failed(error, call)
+        return False
+
+    def _may_be_served(self, key: bytes) -> bool:
+        return not self._bad_pages.hides(key) and not self._clearings.hides(key)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        deadline = call_deadline(self._timeout)
+        with self._calls:
+            self._create.find_out_again(self.within, self._timeout / 4)
+            # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
+            verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
+            results = self._write(batch, range(len(batch)), verdicts, deadline)
+            wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
+            if wrong:
+                verdicts = self._bad_pages.settle([batch.keys[position] for position in wrong], deadline)
+                again = self._write(batch, wrong, verdicts, deadline)
+                for position, result in zip(wrong, again, strict=True):
+                    results[position] = SetResult.REJECTED if result is _OF_ANOTHER_LENGTH else result
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
+        return results
+
+    def _write(
+        self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
+    ) -> list[Any]:
+        answers, in_time = self._threads.run(
+            len(positions),
+            lambda i, call: self._set_page(
+                batch.keys[positions[i]], batch.buffers[positions[i]], call, verdicts.get(batch.keys[positions[i]])
+            ),
+            deadline - time.monotonic(),
+        )
+        missing = SetResult.ERROR if in_time else SetResult.TIMEOUT
+        return [missing if answer is None else answer for answer in answers]
+
+    def _set_page(
+        self, key: bytes, segments: Sequence[memoryview], call: Call[Any], verdict: Verdict | None
+    ) -> SetResult | object | None:
+        """``verdict``: of a page that arrived damaged here."""
+        size = HEADER_LENGTH + sum([segment.nbytes for segment in segments])
+        with self._clearings.writing(key) as write:
+            replaces = write.replaces or verdict is Verdict.DENIED
+            try:
+                if not replaces and verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
+                    return SetResult.REJECTED
+                if not replaces and not self._create.supported:
+                    found = self._stored_size(key)
+                    if found == size:
+                        return SetResult.EXISTS
+                    if found is not None and verdict is Verdict.GOOD:
+                        # A whole page of its own: whoever expects another length is wrong, or this process is.
+                        return SetResult.REJECTED
+                    if found is not None:
+                        self._metrics.add("corrupt", "length")
+                        self._bad_pages.suspect(key, size, Sighting(found), "length")
+                        return _OF_ANOTHER_LENGTH
+                with call.memory() as mine:
+                    if not mine:
+                        return None
+                    body = _page_object(key, segments)
+                return self._put(key, body, replaces, write)
+            except Exception as error:  # noqa: BLE001 - a client library's errors end here
+                failure = self._failed(error, call)
+                return SetResult.TIMEOUT if failure.reason == "timeout" else SetResult.ERROR
+
+    def _stored_size(self, key: bytes) -> int | None:
+        try:
+            return int(self._obstore.head(self._client, page_name(key))["size"])
+        except FileNotFoundError as error:
+            if explain(error).reason != "absent":
+                raise
+            return None
+
+    def _put(self, key: bytes, body: memoryview, replaces: bool, write: Any) -> SetResult:
+        create = self._create.supported and not replaces
+        try:
+            mode = {"mode": "create"} if create else {}
+            put = self._obstore.put(self._client, page_name(key), body, use_multipart=False, **mode)
+        except Exception as error:
+            if explain(error).reason != "exists":
+                raise
+            write.stored = self._reached = True
+            return SetResult.EXISTS
+        self._reached = True
+        if replaces and self._create.etags_are_md5 and not is_md5_of(body, put["e_tag"]):
+            self._metrics.add("error", "not_as_sent")
+            return SetResult.ERROR
+        write.stored = True
+        self._bad_pages.clear([key])
+        return SetResult.STORED
+
+    # -- removal ---------------------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        wanted = list(dict.fromkeys(keys))
+        with self._calls:
+            answers, _ = self._threads.run(
+                len(wanted), lambda i, call: self._remove(wanted[i], call), self._time_left()
+            )
+        return sum(answer is True for answer in answers)
+
+    def _remove(self, key: bytes, call: Call[bool]) -> bool:
+        self._bad_pages.clear([key])
+        if self._clearings.hides(key):
+            return False
+        try:
+            # Whatever has the page's name, whole or not.
+            if self._stored_size(key) is None:
+                return False
+            delete_objects(self._obstore, self._client, [page_name(key)])
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            self._failed(error, call)
+            return False
+        self._clearings.forget(key)
+        return True
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """Take all pages of the identities out of this process's sight at once and delete them in the background.
+
+        Waits for the store no longer than a second: an identity about which it says nothing in that time is cleared
+        and not counted. Without ``digests`` the identities have to be listed first, within the tier's timeout.
+        """
+        with self._calls:
+            wanted = self._stored_identities() if digests is None else list(dict.fromkeys(digests))
+            answers, _ = self._threads.run(
+                len(wanted), lambda i, call: self._has_pages(wanted[i], call), min(_ADMIN_TIMEOUT, self._timeout)
+            )
+            for digest, has_pages in zip(wanted, answers, strict=True):
+                if has_pages is not False:
+                    self._clearings.begin(digest)
+        return sum(answer is True for answer in answers)
+
+    def _has_pages(self, digest: bytes, call: Call[bool]) -> bool | None:
+        kept = self._clearings.kept_pages(digest)
+        if kept is not None:
+            return kept > 0
+        try:
+            for listed in self._obstore.list(self._client, pages_of(digest), chunk_size=_LISTED_AT_ONCE):
+                if any(page_key(entry["path"]) is not None for entry in listed):
+                    return True
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            self._failed(error, call)
+            return None
+        return False
+
+    def _stored_identities(self) -> list[bytes]:
+        found: list[bytes] = []
+
+        def look() -> None:
+            listed = self._obstore.list_with_delimiter(self._client, PAGES)
+            found.extend(d for prefix in listed["common_prefixes"] if (d := digest_of(prefix)) is not None)
+            # s3rver knows no delimiter below a prefix and answers with nothing: one request per identity finds them.
+            after: str | None = None
+            while not found or after is not None:
+                listing = self._obstore.list(self._client, PAGES, offset=after, chunk_size=1)
+                first: list[dict[str, str]] = next(iter(listing), [])
+                digest = digest_of(first[0]["path"].rpartition("/")[0].rpartition("/")[0]) if first else None
+                if digest is None or digest in found:
+                    return
+                found.append(digest)
+                after = f"{pages_of(digest)}/~"
+
+        done, failure = self.within(look)
+        if not done or failure:
+            reason = failure or Failure("timeout")
+            self._metrics.add("error", reason.reason)
+            logger.warning("tier %s: nothing is cleared, its identities cannot be listed: %s", self._name, reason)
+        return found if done else []
+
+    def _time_left(self) -> float:
+        return call_deadline(self._timeout) - time.monotonic()
+
+    def wait_until_cleared(self, timeout: float) -> bool:
+        """Wait for the deletion of what was cleared; for tools and tests."""
+        return self._clearings.wait(timeout)
+
+    def wait_until_examined(self, timeout: float) -> bool:
+        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
+        return self._bad_pages.wait(timeout)
+
+    def close(self) -> None:
+        """Waits for requests under way, which end by their own timeouts, and for the deletion of cleared pages."""
+        if not self._calls.shut():
+            return
+        self._bad_pages.close()
+        self._clearings.close(_CLOSE_TIMEOUT)
+        self._threads.close()
+
+
+def _leading(answers: Sequence[bool | None]) -> int:
+    for position, answer in enumerate(answers):
+        if answer is not True:
+            return position
+    return len(answers)
+
+
+def _page_object(key: bytes, segments: Sequence[memoryview]) -> memoryview:
+    """Header and payload in one buffer of their own."""
+    body = np.empty(HEADER_LENGTH + sum([segment.nbytes for segment in segments]), np.uint8)
+    whole = body.data
+    gather(segments, whole[HEADER_LENGTH:])
+    # The checksum is of the copy: should the page change meanwhile, the object is still one that can be trusted.
+    whole[:HEADER_LENGTH] = envelope.encode_header(key, [whole[HEADER_LENGTH:]], header_length=HEADER_LENGTH)
+    return whole

@@ -1,0 +1,198 @@
+"""What ``hicache-ext doctor`` says about a Redis tier: how each node is set up, a round trip of pages, the speed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import redis
+
+from hicache_ext.config.units import format_size, rounded_size
+from hicache_ext.errors import ConfigError
+from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.redis.clearing import page_name, page_prefix
+from hicache_ext.storage.tiers.redis.connection import Connection
+from hicache_ext.storage.tiers.redis.node import Node, error_words
+from hicache_ext.storage.tiers.redis.page_calls import (
+    PageCall,
+    RefusedError,
+    ask_integers,
+    read_pages,
+    write_pages,
+)
+from hicache_ext.storage.tiers.redis.resp import ProtocolError
+from hicache_ext.storage.tiers.redis.settings import RedisSettings
+from hicache_ext.storage.tiers.redis.topology import SLOTS, Topology
+
+LARGEST_SKEW = 1.0
+"""Seconds between this clock and the server's from which pages' ages and TTLs mislead."""
+
+_PROBE_PAGE = 1 << 20
+_PROBE_PAGES = 8
+_PINGS = 20
+_GOOD_POLICIES = ("allkeys-lru", "allkeys-lfu")
+
+
+def diagnose(settings: RedisSettings, topology: Topology) -> list[Finding]:
+    """Findings about the tier and each of its nodes. Never raises; every step is bounded by the tier's timeout."""
+    nodes = topology.nodes
+    if not nodes:
+        servers = ", ".join(str(endpoint) for endpoint in settings.endpoints)
+        return [Finding(servers, Level.ERROR, "no server has been reached", "start it, or correct url and login")]
+    findings: list[Finding] = []
+    if topology.is_cluster:
+        findings.append(_coverage(topology))
+    for node in nodes:
+        findings.extend(_node_findings(settings, node))
+        if node.up:
+            findings.append(_round_trip(settings, topology, node))
+    return findings
+
+
+def _coverage(topology: Topology) -> Finding:
+    subject = "cluster"
+    uncovered = topology.slots_without_node()
+    if uncovered:
+        seen = f"{uncovered} of {SLOTS} slots have no node: their pages are misses"
+        return Finding(subject, Level.WARNING, seen, "replace the node that is lost")
+    return Finding(subject, Level.OK, f"{len(topology.nodes)} masters hold all {SLOTS} slots")
+
+
+def _node_findings(settings: RedisSettings, node: Node) -> Iterator[Finding]:
+    subject = str(node.endpoint)
+    if not node.up:
+        yield Finding(subject, Level.ERROR, "cannot be reached", "start it; the tier attaches by itself")
+        return
+    try:
+        client: Any = settings.admin_client(node.endpoint, settings.timeout)
+        try:
+            yield from _latency(subject, client)
+            yield _clock(subject, client)
+            yield from _server_facts(subject, settings, client.info())
+            yield from _cluster_settings(subject, client)
+        finally:
+            client.close()
+    except redis.exceptions.NoPermissionError:
+        yield Finding(subject, Level.NOTE, "the user may not use INFO: not examined", "allow +info +time +ping")
+    except (redis.RedisError, OSError, ConfigError) as error:
+        yield Finding(subject, Level.ERROR, f"does not answer ({type(error).__name__})", "look at the server's log")
+
+
+def _latency(subject: str, client: Any) -> Iterator[Finding]:
+    times = []
+    for _ in range(_PINGS):
+        begun = time.perf_counter()
+        client.ping()
+        times.append(time.perf_counter() - begun)
+    yield Finding(
+        subject, Level.OK, f"reached, round trip {statistics.median(times) * 1e6:.0f} us (median of {_PINGS})"
+    )
+
+
+def _clock(subject: str, client: Any) -> Finding:
+    before = time.time()
+    seconds, microseconds = client.time()
+    after = time.time()
+    skew = seconds + microseconds / 1e6 - (before + after) / 2
+    # An answer that took long may have been given at any moment of that time.
+    if abs(skew) - (after - before) / 2 > LARGEST_SKEW:
+        return Finding(subject, Level.WARNING, f"its clock is off by {skew:+.1f} s", "synchronise both with NTP")
+    return Finding(subject, Level.OK, f"its clock agrees within {abs(skew) * 1000:.0f} ms")
+
+
+def _server_facts(subject: str, settings: RedisSettings, facts: dict[str, Any]) -> Iterator[Finding]:
+    engine = "valkey" if "valkey_version" in facts else "redis"
+    yield Finding(subject, Level.OK, f"{engine} {facts.get('valkey_version') or facts.get('redis_version', 'unknown')}")
+    if facts.get("role") == "slave":
+        yield Finding(subject, Level.ERROR, "is a replica and takes no writes", "name the master in url")
+    yield _memory(subject, settings, facts)
+    if facts.get("aof_enabled"):
+        yield Finding(subject, Level.WARNING, "each write goes to its append-only file, too", "appendonly no")
+    if facts.get("evicted_keys"):
+        yield Finding(subject, Level.NOTE, f"{facts['evicted_keys']} keys evicted since it started")
+
+
+def _memory(subject: str, settings: RedisSettings, facts: dict[str, Any]) -> Finding:
+    limit, policy = int(facts.get("maxmemory", 0)), str(facts.get("maxmemory_policy", "unknown"))
+    used = rounded_size(int(facts.get("used_memory", 0)))
+    if limit == 0:
+        seen, remedy = f"maxmemory is not set, {used} used", "set maxmemory, and maxmemory-policy allkeys-lru"
+        return Finding(subject, Level.WARNING, seen, remedy)
+    seen = f"maxmemory {format_size(limit)}, policy {policy}, {used} used"
+    if policy in _GOOD_POLICIES:
+        return Finding(subject, Level.OK, seen)
+    if policy == "noeviction" and settings.ttl is None:
+        return Finding(subject, Level.WARNING, f"{seen}: once full, it takes no more pages", "allkeys-lru, or a ttl")
+    if policy.startswith("volatile") and settings.ttl is None:
+        return Finding(subject, Level.WARNING, f"{seen}: pages without ttl are never evicted", "allkeys-lru, or a ttl")
+    return Finding(subject, Level.NOTE, seen, "allkeys-lru keeps the pages that are used")
+
+
+def _cluster_settings(subject: str, client: Any) -> Iterator[Finding]:
+    try:
+        settings = client.config_get("cluster-require-full-coverage", "save")
+    except redis.ResponseError:
+        yield Finding(subject, Level.NOTE, "the user may not use CONFIG GET: settings not examined")
+        return
+    if settings.get("save"):
+        seen = f"it saves snapshots ({settings['save']}): each copies its memory"
+        yield Finding(subject, Level.WARNING, seen, 'save ""')
+    enabled = client.info("cluster").get("cluster_enabled")
+    if enabled and settings.get("cluster-require-full-coverage") == "yes":
+        seen = "one lost node stops the whole cluster"
+        yield Finding(subject, Level.WARNING, seen, "cluster-require-full-coverage no")
+
+
+def _round_trip(settings: RedisSettings, topology: Topology, node: Node) -> Finding:
+    """Pages of an identity that no server has, written, read back and removed on the tier's own path."""
+    subject = str(node.endpoint)
+    calls = _probe_calls(settings, topology, node)
+    deadline = time.monotonic() + settings.timeout
+    names = [PageCall(call.key, call.name) for call in calls]
+    try:
+        with node.connection(node.pages, deadline) as connection:
+            writing, reading = _timed_pages(connection, calls, settings)
+            ask_integers(connection, names, b"UNLINK")
+    except (OSError, ProtocolError, RefusedError) as error:
+        return Finding(subject, Level.ERROR, f"a round trip of pages failed: {error_words(error)}", "look at its log")
+    if writing is None or reading is None:
+        answers = ", ".join(sorted({str(call.reason or call.result) for call in calls}))
+        return Finding(subject, Level.ERROR, f"pages written are not read back ({answers})", "look at its log")
+    rates = [_PROBE_PAGE * len(calls) / seconds / 1e6 for seconds in (writing, reading)]
+    seen = f"{len(calls)} pages of 1MiB written and read back: {rates[0]:.0f} and {rates[1]:.0f} MB/s on one connection"
+    return Finding(subject, Level.OK, seen)
+
+
+def _timed_pages(
+    connection: Connection, calls: Sequence[PageCall], settings: RedisSettings
+) -> tuple[float | None, float | None]:
+    """Seconds for writing and for reading; None for what did not do it all."""
+    begun = time.perf_counter()
+    write_pages(connection, calls, 60, settings.in_flight)
+    written = time.perf_counter()
+    if any(call.result is not SetResult.STORED for call in calls):
+        return None, None
+    for call in calls:
+        call.result = None
+        for segment in call.segments:
+            segment[:] = bytes(segment.nbytes)
+    read_begun = time.perf_counter()
+    read_pages(connection, calls, settings.in_flight)
+    read = time.perf_counter()
+    whole = all(call.result is GetResult.HIT for call in calls)
+    return written - begun, read - read_begun if whole else None
+
+
+def _probe_calls(settings: RedisSettings, topology: Topology, node: Node) -> list[PageCall]:
+    payload = os.urandom(_PROBE_PAGE)
+    calls: list[PageCall] = []
+    while len(calls) < _PROBE_PAGES:
+        key = os.urandom(48)
+        name = page_name(page_prefix(settings.prefix), key)
+        if not topology.is_cluster or topology.node_of(name) is node:
+            calls.append(PageCall(key, name, [memoryview(bytearray(payload))], _PROBE_PAGE))
+    return calls

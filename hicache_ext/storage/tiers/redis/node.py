@@ -1,0 +1,215 @@
+"""One server of the tier: its connections, and whether it is up.
+
+A node goes down when it cannot be connected to or misses a deadline. From then on calls answer at once for its pages,
+and the store's keeper thread tries it until it is back: no call waits twice for a node that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from hicache_ext.errors import ConfigError
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.tiers.redis.connection import Connection, open_connection
+from hicache_ext.storage.tiers.redis.resp import ProtocolError
+from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings, resolve
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 2.0
+"""Seconds between two attempts to reach a node that is down."""
+
+
+class NodeDownError(ConnectionError):
+    """The node is known to be down; nothing was tried."""
+
+
+class LaneBusyError(TimeoutError):
+    """No connection became free in time; says nothing about the node."""
+
+    def __init__(self) -> None:
+        super().__init__("every connection is in use")
+
+
+class Lane:
+    """At most ``limit`` connections to one node. Threads: any."""
+
+    def __init__(self, limit: int, *, keeps: bool = True) -> None:
+        """``keeps`` False: every use has a connection of its own, closed after it."""
+        self._keeps = keeps
+        self._free = threading.BoundedSemaphore(limit)
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+
+    @contextlib.contextmanager
+    def place(self, deadline: float) -> Iterator[None]:
+        """The right to one connection; LaneBusyError when none is free in time."""
+        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise LaneBusyError
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    def pop(self) -> Connection | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def push(self, connection: Connection) -> None:
+        if not self._keeps:
+            connection.close()
+            return
+        connection.used = True
+        with self._lock:
+            self._idle.append(connection)
+
+    def drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+
+class Node:
+    """Pages and short requests have connections of their own, so that a look-up never waits behind megabytes."""
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        endpoint: Endpoint,
+        tls: ssl.SSLContext | None,
+        metrics: TierMetrics,
+        when_down: Callable[[], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self._settings = settings
+        self._tls = tls
+        self._metrics = metrics
+        self._when_down = when_down
+        self.pages = Lane(settings.connections)
+        self.requests = Lane(2)
+        self.examinations = Lane(1, keeps=False)
+        self._lock = threading.Lock()
+        self._address: tuple[int, tuple[str, int] | str] | None = None
+        self._up = False
+        self._tried = threading.Event()
+        self._closed = False
+        self._next_attempt = 0.0
+        self._pause = 0.0
+        self.writes_rejected_until = 0.0
+        """time.monotonic() until when the server is taken to be out of memory."""
+
+    @property
+    def up(self) -> bool:
+        return self._up
+
+    @contextlib.contextmanager
+    def connection(self, lane: Lane, deadline: float, *, fresh: bool = False) -> Iterator[Connection]:
+        """A connection for the thread that asks; closed instead of kept if anything is raised or left unread.
+
+        ``fresh`` after an idle one turned out to be dead: the other idle ones may be, too. Raises NodeDownError,
+        TimeoutError, OSError, ProtocolError.
+        """
+        if not self._up:
+            raise NodeDownError(f"{self.endpoint} is down")
+        with lane.place(deadline):
+            if fresh:
+                lane.drop_idle()
+            connection = lane.pop() or self._open(deadline)
+            connection.deadline = deadline
+            try:
+                yield connection
+            except BaseException:
+                connection.close()
+                raise
+            if self._up and connection.reader.empty:
+                lane.push(connection)
+            else:
+                connection.close()
+
+    def _open(self, deadline: float) -> Connection:
+        address = self._address
+        if address is None:
+            raise NodeDownError(f"{self.endpoint} is down")
+        try:
+            opened = open_connection(self._settings, self.endpoint, address, self._tls, deadline)
+        except (OSError, ProtocolError) as error:
+            self.mark_down(error)
+            raise
+        except ConfigError as error:
+            self.mark_down(error)
+            raise NodeDownError("the password cannot be read") from None
+        self._metrics.add("connection", "opened")
+        return opened
+
+    # -- down and up -----------------------------------------------------------------------------------------------
+
+    def mark_down(self, error: BaseException) -> None:
+        """Take the node out of service until the keeper has reached it again."""
+        with self._lock:
+            if not self._up:
+                return
+            self._up = False
+            self._pause = _FIRST_PAUSE
+            self._next_attempt = time.monotonic()
+        self._drop_idle()
+        self._metrics.add("node", "down")
+        logger.warning("redis node %s is down: %s", self.endpoint, error_words(error))
+        self._when_down()
+
+    def attempt_due(self) -> bool:
+        return not self._up and not self._closed and time.monotonic() >= self._next_attempt
+
+    def attempt(self) -> BaseException | None:
+        """Try to reach the node within a second; why not, or None. Called by the keeper, never by a caller's thread."""
+        try:
+            self._address = resolve(self.endpoint)
+            deadline = time.monotonic() + self._settings.short_call
+            connection = open_connection(self._settings, self.endpoint, self._address, self._tls, deadline)
+        except (OSError, ProtocolError, ConfigError) as error:
+            self._tried.set()
+            with self._lock:
+                self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE)
+                self._next_attempt = time.monotonic() + self._pause
+            return error
+        with self._lock:
+            if self._closed:
+                connection.close()
+                return None
+            self._up = True
+        self.pages.push(connection)
+        self._tried.set()
+        self._metrics.add("node", "up")
+        logger.info("redis node %s is up", self.endpoint)
+        return None
+
+    def wait_until_tried(self, seconds: float) -> None:
+        """Returns once a new node has been tried for the first time, or after ``seconds``."""
+        self._tried.wait(seconds)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._up = False
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        self.pages.drop_idle()
+        self.requests.drop_idle()
+
+
+def error_words(error: BaseException) -> str:
+    """What went wrong in a few words that repeat nothing we sent."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused ({error.verify_message})"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed ({error.reason or type(error).__name__})"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,480 @@
+"""The Redis tier: pages as string values of a Redis or Valkey server, or of a cluster of them.
+
+A value is header || payload (docs/page-format.md) under ``<prefix>page:<identity>:<page hash>``. Pages of a call are
+spread over the nodes that hold them and over several connections per node; a node that is lost costs its own pages.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.storage.contract.bad_pages import BadPages, NotReadError, Verdict
+from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.hint_board import BoardLimits
+from hicache_ext.storage.contract.reports import LastLook
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+from hicache_ext.storage.tiers.redis import hints
+from hicache_ext.storage.tiers.redis.clearing import Clearing, identity_name, page_name, page_prefix
+from hicache_ext.storage.tiers.redis.connection import Connection
+from hicache_ext.storage.tiers.redis.examination import RedisMedium
+from hicache_ext.storage.tiers.redis.node import Lane, LaneBusyError, Node, NodeDownError
+from hicache_ext.storage.tiers.redis.page_calls import (
+    PageCall,
+    RefusedError,
+    ask_integers,
+    read_pages,
+    write_pages,
+)
+from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, ProtocolError, command
+from hicache_ext.storage.tiers.redis.settings import RedisSettings
+from hicache_ext.storage.tiers.redis.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+Talk = Callable[[Connection, Sequence[PageCall]], None]
+
+_ATTEMPTS = 2
+"""Connections tried for one page: the first may have died while it was idle."""
+_REDIRECTIONS = 3
+_SHARE = 256 * 1024
+"""Bytes below which another connection does not pay."""
+_MOST_THREADS = 64
+_LEADING_AT_ONCE = 1024
+_MEMORY_PAUSE = 1.0
+"""Seconds without writes to a node after it said that it is out of memory: it says so only after taking the payload."""
+_IDENTITY_INTERVAL = 60.0
+"""Seconds between two renewals of an identity document: a server may lose it to a restart, an eviction or a clear()."""
+_LOOK_INTERVAL = 10.0
+"""Seconds between two looks at how full the servers are, while somebody asks."""
+_AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH", "READONLY"})
+"""Errors that are the node's state and no accident: it is out of service until it can be logged in to again."""
+
+
+class RedisPageStore:
+    """PageStore over one server or a cluster. Threads: any; a forked child may not use it.
+
+    Every call ends by the tier's timeout. Memory of a batch is touched only by threads that the call waits for.
+    """
+
+    def __init__(self, name: str, settings: RedisSettings, *, required: bool = True) -> None:
+        """Raises StoreSetupError, see ``Topology``."""
+        self._name = name
+        self._settings = settings
+        self._metrics = TierMetrics(name)
+        self._process = os.getpid()
+        self._page_names = page_prefix(settings.prefix)
+        self._documents: dict[bytes, bytes] = {}
+        self._documents_saved: dict[bytes, float] = {}
+        try:
+            tls = None if settings.tls is None else settings.tls.context()
+        except (ssl.SSLError, OSError) as error:
+            raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
+        self._topology = Topology(name, settings, tls, self._metrics, required=required)
+        self._clearing = Clearing(name, settings, self._topology, self._metrics)
+        nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
+        # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
+        try:
+            self._workers = Workers(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
+        except RuntimeError as error:
+            self._topology.close()
+            raise StoreSetupError(name, f"no threads: {error}") from None
+        self._calls = CallGate(name)
+        self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
+        self._bad_pages = BadPages(name, self._metrics, RedisMedium(self._examine))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def metrics(self) -> TierMetrics:
+        return self._metrics
+
+    def describe(self) -> StoreInfo:
+        return StoreInfo(
+            name=self._name,
+            type="redis",
+            shared=True,
+            details={
+                "servers": [str(endpoint) for endpoint in self._settings.endpoints],
+                "cluster": self._topology.is_cluster,
+                "nodes": {str(node.endpoint): "up" if node.up else "down" for node in self._topology.nodes},
+                "database": self._settings.database,
+                "prefix": self._settings.prefix,
+                "connections": self._settings.connections,
+                "ttl": self._settings.ttl,
+                "timeout": self._settings.timeout,
+                "tls": self._settings.tls is not None,
+            },
+        )
+
+    def gauges(self) -> dict[str, float]:
+        up = any(node.up for node in self._topology.nodes)
+        return {**(self._last_look.known() if up else {}), "tier_up": float(up)}
+
+    def _look(self) -> dict[str, float]:
+        """What the servers say of their memory, all data of theirs included. Raises redis.RedisError."""
+        from hicache_ext.storage.tiers.redis.memory import memory_of
+
+        return memory_of(self._settings, self._topology.nodes)
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._documents[digest] = json.dumps(document, sort_keys=True, ensure_ascii=False).encode()
+        self._documents_saved.pop(digest, None)
+        try:
+            self._save_identities([digest], self._deadline())
+        except StoreClosedError:
+            pass
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        from hicache_ext.storage.tiers.redis.identities import stored_identities
+
+        with self._entered():
+            return stored_identities(self._name, self._settings, self._topology.nodes)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        with self._entered():
+            deadline = self._deadline()
+            calls = [
+                PageCall(key, self._page_name(key), segments, payload)
+                for key, segments, payload in zip(batch.keys, batch.buffers, batch.sizes, strict=True)
+            ]
+
+            def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
+                read_pages(connection, pages, self._settings.in_flight)
+
+            self._do(calls, talk, deadline, GetResult, hidden=GetResult.MISS)
+            self._note_suspects(calls)
+            self._bad_pages.clear(call.key for call in calls if call.result is GetResult.HIT)
+        results: list[GetResult] = [call.result for call in calls]
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
+        self._metrics.add_many("error", _reasons(calls, GetResult.ERROR))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
+        return results
+
+    def _note_suspects(self, calls: Iterable[PageCall]) -> None:
+        """The pages whose copies are not what they should be; looked at again on another thread."""
+        for call in calls:
+            if call.seen is not None:
+                self._bad_pages.suspect(call.key, call.size, call.seen, call.reason)
+
+    def _examine(self, key: bytes, talk: Talk) -> Any:
+        """What ``talk`` finds out about one page over a connection of its own. Raises NotReadError."""
+        call = PageCall(key, self._page_name(key))
+        self._do([call], talk, self._deadline(), GetResult, hidden=GetResult.MISS, examines=True)
+        if call.result in (GetResult.ERROR, GetResult.TIMEOUT):
+            raise NotReadError(call.reason)
+        return call.result
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        with self._entered():
+            deadline = self._deadline()
+            calls = [
+                PageCall(key, self._page_name(key), segments, payload)
+                for key, segments, payload in zip(batch.keys, batch.buffers, batch.sizes, strict=True)
+            ]
+            for call in calls:
+                if call.size > LARGEST_VALUE:
+                    call.finish(SetResult.REJECTED, "too_large")
+                elif self._bad_pages.hides(call.key):
+                    call.finish(SetResult.REJECTED, "suspect")
+            self._write([call for call in calls if call.result is None], deadline)
+            self._note_suspects(calls)
+            wrong = sum(call.seen is not None for call in calls)
+            if wrong:
+                self._metrics.add("corrupt", "length", wrong)
+            self._write(self._settled([call for call in calls if call.reason == "suspect"], deadline), deadline)
+            self._bad_pages.clear(call.key for call in calls if call.result is SetResult.STORED)
+        results: list[SetResult] = [call.result for call in calls]
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add_many("rejected", _reasons(calls, SetResult.REJECTED))
+        self._metrics.add_many("error", _reasons(calls, SetResult.ERROR))
+        stored = [call for call in calls if call.result is SetResult.STORED]
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
+        if stored:
+            self._save_identities({call.key[:16] for call in stored}, deadline)
+        return results
+
+    def _write(self, calls: list[PageCall], deadline: float) -> None:
+        def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
+            write_pages(connection, pages, self._settings.ttl, self._settings.in_flight)
+
+        if calls:
+            self._do(calls, talk, deadline, SetResult, SetResult.REJECTED)
+
+    def _settled(self, suspects: Sequence[PageCall], deadline: float) -> list[PageCall]:
+        """Of pages that are not written because of a copy that is there: those that can be written now."""
+        verdicts = self._bad_pages.settle([call.key for call in suspects], deadline)
+        again = []
+        for call in suspects:
+            # Settled in the meantime where there is no verdict.
+            verdict = verdicts.get(call.key, Verdict.GONE)
+            if verdict.free or (verdict is Verdict.GOOD and call.seen is None):
+                call.result, call.reason, call.seen = None, "", None
+                again.append(call)
+        return again
+
+    def _save_identities(self, digests: Iterable[bytes], deadline: float) -> None:
+        """Store the identity documents that have not been stored lately; one that cannot be is tried again later."""
+        now = time.monotonic()
+        for digest in digests:
+            document = self._documents.get(digest)
+            if document is None or now - self._documents_saved.get(digest, -_IDENTITY_INTERVAL) < _IDENTITY_INTERVAL:
+                continue
+            self._documents_saved[digest] = now
+            ttl = self._settings.ttl
+            # Lives longer than the last page that was written while it was fresh.
+            options = [] if ttl is None else [b"EX", b"%d" % (ttl + 2 * int(_IDENTITY_INTERVAL))]
+            name = identity_name(self._settings.prefix, digest)
+            node = self._topology.node_of(name)
+            try:
+                if node is None:
+                    raise NodeDownError("no node")
+                with node.connection(node.requests, deadline) as connection:
+                    connection.ask([command(b"SET", name, document, *options)])
+            except (OSError, ProtocolError):
+                self._metrics.add("error", "identity")
+
+    # -- presence and removal --------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._entered():
+            return self._present(keys, self._deadline())
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        with self._entered():
+            deadline = self._deadline()
+            for first in range(0, len(keys), _LEADING_AT_ONCE):
+                present = self._present(keys[first : first + _LEADING_AT_ONCE], deadline)
+                if False in present:
+                    return first + present.index(False)
+        return len(keys)
+
+    def _present(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
+        # Before the server is asked: what is removed meanwhile would have been there and be no suspect any more.
+        hidden = [self._bad_pages.hides(key) for key in keys]
+        counts = self._ask_integers(keys, deadline, b"EXISTS")
+        return [count == 1 and not absent for count, absent in zip(counts, hidden, strict=True)]
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        with self._entered():
+            self._bad_pages.clear(keys)
+            return sum(self._ask_integers(list(dict.fromkeys(keys)), self._deadline(), b"UNLINK"))
+
+    def _ask_integers(self, keys: Sequence[bytes], deadline: float, word: bytes) -> list[int]:
+        calls = [PageCall(key, self._page_name(key)) for key in keys]
+
+        def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
+            ask_integers(connection, pages, word)
+
+        self._do(calls, talk, deadline, None, hidden=0)
+        failed = Counter(call.reason for call in calls if call.reason)
+        if failed:
+            self._metrics.add_many("error", failed)
+        return [call.result for call in calls]
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        """See ``Clearing``. The answer counts the identities whose pages were found within a second."""
+        with self._entered():
+            found = self._clearing.clear(digests)
+        if digests is None:
+            self._documents_saved.clear()
+        return found
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+        with self._entered():
+            hints.post_hint(self._settings, self._topology, hint, limits)
+
+    def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
+        with self._entered():
+            return hints.read_hints(self._settings, self._topology, since, limits)
+
+    def diagnose(self) -> list[Finding]:
+        from hicache_ext.storage.tiers.redis.diagnosis import diagnose
+
+        with self._entered():
+            return diagnose(self._settings, self._topology)
+
+    def wait_until_examined(self, timeout: float) -> bool:
+        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
+        return self._bad_pages.wait(timeout)
+
+    def close(self) -> None:
+        if os.getpid() != self._process or not self._calls.shut():
+            return
+        self._last_look.close(self._settings.short_call)
+        self._bad_pages.close()
+        self._workers.close()
+        self._clearing.close()
+        self._topology.close()
+
+    # -- how a call is spread over nodes and connections -----------------------------------------------------------
+
+    def _do(
+        self,
+        calls: list[PageCall],
+        talk: Talk,
+        deadline: float,
+        results: type[GetResult] | type[SetResult] | None,
+        hidden: Any,
+        *,
+        examines: bool = False,
+    ) -> None:
+        """Give every call a result: by ``talk`` with the nodes, and where that fails TIMEOUT or ERROR of ``results``.
+
+        Without ``results`` the answer is 0. ``hidden`` is the result of pages that are being cleared. ``examines``:
+        over connections that are used for nothing else.
+        """
+        timed_out: Any = 0 if results is None else results.TIMEOUT
+        failed: Any = 0 if results is None else results.ERROR
+        waiting: dict[Node, list[PageCall]] = {}
+        for call in calls:
+            node = self._topology.node_of(call.name)
+            if node is None:
+                call.finish(failed, "no_node")
+            elif self._clearing.hides(call.key, node):
+                call.finish(hidden, "clearing" if results is SetResult else "")
+            elif results is SetResult and time.monotonic() < node.writes_rejected_until:
+                call.finish(SetResult.REJECTED, "memory")
+            else:
+                waiting.setdefault(node, []).append(call)
+        for _ in range(1 + _REDIRECTIONS):
+            if examines:
+                shares = [(node, node.examinations, pages) for node, pages in waiting.items()]
+            else:
+                shares = self._shares(waiting, short=results is None)
+            self._workers.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed))  # noqa: B023
+            if results is SetResult:
+                self._note_full_nodes(waiting)
+            if not self._topology.is_cluster:
+                break
+            waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline)
+            if not waiting:
+                return
+        # Sent on without end, or by a server that was no cluster when it was last looked at.
+        left = [call for pages in waiting.values() for call in pages if call.result is None]
+        if left:
+            self._topology.refresh_soon()
+        for call in left:
+            call.finish(failed, "redirected")
+
+    def _shares(self, waiting: dict[Node, list[PageCall]], *, short: bool) -> list[tuple[Node, Lane, list[PageCall]]]:
+        """The work of one connection each, the nodes taking turns."""
+        by_turn: list[tuple[int, Node, Lane, list[PageCall]]] = []
+        for node, calls in waiting.items():
+            if short:
+                by_turn.append((0, node, node.requests, calls))
+                continue
+            wanted = sum([call.size for call in calls]) // _SHARE
+            count = max(1, min(self._settings.connections, wanted, len(calls)))
+            # Dealt out like cards: what has come when a call is cut is then nearly a leading run, which is what counts.
+            by_turn += [(turn, node, node.pages, calls[turn::count]) for turn in range(count)]
+        by_turn.sort(key=lambda share: share[0])
+        return [share[1:] for share in by_turn]
+
+    def _talk(
+        self, node: Node, lane: Lane, calls: list[PageCall], talk: Talk, deadline: float, timed_out: Any, failed: Any
+    ) -> None:
+        reason = "connection"
+        for attempt in range(_ATTEMPTS):
+            waiting = [call for call in calls if call.result is None and call.redirect is None]
+            if not waiting:
+                return
+            try:
+                with node.connection(lane, deadline, fresh=attempt > 0) as connection:
+                    talk(connection, waiting)
+                return
+            except NodeDownError:
+                reason = "down"
+                break
+            except LaneBusyError:
+                _finish(calls, timed_out, "busy")
+                return
+            except TimeoutError as error:
+                node.mark_down(error)
+                _finish(calls, timed_out, "timeout")
+                return
+            except RefusedError as error:
+                reason = error.code
+                if error.code in _AWAY:
+                    node.mark_down(error)
+                    break
+                if error.code == "CLUSTERDOWN":
+                    self._topology.refresh_soon()
+                    break
+            except ProtocolError as error:
+                reason = "protocol"
+                logger.warning("tier %s: %s does not speak RESP: %s", self._name, node.endpoint, error)
+            except OSError as error:
+                reason = "connection"
+                logger.debug("tier %s: %s: %s", self._name, node.endpoint, error)
+            self._metrics.add("connection", "lost")
+        _finish(calls, failed, reason)
+
+    def _redirected(self, calls: list[PageCall], deadline: float) -> dict[Node, list[PageCall]]:
+        """The calls that another node was named for, by that node."""
+        waiting: dict[Node, list[PageCall]] = {}
+        for call in calls:
+            if call.redirect is None:
+                continue
+            kind, slot, endpoint = call.redirect
+            call.redirect = None
+            call.asking = kind == "ASK"
+            self._metrics.add("redirect", kind.lower())
+            known = self._topology.node_of(call.name)
+            if not endpoint.host and known is not None:
+                # "The same host as the one that was asked."
+                endpoint = endpoint._replace(host=known.endpoint.host)
+            node = self._topology.asked(endpoint) if call.asking else self._topology.redirected(slot, endpoint)
+            node.wait_until_tried(min(self._settings.short_call, max(0.0, deadline - time.monotonic())))
+            waiting.setdefault(node, []).append(call)
+        return waiting
+
+    def _note_full_nodes(self, waiting: dict[Node, list[PageCall]]) -> None:
+        for node, calls in waiting.items():
+            if any(call.reason == "memory" for call in calls):
+                if time.monotonic() >= node.writes_rejected_until + _MEMORY_PAUSE:
+                    logger.warning("tier %s: %s is out of memory; writes to it pause", self._name, node.endpoint)
+                node.writes_rejected_until = time.monotonic() + _MEMORY_PAUSE
+
+    def _page_name(self, key: bytes) -> bytes:
+        return page_name(self._page_names, key)
+
+    def _deadline(self) -> float:
+        return call_deadline(self._settings.timeout)
+
+    def _entered(self) -> CallGate:
+        # The sockets of the parent are not the child's to speak on, and its threads have not come along.
+        if os.getpid() != self._process:
+            raise StoreClosedError(self._name)
+        return self._calls
+
+
+def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
+    for call in calls:
+        if call.result is None and call.redirect is None:
+            call.finish(result, reason)
+
+
+def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:
+    """Why calls ended so."""
+    return Counter([call.reason for call in calls if call.result is result])

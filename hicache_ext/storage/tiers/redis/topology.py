@@ -1,0 +1,270 @@
+"""Which node holds which key, and the thread that keeps this true.
+
+A cluster's slot is CRC16-XMODEM of the key modulo 16384 (redis.io/docs/latest/operate/oss_and_stack/reference/
+cluster-spec). The map comes from CLUSTER SLOTS, asked by redis-py of one node at a time: its cluster client answers
+every call with an error while one slot has no node. Replicas are not read: they may lack what was just written.
+"""
+
+from __future__ import annotations
+
+import binascii
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+
+from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.tiers.redis.node import Node, error_words
+from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
+
+logger = logging.getLogger(__name__)
+
+SLOTS = 16384
+
+_REFRESH_INTERVAL = 30.0
+"""Seconds between two looks at the map when nothing seems wrong."""
+_REFRESH_PAUSE = 0.5
+"""Seconds at least between two looks, however many calls were redirected."""
+_KEEPER_STEP = 0.1
+_LONGEST_FAREWELL = 5.0
+
+
+class Topology:
+    """Threads: any; ``node_of`` costs a dictionary look-up or a checksum of the key."""
+
+    def __init__(
+        self, name: str, settings: RedisSettings, tls: ssl.SSLContext | None, metrics: TierMetrics, *, required: bool
+    ) -> None:
+        """Reach a server and learn the map, in at most the tier's timeout.
+
+        Raises StoreSetupError when no server can be reached and ``required``, and always when what was reached is not
+        what the configuration says. Not required, the keeper goes on trying.
+        """
+        self._name = name
+        self._settings = settings
+        self._tls = tls
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._nodes: dict[Endpoint, Node] = {}
+        self._slots: list[Node | None] | None = None
+        self._single: Node | None = None
+        self._next_refresh = 0.0
+        self._refresh_wanted = False
+        self._first_look: BaseException | None = None
+        self._looked = threading.Event()
+        self._required = required
+        self._keeper = threading.Thread(target=self._keep, name=f"hicache-{name}-keeper", daemon=True)
+        self._keeper.start()
+        reached = self._looked.wait(settings.timeout)
+        problem = self._first_look if reached else TimeoutError(f"no answer within {settings.timeout:g} s")
+        if isinstance(problem, StoreSetupError) or (problem is not None and required):
+            self.close()
+            if isinstance(problem, StoreSetupError):
+                raise problem
+            servers = ", ".join(str(endpoint) for endpoint in settings.endpoints)
+            raise StoreSetupError(name, f"redis at {servers}: {error_words(problem)}")
+        if problem is not None:
+            logger.warning("tier %s: not reachable yet: %s", name, error_words(problem))
+
+    # -- asked by calls --------------------------------------------------------------------------------------------
+
+    @property
+    def is_cluster(self) -> bool:
+        return self._slots is not None
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes that hold pages."""
+        if self._slots is None:
+            return [] if self._single is None else [self._single]
+        return list({id(node): node for node in self._slots if node is not None}.values())
+
+    def node_of(self, redis_key: bytes) -> Node | None:
+        """The node that holds a key; None when the cluster has none for it. Keys of ours have no hash tag."""
+        if self._slots is None:
+            return self._single
+        return self._slots[slot_of(redis_key)]
+
+    def slots_without_node(self) -> int:
+        """Slots of the cluster whose pages are misses."""
+        return 0 if self._slots is None else sum(node is None for node in self._slots)
+
+    def redirected(self, slot: int, endpoint: Endpoint) -> Node:
+        """A node said that ``slot`` is at ``endpoint``: use that from now on, and look at the whole map soon."""
+        node = self._node(endpoint)
+        with self._lock:
+            if self._slots is not None and 0 <= slot < SLOTS:
+                self._slots[slot] = node
+        self.refresh_soon()
+        return node
+
+    def asked(self, endpoint: Endpoint) -> Node:
+        """The node to ask once, while a slot is on its way there."""
+        return self._node(endpoint)
+
+    def refresh_soon(self) -> None:
+        self._refresh_wanted = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """Ends the keeper; what it has under way is waited for, unless a name server keeps it for very long."""
+        self._closing = True
+        self._wake.set()
+        self._keeper.join(_LONGEST_FAREWELL)
+        with self._lock:
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.close()
+
+    def _node(self, endpoint: Endpoint) -> Node:
+        """The node at ``endpoint``, made if it is new; a new one is down until the keeper has reached it."""
+        with self._lock:
+            node = self._nodes.get(endpoint)
+            if node is None:
+                node = Node(self._settings, endpoint, self._tls, self._metrics, self.refresh_soon)
+                self._nodes[endpoint] = node
+                self._wake.set()
+            return node
+
+    # -- the keeper ------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            wanted = self._refresh_wanted or any(not node.up for node in self.nodes) or not self.nodes
+            now = time.monotonic()
+            if now >= self._next_refresh or (wanted and now >= self._next_refresh - _REFRESH_INTERVAL + _REFRESH_PAUSE):
+                self._refresh_wanted = False
+                self._next_refresh = now + _REFRESH_INTERVAL
+                self._look()
+            with self._lock:
+                nodes = list(self._nodes.values())
+            for node in nodes:
+                if node.attempt_due() and not self._closing:
+                    try:
+                        node.attempt()
+                    except Exception:
+                        logger.exception("tier %s: reaching %s", self._name, node.endpoint)
+            settled = all(node.up for node in nodes) and nodes and not self._refresh_wanted
+            self._wake.wait(max(_KEEPER_STEP, self._next_refresh - time.monotonic()) if settled else _KEEPER_STEP)
+
+    def _look(self) -> None:
+        problem: BaseException | None = None
+        try:
+            problem = self._learn()
+        except StoreSetupError as error:
+            problem = error
+        except Exception as error:  # the keeper must not end
+            problem = error
+            logger.exception("tier %s: learning the topology", self._name)
+        if not self._looked.is_set():
+            if self._required and isinstance(problem, TimeoutError):
+                # One that is only slow gets the tier's whole timeout: a start depends on it.
+                self._refresh_wanted = True
+                return
+            self._first_look = problem
+            self._looked.set()
+
+    def _learn(self) -> BaseException | None:
+        """Ask the nodes one after the other until one knows every slot; why none could be used, or None."""
+        problem: BaseException | None = None
+        best: list[tuple[int, int, Endpoint]] | None = None
+        with self._lock:
+            known = sorted(self._nodes.values(), key=lambda node: not node.up)
+        for endpoint in dict.fromkeys([*(node.endpoint for node in known), *self._settings.endpoints]):
+            if self._closing:
+                break
+            try:
+                ranges = self._slot_ranges(endpoint)
+            except (redis.RedisError, OSError, ConfigError) as error:
+                problem = problem or _without_redis(error)
+                continue
+            if ranges is None:
+                return self._use_single(endpoint)
+            if best is None or _covered(ranges) > _covered(best):
+                best = ranges
+            # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
+            if _covered(best) == SLOTS:
+                break
+        if best is not None:
+            return self._use_cluster(best)
+        return problem or ConnectionError("no server")
+
+    def _slot_ranges(self, endpoint: Endpoint) -> list[tuple[int, int, Endpoint]] | None:
+        """(first slot, last slot, master) for each range; None when the server is no cluster."""
+        if self._settings.cluster is False:
+            return None
+        client: Any = self._settings.admin_client(endpoint, database=0)
+        try:
+            answer = client.execute_command("CLUSTER SLOTS")
+        except redis.ResponseError as error:
+            if self._settings.cluster is None and "cluster support disabled" in str(error):
+                return None
+            if "cluster support disabled" in str(error):
+                problem = f"redis at {endpoint} is not a cluster, and cluster is true"
+                raise StoreSetupError(self._name, problem, ["leave cluster out, or set it to false"]) from None
+            raise
+        finally:
+            client.close()
+        return [_slot_range(entry, endpoint) for entry in answer]
+
+    def _use_single(self, endpoint: Endpoint) -> BaseException | None:
+        node = self._node(endpoint)
+        if not node.up and (problem := node.attempt()) is not None:
+            return problem
+        self._single = node
+        return None
+
+    def _use_cluster(self, ranges: Sequence[tuple[int, int, Endpoint]]) -> BaseException | None:
+        if self._settings.database:
+            raise StoreSetupError(self._name, "a redis cluster has only database 0", ["leave database out"])
+        slots: list[Node | None] = [None] * SLOTS
+        for first, last, endpoint in ranges:
+            slots[first : last + 1] = [self._node(endpoint)] * (last + 1 - first)
+        with self._lock:
+            self._slots = slots
+            gone = [node for endpoint, node in self._nodes.items() if node not in set(slots)]
+            for node in gone:
+                del self._nodes[node.endpoint]
+        for node in gone:
+            node.close()
+        problems = [node.attempt() for node in self.nodes if not node.up and not self._closing]
+        up = any(node.up for node in self.nodes)
+        return None if up else next((p for p in problems if p is not None), ConnectionError("it has no slots"))
+
+
+def slot_of(redis_key: bytes) -> int:
+    return binascii.crc_hqx(redis_key, 0) % SLOTS
+
+
+def _covered(ranges: Sequence[tuple[int, int, Endpoint]]) -> int:
+    return sum(last + 1 - first for first, last, _ in ranges)
+
+
+def _slot_range(entry: Any, asked: Endpoint) -> tuple[int, int, Endpoint]:
+    first, last, (host, port, *_) = entry[:3]
+    # A node that does not know its own address leaves it empty: it is the one that was asked.
+    return int(first), int(last), Endpoint(host.decode() if host else asked.host, int(port))
+
+
+def _without_redis(error: BaseException) -> BaseException:
+    """The error without redis-py's wording, which may repeat what was sent."""
+    if isinstance(error, redis.AuthenticationError):
+        return ConnectionError("the login is refused; check username and password")
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return ConnectionError("the user may not use CLUSTER SLOTS")
+    if isinstance(error, redis.TimeoutError):
+        return TimeoutError("no answer in time")
+    if isinstance(error, redis.ConnectionError):
+        cause = error.__cause__ or error.__context__
+        return cause if isinstance(cause, OSError) else ConnectionError("the connection failed")
+    if isinstance(error, redis.RedisError):
+        return ConnectionError(type(error).__name__)
+    return error
