@@ -14,7 +14,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, 
 
 
 class MemoryPageStore:
-    """Page objects in a dict. Keeps every promise of ``storage/contract/store.py`` except that nothing outlives the process.
+    """Page objects in a dict. Keeps every promise of ``contract/store.py`` except that nothing outlives the process.
 
     ``objects`` (48-byte key -> page object) is open to tests, which read and damage it there.
     """

@@ -10,7 +10,7 @@ from hicache_ext.storage.tiers.redis.settings import RedisSettings
 
 
 def memory_of(settings: RedisSettings, nodes: Sequence[Node]) -> dict[str, float]:
-    """Gauges (storage/contract/reports.py) of all nodes that are up, together; everything they hold counts, whoever wrote it.
+    """Gauges (contract/reports.py) of all nodes that are up, together; everything they hold counts, whoever wrote it.
 
     Takes at most a short call per node. Raises redis.RedisError: also where the user may not use INFO.
     """
