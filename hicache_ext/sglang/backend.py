@@ -17,7 +17,6 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -52,6 +51,7 @@ from hicache_ext.page.identity import (
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks as sglang_hooks
 from hicache_ext.sglang import weights_hooks
+from hicache_ext.sglang.attached import attach, detach
 from hicache_ext.sglang.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
@@ -83,15 +83,8 @@ only a few: most chains that end do so at once."""
 
 _UNHURRIED = nullcontext()
 
-_LIVE: weakref.WeakSet[HiCacheExtBackend] = weakref.WeakSet()
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-def live_backends() -> list[HiCacheExtBackend]:
-    """The backends of this process that are not closed; the hooks of plugin.py find them here."""
-    return list(_LIVE)
 
 
 def _answering(
@@ -182,7 +175,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
         self._hints = self._hint_receiver()
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
-        _LIVE.add(self)
+        attach(self)
         self._warn_about_missing_hooks()
         logger.info(
             "hicache_ext: role %s, model %r revision %r epoch %s, tiers %s",
@@ -816,7 +809,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     @_answering(lambda *_, **__: None)
     def close(self) -> None:
         self._closed = True
-        _LIVE.discard(self)
+        detach(self)
         if self._hints is not None:
             self._hints.close(_HINTS_TIMEOUT)
         if self._config_file is not None:

@@ -15,6 +15,8 @@ import logging
 import uuid
 from typing import Any
 
+from hicache_ext.sglang.attached import attached_backends
+
 logger = logging.getLogger(__name__)
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -42,7 +44,7 @@ def before_update(manager: Any, *_: Any, **__: Any) -> None:
     global _nonce, _flushed
     _nonce = _agreed(getattr(manager, "tp_cpu_group", None))
     _flushed = False
-    for backend in _backends():
+    for backend in attached_backends():
         backend.suspend(NOT_FLUSHED)
 
 
@@ -59,7 +61,7 @@ def after_flush(result: Any, *_: Any, **__: Any) -> None:
     if not result or _nonce is None or _flushed:
         return
     _flushed = True
-    for backend in _backends():
+    for backend in attached_backends():
         if backend.flushes_with_cache:
             backend.advance_weights_epoch(_nonce)
             backend.resume()
@@ -110,11 +112,3 @@ def _backed_up() -> bool:
     except Exception as error:  # noqa: BLE001 - not known means no
         logger.debug("whether weights are backed up is not known: %s", error)
         return False
-
-
-def _backends() -> list[Any]:
-    import sys
-
-    # A process without a backend (tokenizer, detokenizer) must not import SGLang's storage modules for this.
-    module = sys.modules.get("hicache_ext.storage.backend")
-    return module.live_backends() if module is not None else []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 
 from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.runtime.access import Access, prepare_directory
+from hicache_ext.runtime.access import Access
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.mounts import on_root_file_system
@@ -23,6 +23,7 @@ from hicache_ext.storage.tiers.file.expiry import record_ttl
 from hicache_ext.storage.tiers.file.io_plan import IoPlan, choose_io
 from hicache_ext.storage.tiers.file.layout_choice import LayoutChoice, choose_layout
 from hicache_ext.storage.tiers.file.manifest import check_before_start, layout_in
+from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.multipath import PathStore, SpreadStore
 
 if TYPE_CHECKING:
