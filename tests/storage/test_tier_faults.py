@@ -12,9 +12,9 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiering import live_tiers
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing import step_costs, tier_faults
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
 
 
 def test_what_is_hooked_is_what_opens_the_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
