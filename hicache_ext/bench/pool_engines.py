@@ -28,9 +28,9 @@ import numpy.typing as npt
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import tier_types
 from hicache_ext.errors import HicacheExtError
+from hicache_ext.runtime.vectored import IOV_MAX, after
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.tiers.file.vectored import IOV_MAX, after
 from hicache_ext.storage.tiers.object.names import page_name
 
 _SEGMENTS = 2
