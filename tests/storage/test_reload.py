@@ -17,13 +17,11 @@ import yaml
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
-from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
-from hicache_ext.storage.tiering.hot_swap import SharedStore
 from hicache_ext.storage.tiering.reload import ReloadableStore
-from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
+from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 from tests.storage.guards.hung import KEY, eventually
 
 pytestmark = pytest.mark.slow
@@ -254,18 +252,6 @@ def test_a_closed_store_takes_nothing_over(tier: Callable[..., Section]) -> None
     with pytest.raises(StoreClosedError):
         store.reload(config({"disk": tier("disk"), "more": tier("more")}))
     assert set(threading.enumerate()) <= before
-
-
-def test_a_shared_store_closes_with_its_last_holder() -> None:
-    inner = MemoryPageStore()
-    shared = SharedStore(inner)
-    first, second = shared.handle(), shared.handle()
-    first.close()
-    first.close()
-    assert read_pages(second, [KEY])[0] == [GetResult.MISS]
-    second.close()
-    with pytest.raises(StoreClosedError):
-        inner.contains([KEY])
 
 
 # -- the file, and the command -----------------------------------------------------------------------------------------
