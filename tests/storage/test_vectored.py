@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hicache_ext.runtime import vectored
-from hicache_ext.storage.tiers.file import vectored
 from tests.rigs.disk_faults import DiskFaults
 
 
