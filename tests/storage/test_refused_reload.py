@@ -69,7 +69,7 @@ def is_closed(store: PageStore) -> bool:
 
 def breaker(store: ReloadableStore) -> BreakerStore:
     (tier,) = store._live.values()
-    found = breaker_of(tier.guarded.store)
+    found = breaker_of(tier.store)
     assert found is not None
     return found
 

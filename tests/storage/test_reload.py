@@ -82,13 +82,13 @@ def test_a_tier_is_added_drained_and_removed(tier: Callable[..., Section], tmp_p
 
 def test_limits_and_guards_of_a_live_tier_change_without_opening_it_again(tier: Callable[..., Section]) -> None:
     store = open_tiers(config({"disk": tier("disk")}))
-    bare = store._live["disk"].bare.store
+    bare = store._live["disk"].bare
     store_pages(store, [KEY])
     changes = store.reload(
         config({"disk": tier("disk", capacity="32MiB", timeout="30s", guards={"concurrency": 3}, required=False)})
     )
     assert changes == ["tier disk: new required, timeout, guards, capacity"]
-    assert store._live["disk"].bare.store is bare
+    assert store._live["disk"].bare is bare
     (guarded,) = store.tiers
     assert guarded.describe().details["capacity"] == 32 << 20
     assert guarded.describe().details["breaker"] == "closed"
