@@ -81,6 +81,7 @@ _LOOK_UP_PORTION = 2048
 """Keys of a chain converted and looked up at once: each time costs some 50 us on the way to the tier. The first time
 only a few: most chains that end do so at once."""
 
+_GOOD = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
 _UNHURRIED = nullcontext()
 
 _P = ParamSpec("_P")
@@ -476,7 +477,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._get_pages(_KV, keys, host_indices)
+        return self._move_pages(_KV, keys, host_indices, self._store.get, self._prefetched)
 
     @_answering(_all_false)
     def batch_set_v1(
@@ -485,14 +486,16 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._set_pages(_KV, keys, host_indices)
+        return self._move_pages(_KV, keys, host_indices, self._store.set, self._backed_up)
 
     @_answering(_transfers_false)
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
         return {
-            transfer.name: self._get_pages(_name_of(transfer.name), transfer.keys or [], transfer.host_indices)
+            transfer.name: self._move_pages(
+                _name_of(transfer.name), transfer.keys or [], transfer.host_indices, self._store.get, self._prefetched
+            )
             for transfer in transfers
         }
 
@@ -501,23 +504,18 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
         return {
-            transfer.name: self._set_pages(_name_of(transfer.name), transfer.keys or [], transfer.host_indices)
+            transfer.name: self._move_pages(
+                _name_of(transfer.name), transfer.keys or [], transfer.host_indices, self._store.set, self._backed_up
+            )
             for transfer in transfers
         }
 
-    def _get_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        return self._move_pages(name, keys, host_indices, self._read, self._prefetched)
-
-    def _set_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        return self._move_pages(name, keys, host_indices, self._write, self._backed_up)
-
-    @_answering(lambda _name, keys, *_: [False] * _length(keys))
     def _move_pages(
         self,
         name: str,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
-        move: Callable[[PageBatch], list[bool]],
+        move: Callable[[PageBatch], list[Any]],
         samples: TransferSamples,
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; which of them went well."""
@@ -528,19 +526,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             return [True] * len(keys)
         batch, owners = self._batch(pool, pool.pages, keys, host_indices)
         started = time.perf_counter()
-        moved = move(batch)
+        moved = _went_well(move(batch))
         seconds = time.perf_counter() - started
         samples.record(len(keys), batch.bytes_of(True, moved), seconds)
         return moved if owners is None else _per_page(len(keys), len(pool.digests), owners, moved)
-
-    def _read(self, batch: PageBatch) -> list[bool]:
-        hit, results = GetResult.HIT, self._store.get(batch)
-        if results.count(hit) == len(results):
-            return [True] * len(results)
-        return [result is hit for result in results]
-
-    def _write(self, batch: PageBatch) -> list[bool]:
-        return [result.durable for result in self._store.set(batch)]
 
     def _batch(
         self, pool: _BoundPool, pages: HostPages, keys: Sequence[str], host_indices: torch.Tensor | None
@@ -559,10 +548,9 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             numbers, keys = numbers[sound], [keys[page] for page in owners]
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
         parts = len(pool.digests)
-        buffers = [pages.memory_of(numbers, part) for part in range(parts)]
         if parts == 1:
-            sizes = [pages.page_bytes] * len(keys)
-            return PageBatch(of_first, buffers[0], sizes), owners
+            return PageBatch(of_first, pages.memory_of(numbers), [pages.page_bytes] * len(keys)), owners
+        buffers = [pages.memory_of(numbers, part) for part in range(parts)]
         store_keys = [
             key for page in zip(*[of_first.under(digest) for digest in pool.digests], strict=True) for key in page
         ]
@@ -675,7 +663,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
-        return self._flat_transfer(keys, target_locations, target_sizes, self._read)
+        return self._flat_transfer(keys, target_locations, target_sizes, self._store.get)
 
     @_answering(lambda *_, **__: False)
     def set(
@@ -696,7 +684,11 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         target_sizes: Any | None = None,
     ) -> bool:
         sources = values if values is not None and any(value is not None for value in values) else target_locations
-        done = self._flat_transfer(keys, sources, target_sizes, self._write)
+        readable = [
+            source.detach().cpu().contiguous() if isinstance(source, torch.Tensor) else source
+            for source in sources or ()
+        ]
+        done = self._flat_transfer(keys, readable, target_sizes, self._store.set)
         return len(done) == len(keys) and all(value is not None for value in done)
 
     def _flat_transfer(
@@ -704,7 +696,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         keys: Sequence[str],
         tensors: Sequence[Any] | None,
         sizes: Sequence[Any] | None,
-        move: Callable[[PageBatch], list[bool]],
+        move: Callable[[PageBatch], list[Any]],
     ) -> list[Any]:
         """Move the bytes of one tensor (or address and size) per key; the tensor where it went well, else None."""
         done: list[Any] = [None] * len(keys)
@@ -713,22 +705,20 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         digest = self._flat_pool().digests[0]
         positions: list[int] = []
         buffers: list[list[memoryview]] = []
-        kept_alive: list[Any] = []
         for position in range(min(len(keys), len(tensors or ()))):
             target = tensors[position] if tensors is not None else None
             size = sizes[position] if sizes is not None and position < len(sizes) else None
             segments: list[memoryview] | None = None
             if isinstance(target, torch.Tensor):
-                if move == self._write:
-                    target = target.detach().cpu().contiguous()
-                kept_alive.append(target)
                 segments = tensor_segments(target)
             elif isinstance(target, int) and isinstance(size, int) and size > 0:
                 segments = address_segments([target], [size])
             if segments is not None:
                 positions.append(position)
                 buffers.append(segments)
-        moved = move(PageBatch([digest + page_hash_bytes(keys[position]) for position in positions], buffers))
+        moved = _went_well(
+            move(PageBatch([digest + page_hash_bytes(keys[position]) for position in positions], buffers))
+        )
         for position, ok in zip(positions, moved, strict=True):
             if ok and tensors is not None:
                 done[position] = tensors[position]
@@ -862,6 +852,13 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 def _probe_keys(pool: _BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
     """Store keys of the first ``count`` pages, of their first parts."""
     return [pool.digests[0] + page_hash_bytes(key) for key in keys[:count]]
+
+
+def _went_well(results: list[Any]) -> list[bool]:
+    """Which pages were read, or are stored."""
+    if results and results.count(results[0]) == len(results):
+        return [results[0] in _GOOD] * len(results)
+    return [result in _GOOD for result in results]
 
 
 def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence[bool]) -> list[bool]:

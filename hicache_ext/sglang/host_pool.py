@@ -93,6 +93,7 @@ class HostPages:
         ]
         self._runs_per_part = len(self._runs) // parts
         self._parts = [self._part(begin) for begin in range(0, len(self._runs), self._runs_per_part)]
+        self.page_bytes = sum([run.size for run in self._runs])
 
     def _part(self, begin: int) -> _Part:
         runs = self._runs[begin : begin + self._runs_per_part]
@@ -105,10 +106,6 @@ class HostPages:
     def segment_sizes(self) -> tuple[int, ...]:
         """Sizes in bytes of the segments of one stored object."""
         return tuple(run.size for run in self._runs[: self._runs_per_part])
-
-    @property
-    def page_bytes(self) -> int:
-        return sum(run.size for run in self._runs)
 
     def page_numbers(
         self, host_indices: torch.Tensor | None, pages: int
