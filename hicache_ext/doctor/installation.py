@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from hicache_ext import __version__
 from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.registry import broken_tier_types
 
 TESTED_SGLANG = "0.5.23"
 """As plugin.py says, which cannot be asked where torch is missing."""
@@ -28,6 +29,8 @@ def installation_findings() -> Iterator[Finding]:
     else:
         yield Finding("torch", Level.OK, torch)
     yield _plugin()
+    for error in broken_tier_types():
+        yield Finding("tier types", Level.ERROR, str(error), "servers start without it while no tier is of that type")
 
 
 def _sglang() -> Finding:
