@@ -35,8 +35,8 @@ from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
 from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
-from hicache_ext.testing.redis_servers import RedisServer, redis_program
 from hicache_ext.testing.server import free_port
+from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.storage.guards.hung import eventually
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hicache_ext.runtime import vectored
-from hicache_ext.testing.disk_faults import DiskFaults
+from tests.rigs.disk_faults import DiskFaults
 
 
 def _cut(content: bytes, sizes: list[int]) -> list[memoryview]:

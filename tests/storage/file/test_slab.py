@@ -26,8 +26,8 @@ from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.records import INDEX_VERSION, Slab
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
-from hicache_ext.testing.disk_faults import compiled_code_through_python
 from tests.campaigns import kill_slabs
+from tests.rigs.disk_faults import compiled_code_through_python
 
 MIB = 1 << 20
 SIZES = (65_536, 65_536)

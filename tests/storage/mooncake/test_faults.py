@@ -20,7 +20,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.mooncake_servers import MooncakeServers
+from tests.rigs.mooncake_servers import MooncakeServers
 from tests.storage.mooncake.conftest import PATIENCE, tier_for
 
 pytestmark = pytest.mark.slow

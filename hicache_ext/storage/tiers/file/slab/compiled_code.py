@@ -37,6 +37,7 @@ from hicache_ext.page.envelope import (
     page_seal,
 )
 from hicache_ext.page.memory import addresses_of
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.jit import Function, compiled_kernels, sources_digest, use
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import key_words
@@ -271,7 +272,7 @@ class _Loading:
                     self._load(stamp)
                 else:
                     logger.info("the file tier compiles its code, once per version and machine; in Python until then")
-                    threading.Thread(target=self._compile, args=(stamp,), name="hicache-compile", daemon=True).start()
+                    BackgroundLoop("hicache-compile", lambda: self._compile(stamp)).wake()
             self.begun = True
 
     def _compile(self, stamp: Path | None) -> None:
