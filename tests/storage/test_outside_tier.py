@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -141,6 +142,7 @@ def test_the_doctor_tries_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert f"tier pages: sqlite, {tmp_path}/pages.db" in printed
     assert "open: the tier can be opened" in printed
+    assert "round trip: 16 pages written, read back and removed" in printed
     assert "tier types" not in printed
 
 
@@ -239,3 +241,16 @@ def test_a_configuration_of_one_type_imports_no_other(tmp_path: Path) -> None:
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     mine = ["", ".config", ".tier_type"]
     assert printed.splitlines() == ["[]", str([f"hicache_ext.storage.tiers.redis{end}" for end in mine])]
+
+
+def test_the_page_about_writing_a_tier_shows_code_that_is_tested() -> None:
+    page = (ROOT / "docs" / "write-a-tier.md").read_text()
+    package = ROOT / "tests" / "outside_tier"
+    code = "".join(
+        re.sub(r"\n\n+", "\n", file.read_text())
+        for file in (package / "hicache_sqlite.py", package / "pyproject.toml", Path(__file__))
+    )
+    shown = re.findall(r"```(?:python|text)\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 4
+    for block in shown:
+        assert re.sub(r"\n\n+", "\n", block) in code, block
