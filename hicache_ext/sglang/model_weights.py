@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import load_document
-from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.model import HicacheExtConfig
 from hicache_ext.errors import HicacheExtError, UnsupportedError
 from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.sglang.launch_facts import LaunchFacts, note_runner, resolved
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 
 logger = logging.getLogger(__name__)
 

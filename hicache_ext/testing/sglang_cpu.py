@@ -18,12 +18,16 @@ SGLang spawns its processes, and a spawned child runs the module its parent was 
 ``__mp_main__``: so this module mends each child before the child imports SGLang. What has to be patched inside SGLang
 goes through SGLang's own hook registry.
 
+``HICACHE_EXT_RIG_MODULES`` (module names, commas between them) adds hooks of a test's own: each module is imported in
+every process of the server, and its ``register()`` called, before SGLang starts there.
+
 Tests that build host pools in their own process call :func:`prepare_process` before they import SGLang.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -38,7 +42,8 @@ import torch
 
 from hicache_ext.sglang.hooks import COPIES, not_in_force, register
 from hicache_ext.sglang.kernel_hooks import has_accelerator
-from hicache_ext.testing import step_costs, tier_faults
+
+MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
 
 # --max-total-tokens fits any model that is worth running on CPU; sleep-on-idle and one OpenMP thread keep a scheduler's
 # polling loop from starving the model (a 1-token prefill took 3 s without them).
@@ -218,8 +223,8 @@ def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register([COPIES])
-    tier_faults.register()
-    step_costs.register()
+    for name in filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")):
+        importlib.import_module(name).register()
     for target, hook in (
         ("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinned_host_pool),
         (

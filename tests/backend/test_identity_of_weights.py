@@ -22,7 +22,8 @@ from hicache_ext.sglang import adapters, hooks, launch_facts, model_weights
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
-from hicache_ext.testing.tiny_model import make_tiny_adapter, make_tiny_model
+from hicache_ext.testing.tiny_model import make_tiny_model
+from tests.rigs.tiny_adapter import make_tiny_adapter
 
 pytestmark = pytest.mark.sglang
 

@@ -15,8 +15,8 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.doctor import installation
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.faults import DroppingStore, FailingStore, PageStoreWrapper
-from hicache_ext.testing.memory_store import MemoryPageStore
 from hicache_ext.testing.server import free_port
 
 SECRET = "hunter2-is-the-secret"
