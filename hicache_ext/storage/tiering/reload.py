@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
-from hicache_ext.storage.contract.store import PageStore, Resizable
-from hicache_ext.storage.guards.breaker_store import breaker_of
+from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.tiering.hot_swap import ExchangeableStore
 from hicache_ext.storage.tiering.live_tiers import LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
@@ -101,7 +101,7 @@ class ReloadableStore(ExchangeableStore):
         except Exception as error:
             raise StoreError(f"the new tiers cannot be used: {error!r}") from error
         for tier in guarded.values():
-            if (breaker := breaker_of(tier.guarded.store)) is not None:
+            if (breaker := ability(tier.guarded.store, BreakerStore)) is not None:
                 breaker.resume()
         for name in changed:
             _resize(self._live[name], wanted[name])
@@ -150,9 +150,9 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
         if field == "timeout" and wanted.keeps_timeout:
             yield ConfigError(f"{key}.timeout", f"cannot change: the store was opened with it; {remedy}")
         elif field == "capacity" and field in wanted.live_keys:
-            store = _bottom(live)
+            store = ability(live.bare.store, Resizable)
             capacity = wanted.capacity if isinstance(wanted, FileTierConfig) else None
-            if not isinstance(store, Resizable) or not store.can_resize(capacity):
+            if store is None or not store.can_resize(capacity):
                 yield ConfigError(f"{key}.capacity", f"cannot change in this layout while the tier is in use; {remedy}")
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
@@ -163,12 +163,6 @@ def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:
 
 
 def _resize(live: LiveTier, wanted: TierConfig) -> None:
-    store = _bottom(live)
-    if isinstance(wanted, FileTierConfig) and isinstance(store, Resizable):
+    store = ability(live.bare.store, Resizable)
+    if isinstance(wanted, FileTierConfig) and store is not None:
         store.resize(wanted.capacity)
-
-
-def _bottom(live: LiveTier) -> PageStore:
-    """The store itself, also where it was opened late."""
-    store = live.bare.store
-    return getattr(store, "opened", None) or store
