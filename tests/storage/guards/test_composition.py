@@ -12,8 +12,8 @@ from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding, Level
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards import composition
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.composition import GuardPlan, guarded, plan_guards
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.testing.memory_store import MemoryPageStore
 
 
