@@ -34,7 +34,7 @@ from pathlib import Path
 
 from hicache_ext.runtime.access import make_directory, open_file
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.storage.tiers.file.file_system import file_system_of
+from hicache_ext.runtime.file_systems import file_system_of
 
 logger = logging.getLogger(__name__)
 
