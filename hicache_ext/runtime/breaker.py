@@ -108,13 +108,13 @@ class Breaker:
 
     def admit(self) -> int | None:
         """A ticket for ``trip`` if a call may go through, else None."""
-        if self._state is BreakerState.CLOSED:
+        state = self._state
+        if state is BreakerState.CLOSED:
             return self._generation
         with self._lock:
-            if self._state is BreakerState.OPEN:
-                return None
-            if self._state is BreakerState.CLOSED:
-                return self._generation
+            state = self._state
+            if state is not BreakerState.HALF_OPEN:
+                return None if state is BreakerState.OPEN else self._generation
             share = self._share()
             if share < 1:
                 self._credit += share
