@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import operator
 import threading
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+
+_T = TypeVar("_T")
 
 
 class MemoryPageStore:
@@ -19,9 +23,16 @@ class MemoryPageStore:
     ``objects`` (48-byte key -> page object) is open to tests, which read and damage it there.
     """
 
-    def __init__(self, name: str = "memory", *, objects: dict[bytes, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "memory",
+        *,
+        objects: dict[bytes, bytes] | None = None,
+        documents: dict[bytes, dict[str, Any]] | None = None,
+    ) -> None:
+        """``documents``: those of ``register_identity``, by digest."""
         self.objects: dict[bytes, bytes] = {} if objects is None else objects
-        self.identities: dict[bytes, dict[str, Any]] = {}
+        self.documents: dict[bytes, dict[str, Any]] = {} if documents is None else documents
         self._name = name
         self._metrics = TierMetrics(name)
         self._lock = threading.Lock()
@@ -39,13 +50,20 @@ class MemoryPageStore:
         return StoreInfo(name=self._name, type="memory", shared=False, details={"pages": len(self.objects)})
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        self.identities[digest] = document
+        self.documents[digest] = document
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        return dict(self.documents)
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._lock:
             self._check_open()
-            results = [self._get_page(*page) for page in zip(batch.keys, batch.buffers, strict=True)]
-        self._metrics.add_many("get", Counter(result.value for result in results))
+            results = [
+                self._tried(partial(self._get_page, *page), GetResult.ERROR)
+                for page in zip(batch.keys, batch.buffers, strict=True)
+            ]
+        self._metrics.add_many("get", counted(results))
+        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def _get_page(self, key: bytes, segments: Sequence[memoryview]) -> GetResult:
@@ -73,8 +91,12 @@ class MemoryPageStore:
     def set(self, batch: PageBatch) -> list[SetResult]:
         with self._lock:
             self._check_open()
-            results = [self._set_page(*page) for page in zip(batch.keys, batch.buffers, strict=True)]
-        self._metrics.add_many("set", Counter(result.value for result in results))
+            results = [
+                self._tried(partial(self._set_page, *page), SetResult.ERROR)
+                for page in zip(batch.keys, batch.buffers, strict=True)
+            ]
+        self._metrics.add_many("set", counted(results))
+        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
     def _set_page(self, key: bytes, segments: Sequence[memoryview]) -> SetResult:
@@ -86,7 +108,7 @@ class MemoryPageStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
             self._check_open()
-            return [key in self.objects for key in keys]
+            return [self._tried(partial(operator.contains, self.objects, key), False) for key in keys]
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         present = self.contains(keys)
@@ -95,16 +117,27 @@ class MemoryPageStore:
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             self._check_open()
-            return sum(self.objects.pop(key, None) is not None for key in keys)
+            return sum(self._tried(partial(self.objects.pop, key, None), None) is not None for key in keys)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         with self._lock:
             self._check_open()
-            known = {key[: envelope.IDENTITY_LENGTH] for key in self.objects}
-            cleared = known if digests is None else known & set(digests)
-            for key in [key for key in self.objects if key[: envelope.IDENTITY_LENGTH] in cleared]:
-                del self.objects[key]
+            return self._tried(partial(self._clear, digests), 0)
+
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
+        known = {key[: envelope.IDENTITY_LENGTH] for key in self.objects}
+        cleared = known if digests is None else known & set(digests)
+        for key in [key for key in self.objects if key[: envelope.IDENTITY_LENGTH] in cleared]:
+            del self.objects[key]
         return len(cleared)
+
+    def _tried(self, access: Callable[[], _T], otherwise: _T) -> _T:
+        """What ``access`` answers; ``otherwise``, counted, when the medium fails. A dict does not: a test's may."""
+        try:
+            return access()
+        except OSError as error:
+            self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+            return otherwise
 
     def close(self) -> None:
         with self._lock:

@@ -218,7 +218,7 @@ def test_a_path_broken_at_start_is_left_out_and_joins_later(rig, caplog):
     assert_hits(store, KEYS)
     rig.disks[1].error = None
     wait_until(lambda: not store.out_of_service())
-    assert rig.disks[1].opened[0].identities == {IDENTITY: {"model": {"id": "x"}}}
+    assert rig.disks[1].opened[0].documents == {IDENTITY: {"model": {"id": "x"}}}
 
 
 def test_with_every_path_broken_the_tier_cannot_start(rig):

@@ -23,7 +23,7 @@ class RegisteringStore(MemoryPageStore):
         self.registered_before_first_page: int | None = None
 
     def set(self, batch: Any) -> list[SetResult]:
-        self.registered_before_first_page = len(self.identities)
+        self.registered_before_first_page = len(self.documents)
         return super().set(batch)
 
 
@@ -64,11 +64,11 @@ def test_a_tier_that_comes_up_later_is_used_without_a_restart(caplog: pytest.Log
     assert store_pages(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
     assert place.store.registered_before_first_page == 2
-    assert place.store.identities == {IDENTITY: {"model": 1}, OTHER_IDENTITY: {"model": 2}}
+    assert place.store.documents == {IDENTITY: {"model": 1}, OTHER_IDENTITY: {"model": 2}}
     assert "connection refused; going on without it (required: false) and trying again" in caplog.text
     eventually(lambda: "tier pool is open now and in use" in caplog.text)
     store.register_identity(bytes(16), {"model": 3})
-    assert len(place.store.identities) == 3
+    assert len(place.store.documents) == 3
     store.close()
 
 
