@@ -24,6 +24,7 @@ from hicache_ext.config.pd import WriteConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.pd.pool_writer import PoolWriter
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.sglang.attached import attached_backends
 from hicache_ext.sglang.decode_writer import DecodeWriter
 from hicache_ext.sglang.launch_facts import configuration_given_as
 
@@ -150,29 +151,6 @@ def around_release(original: Callable[..., None], manager: Any) -> None:
     original(manager)
 
 
-def register() -> None:
-    """Put the hooks into SGLang's registry; once a process."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, hook in _hooks().items():
-        HookRegistry.register(target, hook, HookType.AROUND)
-
-
-def targets() -> list[str]:
-    """Dotted names of everything hooked, for the check that they took."""
-    return list(_hooks())
-
-
-def _hooks() -> dict[str, Callable[..., Any]]:
-    return {
-        f"{MANAGER}.__init__": around_init,
-        f"{MANAGER}.offload_kv_cache": around_offload,
-        f"{MANAGER}.check_offload_progress": around_check,
-        f"{MANAGER}.drain_before_retraction": around_drain,
-        f"{MANAGER}.release_host_resources": around_release,
-    }
-
-
 def _without_trouble(advanced: Callable[[Any], bool], req: Any) -> bool:
     try:
         return advanced(req)
@@ -232,12 +210,10 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, config: WriteConfig, bigrams:
 def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWriter:
     import torch
 
-    from hicache_ext.sglang.backend import live_backends
-
     # Not through the controller: SGLang's fault injector may be wrapped around its reference.
     backend = next(
         backend
-        for backend in live_backends()
+        for backend in attached_backends()
         if getattr(backend, "mem_pool_host", None) is manager.cache_controller.storage_host_pool
     )
     metrics = TierMetrics("pd_write", prefix="pd_write_")

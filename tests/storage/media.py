@@ -14,12 +14,12 @@ from typing import Any
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiers.file import open_file_tier
+from hicache_ext.storage.tiers.file.opening import open_file_tier
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.medium import Medium
-from hicache_ext.testing.disk_faults import DiskFaults
-from hicache_ext.testing.memory_store import MemoryPageStore
+from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import RawFiles, RawObjects, RawSlots, SpreadRaw
 
 MIB = 1 << 20
@@ -73,7 +73,9 @@ class Memory(RawMedium):
         return type(self), ()
 
     def open(self) -> PageStore:
-        return MemoryPageStore(objects=self.objects, documents=self.documents)
+        store = MemoryPageStore(objects=self.objects)
+        store._documents = self.documents
+        return store
 
     def open_elsewhere(self) -> PageStore:
         return MemoryPageStore()

@@ -10,6 +10,7 @@ from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import AsyncStore
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.faults import (
@@ -20,7 +21,6 @@ from hicache_ext.testing.faults import (
     RaisingStore,
     SlowStore,
 )
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.media import Memory, Over, PageFiles, TwoTiers
 
 MIB = 1 << 20
