@@ -1,14 +1,14 @@
 """Changing tiers while SGLang runs: what may change, what may not, and all of it at one moment.
 
 A reload that is refused, or whose new tiers cannot be opened, changes nothing. One that is accepted takes over between
-two calls (arrangement.py). Everything happens on the thread of whoever asks for it, never on SGLang's.
+two calls (hot_swap.py). Everything happens on the thread of whoever asks for it, never on SGLang's.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
@@ -46,7 +46,11 @@ class ReloadableStore(ExchangeableStore):
         self._config = config
         self._reloading = threading.Lock()
         self._live = open_live_tiers(used_tiers(config))
-        super().__init__(arrange(config, self._live))
+        with ExitStack() as undo:
+            for tier in self._live.values():
+                undo.callback(tier.close)
+            super().__init__(arrange(config, self._live))
+            undo.pop_all()
 
     @property
     def config(self) -> HicacheExtConfig:
@@ -81,30 +85,30 @@ class ReloadableStore(ExchangeableStore):
         wanted = used_tiers(config)
         kept = {name: tier for name, tier in self._live.items() if name in wanted and tier.config == wanted[name]}
         changed = {name: tier for name, tier in self._live.items() if name in wanted and name not in kept}
-        try:
-            with ExitStack() as hold:
-                opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
-                # Held here until an arrangement in force holds them.
-                for tier in opened.values():
-                    hold.callback(tier.guarded.handle().close)
-                guarded: dict[str, LiveTier] = {}
-                for name, tier in changed.items():
-                    guarded[name] = guard(wanted[name], tier.bare, tier)
-                    hold.callback(guarded[name].guarded.handle().close)
-                live = {name: (kept | opened | guarded)[name] for name in wanted}
-                arrangement = arrange(config, live)
-                try:
-                    # Guards keep memory of their own: new ones have to be registered like new tiers.
-                    self.exchange(arrangement, [tier.guarded.store for tier in (*opened.values(), *guarded.values())])
-                except BaseException:
-                    arrangement.close()
-                    raise
-        except HicacheExtError:
-            raise
-        except Exception as error:
-            raise StoreError(f"the new tiers cannot be used: {error!r}") from error
+        with ExitStack() as undo:
+            opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
+            for tier in opened.values():
+                undo.callback(tier.close)
+            guarded: dict[str, LiveTier] = {}
+            for name, tier in changed.items():
+                guarded[name] = guard(wanted[name], tier.bare, tier)
+                undo.callback(guarded[name].close_guards)
+            live = {name: (kept | opened | guarded)[name] for name in wanted}
+            try:
+                # Guards keep memory of their own: new ones have to be registered like new tiers.
+                self.exchange(arrange(config, live), [tier.store for tier in (*opened.values(), *guarded.values())])
+            except HicacheExtError:
+                raise
+            except Exception as error:
+                raise StoreError(f"the new tiers cannot be used: {error!r}") from error
+            undo.pop_all()
+        for name, tier in self._live.items():
+            if name in changed:
+                _end(name, tier.close_guards)
+            elif name not in wanted:
+                _end(name, tier.close)
         for tier in guarded.values():
-            if (breaker := ability(tier.guarded.store, BreakerStore)) is not None:
+            if (breaker := ability(tier.store, BreakerStore)) is not None:
                 breaker.resume()
         for name in changed:
             _resize(self._live[name], wanted[name])
@@ -153,7 +157,7 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
         if field == "timeout" and wanted.keeps_timeout:
             yield ConfigError(f"{key}.timeout", f"cannot change: the store was opened with it; {remedy}")
         elif field == _CAPACITY and field in wanted.live_keys:
-            store = ability(live.bare.store, Resizable)
+            store = ability(live.bare, Resizable)
             if store is None or not store.can_resize(getattr(wanted, field)):
                 yield ConfigError(f"{key}.{field}", f"cannot change in this layout while the tier is in use; {remedy}")
         elif field not in wanted.live_keys:
@@ -164,7 +168,14 @@ def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:
     return [key for key in type(one).model_fields if getattr(one, key) != getattr(other, key, None)]
 
 
+def _end(name: str, close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception:
+        logger.exception("hicache_ext: closing what tier %s no longer uses", name)
+
+
 def _resize(live: LiveTier, wanted: TierConfig) -> None:
-    store = ability(live.bare.store, Resizable)
+    store = ability(live.bare, Resizable)
     if _CAPACITY in wanted.live_keys and store is not None:
         store.resize(getattr(wanted, _CAPACITY))

@@ -327,7 +327,11 @@ class AsyncStore(DelegatingStore):
     def wait_until_written(self, timeout: float) -> bool:
         return self._queue.wait_until_written(timeout)
 
-    def close(self) -> None:
+    def drain(self) -> None:
+        """Write what waits, as long as the settings say; nothing more is taken."""
         self._closed = True
         self._queue.close()
+
+    def close(self) -> None:
+        self.drain()
         self.inner.close()
