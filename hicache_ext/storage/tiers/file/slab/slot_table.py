@@ -59,6 +59,7 @@ class View:
     """The slabs as of one epoch, and what is mapped for them."""
 
     epoch: int
+    """What is said here is true until the epoch ends; where it is odd, only now (``SlotTable.begin_epoch``)."""
     slabs: Mapping[int, Slab]
     """By number, in that order."""
     records: Words
@@ -73,11 +74,6 @@ class View:
     """Slots, one at least, of the slot size of each clock."""
     generations: dict[bytes, Words] = field(default_factory=dict)
     """Of the identities that were asked for, a word each."""
-
-    @property
-    def lasts(self) -> bool:
-        """Whether this is true until the epoch ends; otherwise only now (``SlotTable.begin_epoch``)."""
-        return self.epoch % 2 == 0
 
     @property
     def table(self) -> tuple[Words, Words, Words, Words]:
