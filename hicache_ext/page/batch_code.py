@@ -20,8 +20,8 @@ SEPARATOR: Final = 8 * " "
 
 @helper
 def _decode(digits: Any) -> Any:
-    """Eight characters below 128, given as a word. Returns the four bytes that they spell in hexadecimal, and a word that
-    is 0 only if each character is a lower-case hexadecimal digit."""
+    """Eight characters below 128, given as a word. Returns the four bytes that they spell in hexadecimal, and a word
+    that is 0 only if each character is a lower-case hexadecimal digit."""
     letters = digits >> 6 & _EACH
     values = (digits & 0x0F * _EACH) + 9 * letters
     # Letters must be 10 to 15 and the others at most 9.
@@ -36,7 +36,8 @@ def _decode(digits: Any) -> Any:
 def decode_hashes(text: Any, identity: Any, keys: Any) -> Any:
     """Writes ``identity`` and a page hash of ``text`` into each row of ``keys``; returns 0 when ``text`` is malformed.
 
-    ``text``: one page hash per row, 64 lower-case hexadecimal digits each, SEPARATOR between them; characters below 128.
+    ``text``: one page hash per row, 64 lower-case hexadecimal digits each, SEPARATOR between them; characters below
+    128.
     """
     if len(text) + 1 != len(keys) * _TEXT_WORDS:
         return 0

@@ -187,7 +187,8 @@ def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum
     """Why what was just read is not the page ``key``; None when it is.
 
     ``header``: all bytes read in front of the payload; ``segments``: the memory the payload was read into.
-    The reasons are those of ``decode_header`` (``header_length`` also where the payload begins elsewhere) and ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
+    The reasons are those of ``decode_header`` (``header_length`` also where the payload begins elsewhere) and
+    ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
     """
     payload_length = sum([segment.nbytes for segment in segments])
     # The fast path for a good page with a header of 128 bytes.

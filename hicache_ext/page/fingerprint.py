@@ -3,9 +3,9 @@
 Every byte, because models that differ in a few rows of one tensor must not share KV. That takes a while, so:
 
 - It runs in the background. Until it has ended, the backend stores and serves nothing.
-- A file's digest is remembered until the next boot: a record found by file system, device, inode, size, mtime and ctime.
-  The kernel sets the ctime at every change of a file. On file systems where something else may set it (FUSE, images,
-  tmpfs) nothing is remembered.
+- A file's digest is remembered until the next boot: a record found by file system, device, inode, size, mtime and
+  ctime. The kernel sets the ctime at every change of a file. On file systems where something else may set it (FUSE,
+  images, tmpfs) nothing is remembered.
 - The ranks of a node share the work: each locks the record of the file it reads; the others take another file.
 
 The digest must be of the bytes that SGLang loads. So the files' facts are noted before the load (``__init__``) and
@@ -142,7 +142,8 @@ class ModelFingerprint:
     def loaded(self) -> bool:
         """The load of the model has ended: the files must be as noted before it, now and when they were read.
 
-        False where they are, but there are more files by now: this digest is then incomplete, and a new one must be made.
+        False where they are, but there are more files by now: this digest is then incomplete, and a new one must be
+        made.
         """
         try:
             now = {file.path: file.facts for file in _files_of(self.model_path, self.revision, self._weights)}
@@ -294,8 +295,8 @@ def _record_name(file: _File) -> str | None:
 class RememberedDigests:
     """Records of file digests in a directory, shared by processes. Errors of the medium mean: nothing remembered.
 
-    A record is one small file, locked by the process that reads the weights file. The kernel releases the lock when that
-    process dies. A torn or damaged record fails its check and counts as empty.
+    A record is one small file, locked by the process that reads the weights file. The kernel releases the lock when
+    that process dies. A torn or damaged record fails its check and counts as empty.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -2,9 +2,9 @@
 
 A page's hash is SHA-256 over the hash of the page before it (32 bytes; none for the first) and its token ids as
 little-endian unsigned 32-bit numbers. Requests with an ``extra_key`` (LoRA) or a ``cache_salt`` start the chain with a
-seed instead. Source: ``sglang.srt.mem_cache.utils`` (``get_storage_hash_str``, ``storage_namespace_seed``); tests compare
-the two. ``namespaced_extra_key`` is what this package passes to SGLang as ``extra_key``.
-Not served: EAGLE's bigram chains.
+seed instead. Source: ``sglang.srt.mem_cache.utils`` (``get_storage_hash_str``, ``storage_namespace_seed``); tests
+compare the two. ``namespaced_extra_key`` is what this package passes to SGLang as ``extra_key``. Not served: EAGLE's
+bigram chains.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def namespaced_extra_key(extra_key: str | None, adapter: str = "") -> str | None
     """The extra key under which the pages of a request are hashed, where this package's plug-in is in force.
 
     ``adapter``: the digest of the LoRA adapter's content, "" without one; it replaces SGLang's own name of the adapter.
-    A request without an adapter must not reach an adapter's pages, to read or to write them: an extra key that ends like
-    a digest is marked. Different pairs never give one key.
+    A request without an adapter must not reach an adapter's pages, to read or to write them: an extra key that ends
+    like a digest is marked. Different pairs never give one key.
     """
     if adapter:
         return (extra_key or "") + adapter
