@@ -32,7 +32,7 @@ from hicache_ext.storage.serving.metrics_export import (
     export_when_wanted,
     metric_name,
 )
-from hicache_ext.testing.redis_servers import wait_until
+from tests.rigs.redis_servers import wait_until
 
 ROOT = Path(__file__).parents[1]
 
@@ -452,7 +452,7 @@ def test_an_exporter_that_fails_goes_on(sources, exporter, monkeypatch, caplog):
     trouble.clear()
     wait_until(lambda: exported_value(_counter("get"), tier="afterwards") == 1, "the export")
     broken.close()
-    assert all(thread.name != "hicache-metrics" or thread is exporter._thread for thread in threading.enumerate())
+    assert all(thread.name != "hicache-metrics" or thread is exporter._loop._thread for thread in threading.enumerate())
 
 
 def test_without_an_endpoint_nothing_is_begun():

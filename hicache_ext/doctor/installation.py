@@ -9,10 +9,8 @@ import platform
 from collections.abc import Iterator
 
 from hicache_ext import __version__
+from hicache_ext.sglang.releases import TESTED_SGLANG
 from hicache_ext.storage.contract.diagnosis import Finding, Level
-
-TESTED_SGLANG = "0.5.23"
-"""As plugin.py says, which cannot be asked where torch is missing."""
 
 _PLUGIN_GROUP = "sglang.srt.plugins"
 

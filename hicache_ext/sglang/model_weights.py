@@ -20,17 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import load_document
-from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.model import HicacheExtConfig
 from hicache_ext.errors import HicacheExtError, UnsupportedError
 from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.sglang.launch_facts import LaunchFacts, note_runner, resolved
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 
 logger = logging.getLogger(__name__)
-
-LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-LATE_LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.finalize_startup_weight_load"
-"""Where SGLang loads weights while it does other things at the start."""
 
 RECORDS = "weights"
 """The directory beside a tier's pages in which digests of weight files are remembered."""
@@ -113,13 +109,6 @@ def after_late_load(_: Any, runner: Any, *__: Any, **___: Any) -> None:
     for loaded in _loaded:
         if loaded.runner is runner:
             _quietly(loaded.fingerprint.loaded)
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(LOAD_TARGET, around_load, HookType.AROUND)
-    HookRegistry.register(LATE_LOAD_TARGET, after_late_load, HookType.AFTER)
 
 
 def weights_of_server(facts: LaunchFacts) -> ModelWeights:

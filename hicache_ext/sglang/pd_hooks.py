@@ -151,29 +151,6 @@ def around_release(original: Callable[..., None], manager: Any) -> None:
     original(manager)
 
 
-def register() -> None:
-    """Put the hooks into SGLang's registry; once a process."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, hook in _hooks().items():
-        HookRegistry.register(target, hook, HookType.AROUND)
-
-
-def targets() -> list[str]:
-    """Dotted names of everything hooked, for the check that they took."""
-    return list(_hooks())
-
-
-def _hooks() -> dict[str, Callable[..., Any]]:
-    return {
-        f"{MANAGER}.__init__": around_init,
-        f"{MANAGER}.offload_kv_cache": around_offload,
-        f"{MANAGER}.check_offload_progress": around_check,
-        f"{MANAGER}.drain_before_retraction": around_drain,
-        f"{MANAGER}.release_host_resources": around_release,
-    }
-
-
 def _without_trouble(advanced: Callable[[Any], bool], req: Any) -> bool:
     try:
         return advanced(req)

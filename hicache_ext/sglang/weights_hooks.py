@@ -19,18 +19,6 @@ from hicache_ext.sglang.attached import attached_backends
 
 logger = logging.getLogger(__name__)
 
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-UPDATE_TARGETS = tuple(
-    f"{_MANAGER}.{name}"
-    for name in (
-        *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
-        # Between begin and end somebody else may write the weights, with no call at all (P2P, RDMA).
-        *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
-    )
-)
-RELEASE_TARGET = f"{_MANAGER}.release_memory_occupation"
-FLUSH_TARGET = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
-
 NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
 
 _nonce: str | None = None
@@ -78,16 +66,6 @@ def updated_to() -> str | None:
 def caches_are_flushed() -> bool:
     """Whether everything in SGLang's caches was computed with the weights of now."""
     return _flushed
-
-
-def register() -> None:
-    """Put the hooks into SGLang's registry."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target in UPDATE_TARGETS:
-        HookRegistry.register(target, before_update, HookType.BEFORE)
-    HookRegistry.register(RELEASE_TARGET, before_release, HookType.BEFORE)
-    HookRegistry.register(FLUSH_TARGET, after_flush, HookType.AFTER)
 
 
 def _agreed(group: Any) -> str:

@@ -16,6 +16,7 @@ from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import AsyncStore
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, payload_of, store_pages
 from hicache_ext.testing.conformance.second_reader import write_page_object
@@ -27,7 +28,6 @@ from hicache_ext.testing.faults import (
     RaisingStore,
     SlowStore,
 )
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.raw_access import RawFiles, RawObjects
 
 MIB = 1 << 20
@@ -204,7 +204,7 @@ import pytest
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.testing import faults
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from hicache_ext.testing.memory_store import MemoryPageStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.storage.raw_access import RawObjects
 
 

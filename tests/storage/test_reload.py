@@ -22,8 +22,8 @@ from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
 from hicache_ext.storage.tiering.hot_swap import SharedStore
 from hicache_ext.storage.tiering.reload import ReloadableStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, eventually
 
 pytestmark = pytest.mark.slow

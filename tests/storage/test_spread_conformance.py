@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.storage.tiers.file import open_file_tier
+from hicache_ext.storage.tiers.file.opening import open_file_tier
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.raw_access import RawFiles, RawSlots, SpreadRaw
 

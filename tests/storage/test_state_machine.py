@@ -13,8 +13,8 @@ from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.device_errors import Trouble
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.raw_access import RawFiles, RawObjects, SpreadRaw
 
 _PROFILE = settings(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, RemoteTierConfig, TierConfig
+from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, TierConfig
 from hicache_ext.runtime.mounts import is_on_network
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.guards.breaker import BreakerSettings
@@ -53,7 +53,7 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
     bounce memory would cost more than it protects from (docs/guards.md).
     """
     guards = tier.guards
-    remote = isinstance(tier, RemoteTierConfig) or any(is_on_network(path) for path in tier.directories())
+    remote = tier.remote or any(is_on_network(path) for path in tier.directories())
     timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
     limited = timeout != math.inf
     guarded = remote or limited

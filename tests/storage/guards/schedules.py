@@ -29,9 +29,9 @@ from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_key
 from hicache_ext.testing.faults import PageStoreWrapper
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import eventually
 
 _KEYS = [page_key(number) for number in range(5)]

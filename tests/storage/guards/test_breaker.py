@@ -14,9 +14,9 @@ from hicache_ext.storage.guards.breaker import LONGEST_PROBE_INTERVAL, Breaker, 
 from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
 from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, OTHER, Clock, HungStore, ScribblingStore, eventually
 
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN

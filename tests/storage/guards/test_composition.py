@@ -14,7 +14,7 @@ from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards import composition
 from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.composition import GuardPlan, guarded, plan_guards
-from hicache_ext.testing.memory_store import MemoryPageStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 
 
 class PoolConfig(RemoteTierConfig):

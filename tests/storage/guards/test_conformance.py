@@ -17,8 +17,8 @@ from hicache_ext.storage.guards.retry import RetryStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.raw_access import RawFiles, RawObjects, RawSlots
 
 pytestmark = pytest.mark.slow

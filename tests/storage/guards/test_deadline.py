@@ -14,6 +14,7 @@ from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.guards.bounce import BounceMemory
 from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS, DeadlineStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     HostPages,
     assert_hits,
@@ -24,7 +25,6 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from hicache_ext.testing.faults import PageStoreWrapper, RaisingStore
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, HungStore, ScribblingStore, eventually
 
 TIMEOUT = 0.1

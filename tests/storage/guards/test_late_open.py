@@ -12,8 +12,8 @@ from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
 from hicache_ext.storage.contract.diagnosis import Level
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, assert_hits, read_pages, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, eventually
 
 
@@ -23,7 +23,7 @@ class RegisteringStore(MemoryPageStore):
         self.registered_before_first_page: int | None = None
 
     def set(self, batch: Any) -> list[SetResult]:
-        self.registered_before_first_page = len(self.identities)
+        self.registered_before_first_page = len(self.identities())
         return super().set(batch)
 
 
@@ -64,11 +64,11 @@ def test_a_tier_that_comes_up_later_is_used_without_a_restart(caplog: pytest.Log
     assert store_pages(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
     assert place.store.registered_before_first_page == 2
-    assert place.store.identities == {IDENTITY: {"model": 1}, OTHER_IDENTITY: {"model": 2}}
+    assert place.store.identities() == {IDENTITY: {"model": 1}, OTHER_IDENTITY: {"model": 2}}
     assert "connection refused; going on without it (required: false) and trying again" in caplog.text
     eventually(lambda: "tier pool is open now and in use" in caplog.text)
     store.register_identity(bytes(16), {"model": 3})
-    assert len(place.store.identities) == 3
+    assert len(place.store.identities()) == 3
     store.close()
 
 

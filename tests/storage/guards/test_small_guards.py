@@ -18,9 +18,9 @@ from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.faults import PageStoreWrapper
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore, eventually
 
 

@@ -19,9 +19,9 @@ from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.learnt_limit import LearntLimit
 from hicache_ext.storage.guards.retry import RetryStore
 from hicache_ext.storage.guards.time_limit import LEAST_READ, LEAST_WRITE, TimeLimitStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, read_pages, store_pages
 from hicache_ext.testing.faults import PageStoreWrapper
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, Clock, HungStore, eventually
 
 READS, WRITES = 1.0, 5.0
