@@ -29,7 +29,7 @@ from typing import Protocol
 
 import xxhash
 
-from hicache_ext.errors import FormatError
+from hicache_ext.errors import FormatError, NotReadError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
@@ -56,10 +56,6 @@ _SAY_AGAIN = 60.0
 """Seconds between two lines in the log that say the same."""
 _LONGEST_REST = 0.5
 """Seconds between two examinations, each as long as the one before: at most half of one connection is spent on them."""
-
-
-class NotReadError(Exception):
-    """The object could not be read again; says nothing about it. The message is a word for the log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
-from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import digest_of_document
 from hicache_ext.storage.contract.registry import open_tier
@@ -30,10 +30,6 @@ _KV = "kv"
 
 Progress = Callable[[int, int], None]
 """Called with the pages done and the pages there are."""
-
-
-class WarmError(HicacheExtError):
-    """Nothing can be warmed, and why."""
 
 
 @dataclass(slots=True)
