@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.call_deadline import call_limit, ending_within
@@ -91,7 +91,7 @@ class BreakerStore(DelegatingStore):
         return StoreInfo(info.name, info.type, info.shared, {**info.details, "breaker": self.state.value})
 
     def gauges(self) -> dict[str, float]:
-        return {**super().gauges(), "breaker_state": _LEVELS[self.state]}
+        return {"breaker_state": _LEVELS[self.state]}
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -304,12 +304,3 @@ def _ran_out_of_time(what: str, seconds: float) -> tuple[Outcome, str]:
     if limit is not None and limit.learnt:
         return Outcome.LATE, f"{reason}, the limit learnt from earlier ones"
     return Outcome.TIMEOUT, reason
-
-
-def breaker_of(store: Any) -> BreakerStore | None:
-    """The breaker in a guarded store, for those who watch it."""
-    while isinstance(store, DelegatingStore):
-        if isinstance(store, BreakerStore):
-            return store
-        store = store.inner
-    return None
