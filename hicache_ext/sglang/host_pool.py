@@ -231,20 +231,37 @@ def has_page_bytes(pool: Any) -> bool:
     return ask is not None and ask(torch.arange(int(pool.page_size), dtype=torch.int64)) is not None
 
 
-def tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
+def flat_buffers(
+    count: int, tensors: Sequence[Any] | None, sizes: Sequence[Any] | None, *, for_writing: bool
+) -> tuple[dict[int, list[memoryview]], list[Any]]:
+    """The memory behind what SGLang's generic calls name, one tensor (or address and size) per key.
+
+    Position -> the segments of that key; positions that name no memory are left out. And what must be kept alive as
+    long as the segments are used. ``for_writing``: the memory is only read, so a copy of a tensor will do.
+    """
+    buffers: dict[int, list[memoryview]] = {}
+    kept_alive: list[Any] = []
+    for position, target in enumerate((tensors or ())[:count]):
+        size = sizes[position] if sizes is not None and position < len(sizes) else None
+        segments: list[memoryview] | None = None
+        if isinstance(target, torch.Tensor):
+            if for_writing:
+                target = target.detach().cpu().contiguous()
+            kept_alive.append(target)
+            segments = _tensor_segments(target)
+        elif isinstance(target, int) and isinstance(size, int) and size > 0:
+            segments = [memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")]
+        if segments is not None:
+            buffers[position] = segments
+    return buffers, kept_alive
+
+
+def _tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
     """The bytes of a CPU tensor as one segment; None when it is not one contiguous run of host memory."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
         return None
     size = tensor.numel() * tensor.element_size()
     return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")]
-
-
-def address_segments(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """Segments at raw addresses, as some of SGLang's generic calls name their target."""
-    return [
-        memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-        for address, size in zip(addresses, sizes, strict=True)
-    ]
 
 
 def _describe_buffer_info(info: Any) -> str:
