@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hicache_ext.testing.trouble_proxy import Trouble, TroubleProxy
+from tests.rigs.trouble_proxy import Trouble, TroubleProxy
 
 SMALL, LARGE = b"?" * 10, b"x" * 20_000
 

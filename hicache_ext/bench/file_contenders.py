@@ -30,8 +30,8 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, HicacheExtError
 from hicache_ext.page.envelope import payload_checksum
+from hicache_ext.runtime import vectored
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.tiers.file import vectored
 
 if TYPE_CHECKING:
     import torch

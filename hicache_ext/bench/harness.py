@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from hicache_ext.errors import HicacheExtError
-from hicache_ext.storage.tiers.file.file_system import file_system_of
+from hicache_ext.runtime.file_systems import file_system_of
 
 _DELETE_ATTEMPTS = 50
 

@@ -16,7 +16,7 @@ from hicache_ext.kernels.engine import CopyEngine, CopyError, Direction, Operati
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, LayerCopy, LayerStack, device_rows, host_rows, page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.triton_engine import TritonEngine, has_triton
-from hicache_ext.testing.fake_cuda import FakeGpu
+from tests.rigs.fake_cuda import FakeGpu
 
 
 class CheckedMemory:

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.bench.multiturn_workload import Conversation
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing.pd_pair import PdPair
 from hicache_ext.testing.server import ServerError, SglangServer
+from tests.rigs.pd_pair import PdPair
 
 _TIMEOUT = 600.0
 _PAGE_SIZE = 16

@@ -28,9 +28,9 @@ import numpy.typing as npt
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import tier_types
 from hicache_ext.errors import HicacheExtError
+from hicache_ext.runtime.vectored import IOV_MAX, after
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.tiers.file.vectored import IOV_MAX, after
 from hicache_ext.storage.tiers.object.names import page_name
 
 _SEGMENTS = 2
@@ -171,7 +171,7 @@ def _package(name: str) -> str | None:
 
 
 def _object() -> Engine:
-    from hicache_ext.testing.s3_server import missing_s3_server
+    from tests.rigs.s3_server import missing_s3_server
 
     program = missing_s3_server()
     lacking = _package("obstore")
@@ -189,7 +189,7 @@ def _object() -> Engine:
 
 @contextmanager
 def _serve_s3(directory: Path) -> Iterator[Any]:
-    from hicache_ext.testing.s3_server import S3Server
+    from tests.rigs.s3_server import S3Server
 
     with S3Server(directory) as server:
         before = dict(os.environ)
@@ -205,7 +205,7 @@ class _Obstore:
     """What both ways of using obstore share. Objects are named as ours are: servers over files pay for directories."""
 
     def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
-        from hicache_ext.testing.s3_server import ACCESS_KEY, SECRET_KEY
+        from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY
 
         self.obstore: Any = importlib.import_module("obstore")
         stores: Any = importlib.import_module("obstore.store")
@@ -283,9 +283,9 @@ class ObstoreAsync(_Obstore):
 def _redis() -> Engine:
     missing = None
     try:
-        servers: Any = importlib.import_module("hicache_ext.testing.redis_servers")
+        servers: Any = importlib.import_module("tests.rigs.redis_servers")
     except ModuleNotFoundError:
-        missing = "missing: hicache_ext.testing.redis_servers"
+        missing = "missing: tests.rigs.redis_servers"
     else:
         if servers.redis_program() is None:
             missing = "missing: redis-server"
@@ -303,7 +303,7 @@ def _redis() -> Engine:
 
 @contextmanager
 def _serve_redis(directory: Path) -> Iterator[Any]:
-    servers: Any = importlib.import_module("hicache_ext.testing.redis_servers")
+    servers: Any = importlib.import_module("tests.rigs.redis_servers")
     with servers.RedisServer(directory / "redis") as server:
         yield server
 
@@ -402,9 +402,9 @@ def _fill(connection: socket.socket, buffers: list[memoryview]) -> None:
 def _mooncake() -> Engine:
     missing = None
     try:
-        servers: Any = importlib.import_module("hicache_ext.testing.mooncake_servers")
+        servers: Any = importlib.import_module("tests.rigs.mooncake_servers")
     except ModuleNotFoundError:
-        missing = "missing: hicache_ext.testing.mooncake_servers"
+        missing = "missing: tests.rigs.mooncake_servers"
     else:
         if lacking := servers.missing_mooncake():
             missing = f"missing: {lacking}"
@@ -437,8 +437,8 @@ def _open_mooncake_without_checksum(name: str, tier: Any) -> PageStore:
 @contextmanager
 def _serve_mooncake(directory: Path) -> Iterator[Any]:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    network: Any = importlib.import_module("hicache_ext.testing.own_network")
-    servers: Any = importlib.import_module("hicache_ext.testing.mooncake_servers")
+    network: Any = importlib.import_module("tests.rigs.own_network")
+    servers: Any = importlib.import_module("tests.rigs.mooncake_servers")
     with ExitStack() as stack:
         # Mooncake's processes listen on all interfaces.
         stack.enter_context(network.own_network())

@@ -13,7 +13,6 @@ from hicache_ext.config.render import as_inline_json, as_yaml, launch_flags
 from hicache_ext.config.sources import read_text
 from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.contract.sharing import sharing_of
 from hicache_ext.storage.tiering.tier_use import tier_use
 
 _FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
@@ -114,7 +113,7 @@ def _summary(checked: ExtraConfig) -> Iterator[str]:
     yield f"  role: {config.role}"
     for name, tier in config.tiers.items():
         needed = "" if tier.required else " (not required)"
-        yield f"  tier {name}: {tier.summary()}{needed}, {sharing_of(tier)}"
+        yield f"  tier {name}: {tier.summary()}{needed}, {tier.sharing()}"
     yield f"  retrieve from: {', '.join(config.retrieve_locations) or 'nowhere'}"
     yield f"  store to: {use.store_words()}"
     yield f"  promote to: {use.promotion_words()}"

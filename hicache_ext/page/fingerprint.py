@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hicache_ext.runtime.access import make_directory, open_file
-from hicache_ext.storage.tiers.file.file_system import file_system_of
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.file_systems import file_system_of
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class ModelFingerprint:
                 self._records = RememberedDigests(remember_in)
             first, self._started = not self._started, True
         if first and self.problem is None:
-            threading.Thread(target=self._run, name="hicache-weights", daemon=True).start()
+            BackgroundLoop("hicache-weights", self._run).wake()
         elif first:
             self._end()
         elif self.done.is_set():

@@ -4,8 +4,7 @@ Two deployments may share stored bytes only if all these facts agree. ``PageIden
 first half of every page key (envelope.py, docs/page-format.md) and is repeated inside the stored page. A fact that
 differs gives another digest, hence a miss: never a wrong answer.
 
-Incidents behind the fields (docs/architecture.md): bf16 and fp8 runs that read each other's bytes, an online weight
-update after which L3 served the old weights' KV, TP 2 and TP 4 meeting in one store, two models under one served name.
+Why each fact is in it: docs/decisions/identity-of-a-page.md.
 """
 
 from __future__ import annotations

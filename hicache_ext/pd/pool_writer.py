@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import enum
 import logging
-import queue
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hicache_ext.pd.continuation import Continuation, Piece
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import SetResult
 
@@ -74,15 +74,14 @@ class PoolWriter:
         self._pool = pool
         self._metrics = metrics
         self._writes = writes
-        self._jobs: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
+        self._jobs: deque[WriteJob] = deque()
         self._finished: deque[Finished] = deque()
-        self._stopping = False
         self._last_log = 0.0
-        self._thread = threading.Thread(target=self._run, name="hicache-ext-pd-writer", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
 
     def submit(self, job: WriteJob) -> None:
-        self._jobs.put(job)
+        self._jobs.append(job)
+        self._loop.wake()
 
     @property
     def finished_jobs(self) -> int:
@@ -94,13 +93,11 @@ class PoolWriter:
 
     def stop(self, timeout: float) -> bool:
         """End the thread after the job under way; whether it ended. If not, host memory must stay."""
-        self._stopping = True
-        self._jobs.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._loop.stop(timeout)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._stopping:
+    def _work(self) -> float:
+        while self._jobs and not self._loop.stopping:
+            job = self._jobs.popleft()
             try:
                 finished = self._write(job)
             except (Exception, SystemExit) as error:  # without this thread nothing is ever written again
@@ -110,6 +107,7 @@ class PoolWriter:
                     logger.exception("hicache_ext: a decode node's write failed")
                 finished = Finished(job, Outcome.FAILED, 0)
             self._finished.append(finished)
+        return math.inf
 
     def _write(self, job: WriteJob) -> Finished:
         if not self._writes:

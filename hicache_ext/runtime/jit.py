@@ -17,16 +17,18 @@ from typing import Any
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 Function = Callable[..., Any]
 
+_PACKAGE = Path(__file__).parent.parent
+
 _SOURCES = (
-    "jit.py",
-    "batch_code.py",
-    "file/eviction.py",
-    "file/vectored.py",
-    "file/slab/slot_code.py",
-    "file/slab/compiled_runs.py",
-    "file/slab/foreign.py",
+    "runtime/jit.py",
+    "runtime/vectored.py",
+    "runtime/foreign_calls.py",
+    "page/batch_code.py",
+    "storage/tiers/file/eviction.py",
+    "storage/tiers/file/slab/slot_code.py",
+    "storage/tiers/file/slab/compiled_runs.py",
 )
-"""Files that what is compiled depends on."""
+"""Files of the package that what is compiled depends on."""
 
 _compiling: dict[str, Function] | None = None
 """The kernels of the module that is being compiled."""
@@ -35,7 +37,7 @@ _compiling: dict[str, Function] | None = None
 @functools.cache
 def sources_digest() -> str:
     """Another one for every version of what is compiled. Raises OSError."""
-    sources = [(Path(__file__).parent / name).read_bytes() for name in _SOURCES]
+    sources = [(_PACKAGE / name).read_bytes() for name in _SOURCES]
     return hashlib.sha256(b"-".join(sources)).hexdigest()[:16]
 
 

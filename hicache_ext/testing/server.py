@@ -30,9 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-from hicache_ext.testing.network_namespace import NetworkNamespace
+from typing import Any, Protocol
 
 _HOST = "127.0.0.1"
 # Below the range Linux takes the source ports of outgoing connections from, so that no client grabs a port between
@@ -73,6 +71,17 @@ class Generation:
     meta_info: Mapping[str, Any] = field(repr=False)
 
 
+class Network(Protocol):
+    """A network other than this machine's own, in which a server runs."""
+
+    @property
+    def command_prefix(self) -> list[str]:
+        """Put in front of a command, it runs in this network, under the same process id."""
+
+    def connect(self, address: tuple[str, int], timeout: float | None = None) -> socket.socket:
+        """A TCP connection inside the network."""
+
+
 class SglangServer:
     """One SGLang server process tree.
 
@@ -90,7 +99,7 @@ class SglangServer:
         prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that hits are no race.
         extra_arguments: anything else, as on the command line; comes last and therefore wins.
         environment: added to this process's environment.
-        namespace: the network to run in; this machine's own if not given.
+        network: the network to run in; this machine's own if not given.
         start_timeout, stop_timeout: seconds.
 
     One thread at a time may start and stop; ``generate`` may be called from several.
@@ -112,7 +121,7 @@ class SglangServer:
         prefetch_policy: str = "wait_complete",
         extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        namespace: NetworkNamespace | None = None,
+        network: Network | None = None,
         start_timeout: float = 300,
         stop_timeout: float = 90,
     ) -> None:
@@ -121,7 +130,7 @@ class SglangServer:
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._environment = dict(environment or {})
-        self._namespace = namespace
+        self._network = network
         self._process: subprocess.Popen[bytes] | None = None
         self.arguments = [
             *("--model-path", os.fspath(model), "--host", _HOST, "--port", str(self.port)),
@@ -167,7 +176,7 @@ class SglangServer:
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        prefix = self._namespace.command_prefix if self._namespace is not None else []
+        prefix = self._network.command_prefix if self._network is not None else []
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
@@ -373,27 +382,27 @@ class SglangServer:
 
     def _opener(self) -> urllib.request.OpenerDirector:
         without_proxies = urllib.request.ProxyHandler({})
-        if self._namespace is None:
+        if self._network is None:
             return urllib.request.build_opener(without_proxies)
-        return urllib.request.build_opener(without_proxies, _NamespaceHandler(self._namespace))
+        return urllib.request.build_opener(without_proxies, _NetworkHandler(self._network))
 
 
-class _NamespaceHandler(urllib.request.HTTPHandler):
-    """Opens HTTP connections inside a network namespace."""
+class _NetworkHandler(urllib.request.HTTPHandler):
+    """Opens HTTP connections inside a network."""
 
-    def __init__(self, namespace: NetworkNamespace) -> None:
+    def __init__(self, network: Network) -> None:
         super().__init__()
-        self._namespace = namespace
+        self._network = network
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(self._connection, request)
 
     def _connection(self, host: str, *, timeout: float | None = None, **_: Any) -> http.client.HTTPConnection:
-        namespace = self._namespace
+        network = self._network
 
         class Connection(http.client.HTTPConnection):
             def connect(self) -> None:
-                self.sock = namespace.connect((self.host, self.port), self.timeout)
+                self.sock = network.connect((self.host, self.port), self.timeout)
 
         return Connection(host, timeout=timeout)
 

@@ -18,12 +18,16 @@ SGLang spawns its processes, and a spawned child runs the module its parent was 
 ``__mp_main__``: so this module mends each child before the child imports SGLang. What has to be patched inside SGLang
 goes through SGLang's own hook registry.
 
+``HICACHE_EXT_RIG_MODULES`` (module names, commas between them) adds hooks of a test's own: each module is imported in
+every process of the server, and its ``register()`` called, before SGLang starts there.
+
 Tests that build host pools in their own process call :func:`prepare_process` before they import SGLang.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -36,8 +40,10 @@ from typing import Any
 
 import torch
 
-from hicache_ext.sglang import kernel_hooks as sglang_hooks
-from hicache_ext.testing import step_costs, tier_faults
+from hicache_ext.sglang.hooks import COPIES, not_in_force, register
+from hicache_ext.sglang.kernel_hooks import has_accelerator
+
+MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
 
 # --max-total-tokens fits any model that is worth running on CPU; sleep-on-idle and one OpenMP thread keep a scheduler's
 # polling loop from starving the model (a 1-token prefill took 3 s without them).
@@ -78,7 +84,7 @@ def prepare_process() -> None:
     For tests and tools, from the main thread, before their first import of SGLang. Unlike in a server, the hooks are
     applied at once. Calling it again is free.
     """
-    if sglang_hooks.has_accelerator():
+    if has_accelerator():
         return
     install_mends()
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -104,7 +110,7 @@ def install_mends() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the server until it is told to stop."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if sglang_hooks.has_accelerator():
+    if has_accelerator():
         sys.argv[1:] = arguments
         runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
         return
@@ -118,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    if missing := sglang_hooks.verify():
-        raise SystemExit(f"SGLang did not take the hooks on {', '.join(missing)}: its log above says why")
+    if missing := not_in_force([COPIES]):
+        raise SystemExit(f"{missing[COPIES]}; SGLang's log above says why")
     server_args = prepare_server_args(arguments)
     try:
         run_server(server_args)
@@ -216,9 +222,9 @@ def _missing_cpu_kernel(name: str) -> Callable[..., None]:
 def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    sglang_hooks.register()
-    tier_faults.register()
-    step_costs.register()
+    register([COPIES])
+    for name in filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")):
+        importlib.import_module(name).register()
     for target, hook in (
         ("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinned_host_pool),
         (
@@ -240,7 +246,7 @@ def _without_pinned_page_indices(scheduler: Any, req: Any, *args: Any, **kwargs:
         req.disagg_kv_sender.supports_host_tensor_indices = False
 
 
-if __name__ == "__mp_main__" and not sglang_hooks.has_accelerator():
+if __name__ == "__mp_main__" and not has_accelerator():
     install_mends()
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ few hundred tokens takes a fraction of a second on one CPU core.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,50 +72,6 @@ def make_tiny_model(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
-
-
-def make_tiny_adapter(
-    path: str | os.PathLike[str], *, seed: int = 0, recipe: TinyModelRecipe | None = None, rank: int = 4
-) -> Path:
-    """Make a LoRA adapter for the tiny model of ``recipe`` in directory ``path``; what lies there is overwritten.
-
-    Strong enough to change answers, and on layers that shape KV (k, v) and layers that SGLang keeps as they are loaded
-    (o, down).
-    """
-    from safetensors.torch import save_file
-
-    recipe = recipe or TinyModelRecipe()
-    generator = torch.Generator().manual_seed(seed)
-    hidden, inner = recipe.hidden_size, 2 * recipe.hidden_size
-    query, key_value = recipe.heads * recipe.head_dim, recipe.kv_heads * recipe.head_dim
-    modules = {
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (key_value, hidden),
-        "self_attn.v_proj": (key_value, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "mlp.down_proj": (hidden, inner),
-    }
-    weights: dict[str, torch.Tensor] = {}
-    for layer in range(recipe.layers):
-        for module, (rows, columns) in modules.items():
-            prefix = f"base_model.model.model.layers.{layer}.{module}"
-            for part, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
-                values = torch.randn(shape, generator=generator) / columns**0.25
-                weights[f"{prefix}.{part}.weight"] = values.to(torch.bfloat16)
-    directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": str(path),
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": sorted(module.rpartition(".")[2] for module in modules),
-        "bias": "none",
-        "task_type": "CAUSAL_LM",
-    }
-    _write_json(directory / "adapter_config.json", config)
-    return directory
 
 
 def _holds(path: Path, recipe: TinyModelRecipe) -> bool:
@@ -219,17 +173,3 @@ def _write_tokenizer(directory: Path) -> None:
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m hicache_ext.testing.tiny_model DIRECTORY``: make one and print its path."""
-    parser = argparse.ArgumentParser(description=make_tiny_model.__doc__)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=2)
-    options = parser.parse_args(arguments)
-    print(make_tiny_model(options.path, seed=options.seed, layers=options.layers))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from hicache_ext.bench.pool_measuring import Case, measure
 from hicache_ext.bench.pool_report import Point, Results, entries, tables
 from hicache_ext.cli.main import main
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.s3_server import missing_s3_server
+from tests.rigs.s3_server import missing_s3_server
 
 POINT = Point("redis", "read", 1 << 20, 4)
 CASE = Case(payload=4096, threads=2, batch=3, batches=2)

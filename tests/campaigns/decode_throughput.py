@@ -40,10 +40,11 @@ from hicache_ext.bench.harness import (
     write_json,
 )
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing import step_costs, tier_faults
-from hicache_ext.testing.pd_pair import PdGeneration, PdPair, decode_node
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
+from tests.rigs import step_costs, tier_faults
+from tests.rigs.pd_pair import PdGeneration, PdPair, decode_node
+from tests.rigs.server_hooks import rig_environment
 
 BATCH = 6
 PROMPT_TOKENS = 96
@@ -125,7 +126,9 @@ def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, Sgl
             storage_backend=None if config is None else "dynamic",
             config=config,
             arguments=small,
-            environment={step_costs.VARIABLE: str(directory / f"{name}.steps"), **(environment or {})},
+            environment=rig_environment(
+                **{step_costs.VARIABLE: str(directory / f"{name}.steps")}, **(environment or {})
+            ),
         )
 
     fault = {tier_faults.VARIABLE: f"file:{directory / 'fault'}"}

@@ -32,11 +32,11 @@ from hicache_ext.bench.harness import terminated_in_order
 from hicache_ext.cli.stats_command import Samples, read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.tier import READ_TIMEOUT
-from hicache_ext.testing.redis_servers import RedisServer
 from hicache_ext.testing.server import Generation, SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
-from hicache_ext.testing.trouble_proxy import Trouble, TroubleProxy
 from tests.campaigns.pool_trouble_report import write_report
+from tests.rigs.redis_servers import RedisServer
+from tests.rigs.trouble_proxy import Trouble, TroubleProxy
 
 PAGE_SIZE = 16
 WITH_POOL, WITHOUT = "with pool", "without"

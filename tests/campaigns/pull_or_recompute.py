@@ -36,9 +36,10 @@ from hicache_ext.bench.harness import (
     write_json,
 )
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing import tier_faults
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
+from tests.rigs import tier_faults
+from tests.rigs.server_hooks import rig_environment
 
 PROMPT_TOKENS = 4096
 PAGE_SIZE = 32
@@ -87,7 +88,7 @@ def main() -> None:
 def _servers(directory: Path) -> Iterator[dict[str, SglangServer]]:
     """All three, frozen."""
     model = make_tiny_model(directory / "model", layers=8, hidden_size=256)
-    fault = {tier_faults.VARIABLE: f"file:{directory / 'fault'}"}
+    fault = rig_environment({tier_faults.VARIABLE: f"file:{directory / 'fault'}"})
 
     def server(name: str, pull: dict[str, Any] | None) -> SglangServer:
         return SglangServer(

@@ -110,7 +110,7 @@ RULES = (
     Rule("python -m tests.campaigns", How.NOT_RUN, why="minutes of real servers"),
     Rule("make ", How.DRY, why="minutes; what the demo and the tests do is tested by themselves"),
     Rule("pip install ", How.NOT_RUN, why="a fixture does it; another test compares the extras with pyproject.toml"),
-    Rule("mooncake_master ", How.NOT_RUN, why="a server; hicache_ext/testing/mooncake_servers.py starts it"),
+    Rule("mooncake_master ", How.NOT_RUN, why="a server; tests/rigs/mooncake_servers.py starts it"),
     Rule("mooncake_client ", How.NOT_RUN, why="a part of Mooncake"),
 )
 

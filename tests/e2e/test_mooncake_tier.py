@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
-from hicache_ext.testing.own_network import NetworkUnavailable, own_network
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import restored_by
+from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
+from tests.rigs.own_network import NetworkUnavailable, own_network
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

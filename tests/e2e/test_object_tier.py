@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing.s3_server import S3Server, missing_s3_server
 from hicache_ext.testing.server import Generation, SglangServer
 from tests.e2e.conftest import restored_by
+from tests.rigs.s3_server import S3Server, missing_s3_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

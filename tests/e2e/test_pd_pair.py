@@ -20,12 +20,12 @@ from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page.hashes import page_hashes
-from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
-from hicache_ext.testing.network_namespace import NetworkNamespace, missing_for_namespaces
-from hicache_ext.testing.pd_pair import PdPair
-from hicache_ext.testing.redis_servers import RedisServer, redis_program
 from hicache_ext.testing.server import ServerError
 from tests.e2e.conftest import file_tier_config
+from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
+from tests.rigs.network_namespace import NetworkNamespace, missing_for_namespaces
+from tests.rigs.pd_pair import PdPair
+from tests.rigs.redis_servers import RedisServer, redis_program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.testing.redis_servers import RedisCluster, RedisServer, redis_program
 from hicache_ext.testing.server import Generation, SglangServer
 from tests.e2e.conftest import restored_by
+from tests.rigs.redis_servers import RedisCluster, RedisServer, redis_program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

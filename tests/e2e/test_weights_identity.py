@@ -17,8 +17,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from hicache_ext.testing.server import Generation, SglangServer
-from hicache_ext.testing.tiny_model import make_tiny_adapter, make_tiny_model
+from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
+from tests.rigs.tiny_adapter import make_tiny_adapter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -18,9 +18,9 @@ from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang import kernel_hooks as sglang_hooks
-from hicache_ext.testing.fake_cuda import FakeGpu
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.kernels import pools
+from tests.rigs.fake_cuda import FakeGpu
 
 REGISTERED = "_sglang_cuda_host_registered_ranges"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows
-from hicache_ext.testing.fake_cuda import FakeGpu
+from tests.rigs.fake_cuda import FakeGpu
 
 
 @dataclass(frozen=True, slots=True)

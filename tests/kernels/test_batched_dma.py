@@ -11,8 +11,8 @@ from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
 from hicache_ext.kernels.cuda_driver import Form, open_driver
 from hicache_ext.kernels.engine import CopyError, Direction, Operation, copy_now
 from hicache_ext.kernels.geometry import page_tokens
-from hicache_ext.testing.fake_cuda import FakeGpu
 from tests.kernels.stacks import PlainMemory, plain_memory
+from tests.rigs.fake_cuda import FakeGpu
 
 FORMS = list(Form)
 

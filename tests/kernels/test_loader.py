@@ -16,8 +16,8 @@ from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.testing.fake_cuda import FakeGpu
 from tests.kernels.stacks import PlainMemory, plain_memory
+from tests.rigs.fake_cuda import FakeGpu
 
 PAGES = [6, 0, 1]
 SLOTS = [2, 4, 5]

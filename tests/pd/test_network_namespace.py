@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hicache_ext.testing.network_namespace import NetworkNamespace, missing_for_namespaces
+from tests.rigs.network_namespace import NetworkNamespace, missing_for_namespaces
 
 LISTENER = """
 import socket

@@ -14,29 +14,30 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.abilities import ability, gauges_of
+from hicache_ext.storage.contract.registry import series_of_type, tier_type_names
 from hicache_ext.storage.contract.reports import (
     OF_ANSWERS,
     OF_EVERY_TIER,
-    OF_TYPE,
     UNKNOWN,
     LastLook,
     RecentMean,
     TierReports,
 )
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker import BreakerState, Outcome
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
 from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
-from hicache_ext.testing.redis_servers import RedisServer, redis_program
 from hicache_ext.testing.server import free_port
+from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.storage.guards.hung import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,7 @@ def test_a_pool_that_was_never_reached_is_not_up_and_has_every_series(
     assert set(counted.values()) == {0}
     for event, reasons in OF_EVERY_TIER.items():
         assert {(event, reason) for reason in reasons} <= set(counted)
-    for event, reasons in OF_TYPE[kind].items():
+    for event, reasons in series_of_type(kind).items():
         assert {(event, reason) for reason in reasons} <= set(counted)
     assert {name for name, _ in report.levels()} == set(UNKNOWN)
     assert {"get", "set", "exists"} <= set(report.latencies())
@@ -366,7 +367,7 @@ def test_a_clock_of_a_long_life_keeps_few_values() -> None:
 
 def test_whatever_a_tier_counts_under_a_known_name_is_there_from_the_start() -> None:
     """A series that begins with its first event hides that event from every rate."""
-    everywhere = [OF_ANSWERS, OF_EVERY_TIER, *OF_TYPE.values()]
+    everywhere = [OF_ANSWERS, OF_EVERY_TIER, *map(series_of_type, tier_type_names())]
     declared = {(event, reason) for series in everywhere for event, reasons in series.items() for reason in reasons}
     counted: set[tuple[str, str]] = set()
     for path in sorted((ROOT / "hicache_ext" / "storage").rglob("*.py")):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,8 +16,9 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiering import live_tiers
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing import step_costs, tier_faults
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+from tests.rigs import step_costs, tier_faults
+from tests.rigs.server_hooks import rig_environment
 
 
 def test_what_is_hooked_is_what_opens_the_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +54,7 @@ def test_a_file_says_what_is_wrong_now(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_step_costs_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hicache_ext.sglang.pd_hooks import Stopwatch
+    from hicache_ext.pd.stopwatch import Stopwatch
 
     assert pkgutil.resolve_name(step_costs._TARGET) is Stopwatch.step_ends
     file = tmp_path / "steps"
@@ -65,3 +69,16 @@ def test_step_costs_are_read_as_they_were_written(tmp_path: Path, monkeypatch: p
     costs, offset = step_costs.read_step_costs(file, 0)
     assert costs == [1000.0, 2000.0, 3000.0]
     assert step_costs.read_step_costs(file, offset) == ([], offset)
+
+
+@pytest.mark.sglang
+def test_a_process_of_the_rig_takes_the_hooks_that_its_environment_names() -> None:
+    program = (
+        "from hicache_ext.testing.sglang_cpu import prepare_process; prepare_process();"
+        "from sglang.srt.plugins.hook_registry import HookRegistry; print([*HookRegistry._hooks])"
+    )
+    environment = {**os.environ, **rig_environment({tier_faults.VARIABLE: "dead"})}
+    hooked = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
+    )
+    assert tier_faults._TARGET in hooked.stdout and step_costs._TARGET not in hooked.stdout

@@ -18,8 +18,8 @@ from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.serving.warming import WarmError, warm_prompts
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, store_pages
-from hicache_ext.testing.redis_servers import RedisServer, redis_program
 from hicache_ext.testing.server import free_port
+from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.storage.raw_access import RawFiles
 
 TOKENS = [(7 * position) % 250 for position in range(167)]

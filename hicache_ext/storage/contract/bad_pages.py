@@ -31,6 +31,7 @@ import xxhash
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class BadPages:
         self._budget = RemovalBudget(tier, clock)
         self._changed = threading.Condition()
         self._suspects: dict[bytes, _Suspect] = {}
-        self._thread: threading.Thread | None = None
+        self._loop = BackgroundLoop(f"hicache-{tier}-examine", self._examine_one)
         self._examining = False
         self._closing = False
         self._unsaid = {Verdict.GOOD: 0, Verdict.DENIED: 0}
@@ -264,8 +265,7 @@ class BadPages:
                 suspect.verdict = None
                 suspect.wanted += 1
             if asked:
-                self._start()
-                self._changed.notify_all()
+                self._start(now=True)
                 self._changed.wait_for(
                     lambda: self._closing or all(suspect.verdict is not None for suspect in asked),
                     max(0.0, deadline - time.monotonic()),
@@ -284,9 +284,7 @@ class BadPages:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        self._loop.stop()
 
     def _known(self, key: bytes) -> _Suspect | None:
         """The lock is held."""
@@ -301,45 +299,38 @@ class BadPages:
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """The lock is held."""
-        if not self._examining and not self._closing:
-            self._thread = threading.Thread(target=self._examine_all, name=f"hicache-{self._tier}-examine", daemon=True)
-            try:
-                self._thread.start()
-                self._examining = True
-            except RuntimeError:
-                # No thread to be had: absent to this process until one is.
-                self._thread = None
+    def _start(self, *, now: bool = False) -> None:
+        """The lock is held. ``now``: somebody waits, and the rest after the last examination is cut short."""
+        if now or not self._examining:
+            # Without a thread to be had: absent to this process until one is.
+            self._examining = self._loop.wake()
 
-    def _examine_all(self) -> None:
-        while True:
-            with self._changed:
-                waiting = [suspect for suspect in self._suspects.values() if suspect.verdict is None]
-                if self._closing or not waiting:
-                    self._examining = False
-                    self._changed.notify_all()
-                    return
-                suspect = next((suspect for suspect in waiting if suspect.wanted), waiting[0])
-            begun = time.monotonic()
-            try:
-                verdict = self._examine(suspect)
-            except BaseException:
-                # Also what is no Exception (a panic inside a client library): other pages wait to be examined.
-                logger.exception("tier %s: examining a page ended in an error that nobody expected", self._tier)
-                verdict = Verdict.UNCLEAR
-            self._metrics.add("suspect", verdict.value)
-            self._say(suspect, verdict)
-            with self._changed:
-                suspect.verdict = verdict
-                suspect.judged = self._clock()
-                if verdict in _CLEARS and self._suspects.get(suspect.key) is suspect:
-                    del self._suspects[suspect.key]
+    def _examine_one(self) -> float | None:
+        with self._changed:
+            waiting = [suspect for suspect in self._suspects.values() if suspect.verdict is None]
+            if not waiting:
+                self._examining = False
                 self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._closing or any(s.wanted and s.verdict is None for s in self._suspects.values()),
-                    min(_LONGEST_REST, time.monotonic() - begun),
-                )
+                return None
+            suspect = next((suspect for suspect in waiting if suspect.wanted), waiting[0])
+        begun = time.monotonic()
+        try:
+            verdict = self._examine(suspect)
+        except BaseException:
+            # Also what is no Exception (a panic inside a client library): other pages wait to be examined.
+            logger.exception("tier %s: examining a page ended in an error that nobody expected", self._tier)
+            verdict = Verdict.UNCLEAR
+        self._metrics.add("suspect", verdict.value)
+        self._say(suspect, verdict)
+        with self._changed:
+            suspect.verdict = verdict
+            suspect.judged = self._clock()
+            if verdict in _CLEARS and self._suspects.get(suspect.key) is suspect:
+                del self._suspects[suspect.key]
+            self._changed.notify_all()
+            if any(s.wanted and s.verdict is None for s in self._suspects.values()):
+                return 0.0
+        return min(_LONGEST_REST, time.monotonic() - begun)
 
     def _examine(self, suspect: _Suspect) -> Verdict:
         # A length alone is no bytes that a second read could have in common with it.

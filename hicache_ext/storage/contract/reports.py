@@ -18,6 +18,7 @@ from hicache_ext.runtime.call_threads import CallThreads
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.abilities import Gauges, gauges_of
 from hicache_ext.storage.contract.bad_pages import Verdict
+from hicache_ext.storage.contract.registry import series_of_type
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 
 logger = logging.getLogger(__name__)
@@ -134,13 +135,8 @@ OPERATIONS = ("get", "set", "exists")
 CHAIN_PAGES = {"chain_pages": ("asked", "found", "used")}
 
 _CALLS = ("get", "set", "contains", "count_leading", "remove", "clear", "register_identity")
-_FILE_ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "ENOENT", "ESTALE", "ETIMEDOUT", "unknown", "Error", "MapFullError")
-_REQUEST_ERRORS = (
-    *("absent", "no_bucket", "exists", "denied", "slow_down", "timeout", "connection", "http_5xx", "http_4xx"),
-    *("cut", "other"),
-)
-
-_SUSPECTS = (*(verdict.value for verdict in Verdict), "forgotten")
+SUSPECTS = (*(verdict.value for verdict in Verdict), "forgotten")
+"""Of the event ``suspect``, where a tier examines its bad pages."""
 
 OF_ANSWERS: Mapping[str, Sequence[str]] = {
     **CHAIN_PAGES,
@@ -174,44 +170,11 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
     "prefetch_bytes": ("fetched", "useful", "wasted"),
 }
 
-OF_TYPE: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "file": {
-        "bytes": ("evicted",),
-        "evicted": ("capacity", "ttl"),
-        "corrupt": ("seal", "unreadable", "not_a_file"),
-        "rejected": ("capacity", "no_space", "obstacle"),
-        "error": _FILE_ERRORS,
-        "io": ("unaligned",),
-        "suspect": ("good",),
-    },
-    "redis": {
-        "node": ("up", "down"),
-        "connection": ("opened", "lost"),
-        "redirect": ("moved", "ask"),
-        "cleared": ("",),
-        "suspect": _SUSPECTS,
-        "corrupt": ("type",),
-        "rejected": ("memory", "too_large", "clearing", "suspect"),
-        "error": ("no_node", "redirected", "busy", "timeout", "protocol", "connection", "identity", "clear"),
-    },
-    "mooncake": {
-        "suspect": _SUSPECTS,
-        "rejected": ("away", "full", "suspect"),
-        "error": ("timeout", "full", "transfer", "master_unreachable", "master_timeout", "lease_expired", "leased"),
-    },
-    "object": {
-        "cleared": ("",),
-        "suspect": _SUSPECTS,
-        "rejected": ("suspect",),
-        "error": (*_REQUEST_ERRORS, "not_as_sent"),
-    },
-}
-
 
 def _series_of(tier: PageStore) -> dict[str, list[str]]:
     info = tier.describe()
     series = {event: list(reasons) for event, reasons in OF_EVERY_TIER.items()}
-    for event, reasons in OF_TYPE.get(info.type, {}).items():
+    for event, reasons in series_of_type(info.type).items():
         series.setdefault(event, []).extend(reasons)
     for path in info.details.get("paths", ()):
         for event in ("path_out_of_service", "path_back_in_service"):

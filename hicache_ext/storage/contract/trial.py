@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.liveness import writer_alive, writer_name
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.tiers.file.usage import writer_alive, writer_name
 
 _PAGES = 16
 _PAGE_BYTES = 1 << 20

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, RemoteTierConfig, TierConfig
+from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, TierConfig
 from hicache_ext.runtime.mounts import is_on_network
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.guards.time_limit import TimeLimitStore
 
 REMOTE_RETRIES = 1
@@ -54,7 +54,7 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
     bounce memory would cost more than it protects from (docs/guards.md).
     """
     guards = tier.guards
-    remote = isinstance(tier, RemoteTierConfig) or any(is_on_network(path) for path in tier.directories())
+    remote = tier.remote or any(is_on_network(path) for path in tier.directories())
     timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
     limited = timeout != math.inf
     guarded = remote or limited

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import NOT_REACHED
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
@@ -44,18 +45,16 @@ class LateStore:
         self._type = type_name
         self._shared = shared
         self._opener = opener
-        self._first_pause = first_pause
         self._own_metrics = TierMetrics(name)
         self._lock = threading.Lock()
         self._store: PageStore | None = None
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._last_problem = "it is still being opened"
         self._config_error: ConfigError | None = None
-        self._closing = threading.Event()
         self._attempted = threading.Event()
         self._said_not_open = False
-        self._thread = threading.Thread(target=self._open, name=f"hicache-{name}-open", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop(f"hicache-{name}-open", self._open, Backoff(first_pause, LONGEST_PAUSE))
+        self._loop.wake()
         self._attempted.wait(first_wait)
         if self._config_error is not None:
             raise self._config_error
@@ -72,26 +71,23 @@ class LateStore:
         """The store, once it is open."""
         return self._store
 
-    def _open(self) -> None:
-        pause = self._first_pause
-        while not self._closing.is_set():
-            try:
-                self._take(self._opener())
-                return
-            except ConfigError as error:
-                self._config_error = error
-                self._last_problem = str(error)
-                logger.error("hicache_ext: tier %s: %s", self._name, error)
-                return
-            except StoreSetupError as error:
-                self._last_problem = error.reason
-            except Exception as error:  # noqa: BLE001 - a thread of ours that dies would never try again
-                self._last_problem = repr(error)
-                logger.warning("hicache_ext: tier %s: opening it raised %r", self._name, error)
-            finally:
-                self._attempted.set()
-            self._closing.wait(pause)
-            pause = min(LONGEST_PAUSE, pause * 2)
+    def _open(self) -> Retry | None:
+        try:
+            self._take(self._opener())
+        except ConfigError as error:
+            self._config_error = error
+            self._last_problem = str(error)
+            logger.error("hicache_ext: tier %s: %s", self._name, error)
+        except StoreSetupError as error:
+            self._last_problem = error.reason
+            return RETRY
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next attempt may do better
+            self._last_problem = repr(error)
+            logger.warning("hicache_ext: tier %s: opening it raised %r", self._name, error)
+            return RETRY
+        finally:
+            self._attempted.set()
+        return None
 
     def _take(self, store: PageStore) -> None:
         """Register with ``store`` what was registered here, and put it in service."""
@@ -101,7 +97,7 @@ class LateStore:
                 with self._lock:
                     identities = {key: doc for key, doc in self._identities.items() if key not in registered}
                     if not identities:
-                        if self._closing.is_set():
+                        if self._loop.stopping:
                             break
                         self._store = store
                         if self._said_not_open:
@@ -168,16 +164,15 @@ class LateStore:
     def close(self) -> None:
         """Does not wait for an attempt that hangs: what it opens is closed when it ends."""
         with self._lock:
-            self._closing.set()
+            self._loop.stop(0)
             store = self._store
         if store is not None:
             store.close()
-        self._thread.join(_CLOSE_WAIT)
-        if self._thread.is_alive():
+        if not self._loop.stop(_CLOSE_WAIT):
             logger.warning("hicache_ext: tier %s: its opening hangs; its thread ends with it", self._name)
 
     def _opened(self, pages: int) -> PageStore | None:
-        if self._closing.is_set():
+        if self._loop.stopping:
             raise StoreClosedError(self._name)
         if self._store is None:
             self._own_metrics.add("rejected", "not_open", pages)

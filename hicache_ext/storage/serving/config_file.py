@@ -15,6 +15,7 @@ from typing import Any
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_document
 from hicache_ext.config.problems import config_error
 from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.serving.control import ControlError, ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL = 2.0
 """Seconds between two looks at the file."""
+_CLOSE_WAIT = 10.0
 
 _Signature = tuple[int, int, int, int]
 View = Callable[[HicacheExtConfig], HicacheExtConfig]
@@ -56,16 +58,14 @@ class ConfigFile:
         if view(self._document.hicache_ext) != store.config:
             raise ConfigError(file, "does not hold the configuration that this server was started with")
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._watcher = BackgroundLoop("hicache-config", self._look)
         self._socket: ControlSocket | None = None
         try:
             self._socket = ControlSocket(self._handle)
         except ControlError as error:
             logger.warning("hicache_ext: `hicache-ext reload` will not reach this server: %s", error)
         if watch:
-            self._watcher = threading.Thread(target=self._watch, name="hicache-config", daemon=True)
-            self._watcher.start()
+            self._watcher.wake(watch_interval)
 
     def reload(self, *, only_check: bool = False) -> list[str]:
         """Take over what the file says now; the changes in words. Raises HicacheExtError, and nothing has changed."""
@@ -82,11 +82,9 @@ class ConfigFile:
             return changes
 
     def close(self) -> None:
-        self._closing.set()
         if self._socket is not None:
             self._socket.close()
-        if self._watcher is not None:
-            self._watcher.join(self._interval + 10)
+        self._watcher.stop(_CLOSE_WAIT)
 
     def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("call") == "facts":
@@ -98,22 +96,22 @@ class ConfigFile:
         except HicacheExtError as error:
             return {"ok": False, "said": str(error).splitlines()}
 
-    def _watch(self) -> None:
-        while not self._closing.wait(self._interval):
-            signature = _signature(self._file)
-            if signature == self._seen or signature is None:
-                continue
-            if self._closing.wait(self._interval) or _signature(self._file) != signature:
-                continue  # it is being written
-            self._seen = signature
-            try:
-                if not self.reload():
-                    logger.info("hicache_ext: %s was written and says the same as before", self._file)
-            except HicacheExtError as error:
-                for line in str(error).splitlines():
-                    logger.error("hicache_ext: %s is not taken over, what was in force stays: %s", self._file, line)
-            except Exception:
-                logger.exception("hicache_ext: %s is not taken over, what was in force stays", self._file)
+    def _look(self) -> float:
+        signature = _signature(self._file)
+        if signature == self._seen or signature is None:
+            return self._interval
+        if not self._watcher.rest(self._interval) or _signature(self._file) != signature:
+            return self._interval  # it is being written
+        self._seen = signature
+        try:
+            if not self.reload():
+                logger.info("hicache_ext: %s was written and says the same as before", self._file)
+        except HicacheExtError as error:
+            for line in str(error).splitlines():
+                logger.error("hicache_ext: %s is not taken over, what was in force stays: %s", self._file, line)
+        except Exception:
+            logger.exception("hicache_ext: %s is not taken over, what was in force stays", self._file)
+        return self._interval
 
 
 def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:

@@ -13,10 +13,11 @@ import os
 import socket
 import stat
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ DIRECTORY_VARIABLE = "HICACHE_EXT_RUNTIME_DIR"
 
 _LONGEST_LINE = 1 << 20
 _REQUEST_SECONDS = 10.0
+_FIRST_PAUSE = 0.01
 _numbers = itertools.count()
 
 
@@ -60,7 +62,6 @@ class ControlSocket:
     def __init__(self, handle: Callable[[Request], Answer]) -> None:
         """Raises ControlError."""
         self._handle = handle
-        self._closing = False
         self.path = runtime_directory() / f"{os.getpid()}-{next(_numbers)}.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -71,13 +72,13 @@ class ControlSocket:
         except OSError as error:
             self._listener.close()
             raise ControlError(f"{self.path}: {error.strerror or error}") from error
-        self._thread = threading.Thread(target=self._serve, name="hicache-control", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("hicache-control", self._serve, Backoff(_FIRST_PAUSE, _REQUEST_SECONDS))
+        self._loop.wake()
 
     def close(self) -> None:
-        if self._closing:
+        if self._loop.stopping:
             return
-        self._closing = True
+        self._loop.stop(0)
         # shutdown() wakes accept(); close() alone would not.
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -85,23 +86,20 @@ class ControlSocket:
             pass
         self._listener.close()
         self.path.unlink(missing_ok=True)
-        if self._thread is not threading.current_thread():
-            self._thread.join(_REQUEST_SECONDS)
+        self._loop.stop(_REQUEST_SECONDS)
 
-    def _serve(self) -> None:
-        while not self._closing:
+    def _serve(self) -> float | Retry:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return RETRY  # no descriptor left, or closed
+        with connection:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closing:
-                    return
-                continue
-            with connection:
-                try:
-                    connection.settimeout(_REQUEST_SECONDS)
-                    _send(connection, self._answer(_receive(connection)))
-                except Exception as error:  # noqa: BLE001 - whatever somebody sends, the next request is answered
-                    logger.debug("hicache_ext: a request broke off: %r", error)
+                connection.settimeout(_REQUEST_SECONDS)
+                _send(connection, self._answer(_receive(connection)))
+            except Exception as error:  # noqa: BLE001 - whatever somebody sends, the next request is answered
+                logger.debug("hicache_ext: a request broke off: %r", error)
+        return 0.0
 
     def _answer(self, request: Request) -> Answer:
         try:

@@ -16,11 +16,11 @@ import functools
 import logging
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hicache_ext import __version__
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import LATENCY_BOUNDS, TierMetrics
 
 logger = logging.getLogger(__name__)
@@ -105,11 +105,10 @@ class Exporter:
         self._sources = sources
         self._labels = dict(labels)
         self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
-        self._stop = threading.Event()
+        self._loop = BackgroundLoop("hicache-metrics", self._export_regularly)
         _build_info().labels(**self._all_labels(), version=__version__).set(1)
         self.export()
-        self._thread = threading.Thread(target=self._run, name="hicache-metrics", daemon=True)
-        self._thread.start()
+        self._loop.wake(_INTERVAL)
 
     def export(self) -> None:
         """Bring everything up to date."""
@@ -141,17 +140,16 @@ class Exporter:
 
     def close(self) -> None:
         """Export a last time, let go of everything, and end the thread. Idempotent."""
-        if not self._stop.is_set():
-            self._stop.set()
-            self._thread.join()
+        if not self._loop.stopping:
+            self._loop.stop()
             self._export_quietly()
             # After a detach the server goes on: a tier must not be shown as up for ever.
             self._sources = lambda: ()
             self._export_quietly()
 
-    def _run(self) -> None:
-        while not self._stop.wait(_INTERVAL):
-            self._export_quietly()
+    def _export_regularly(self) -> float:
+        self._export_quietly()
+        return _INTERVAL
 
     def _export_quietly(self) -> None:
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
+from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.errors import ConfigError, HicacheExtError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import digest_of_document
@@ -22,6 +22,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.manifest import is_taken_over
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
@@ -205,8 +206,8 @@ def read_identities(places: Sequence[str], key: str) -> dict[bytes, dict[str, An
 
 def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
     """Why nothing is known, and what to do."""
-    silent = [name for name in sources if config.tiers[name].type == "mooncake"]
-    because = f"; {', '.join(silent)} (mooncake) keeps none" if silent else ""
+    silent = [name for name in sources if not config.tiers[name].keeps_identities]
+    because = f"; {', '.join(f'{name} ({config.tiers[name].type})' for name in silent)} keeps none" if silent else ""
     return (
         f"no tier knows an identity{because}; start a server with this configuration once, or give the documents of "
         "another node with --identity"

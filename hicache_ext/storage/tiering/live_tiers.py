@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.contract.sharing import sharing_of
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.late_open import LateStore
@@ -95,5 +94,5 @@ def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> TieredSt
 def _open(name: str, config: TierConfig) -> PageStore:
     if config.required:
         return open_tier(name, config)
-    shared = sharing_of(config).shared
+    shared = config.sharing().shared
     return LateStore(name, config.type, lambda: open_tier(name, config), shared=shared, first_wait=_FIRST_WAIT)

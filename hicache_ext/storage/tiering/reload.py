@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
+from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.storage.contract.abilities import Resizable, ability
@@ -29,6 +29,9 @@ _FIXED = {
     "watch_config": "it is read at start",
 }
 """Keys of the section that a reload may not change, and why. Others (orders, tiers, limits) may."""
+
+_CAPACITY = "capacity"
+"""The live key of a tier that its store is told of (``Resizable``)."""
 
 _LATER = {"pd": ", in force from the next start on"}
 """Keys that may change in the file, and that the server has read at its start."""
@@ -149,11 +152,10 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
     for field in _differing_keys(live.config, wanted):
         if field == "timeout" and wanted.keeps_timeout:
             yield ConfigError(f"{key}.timeout", f"cannot change: the store was opened with it; {remedy}")
-        elif field == "capacity" and field in wanted.live_keys:
+        elif field == _CAPACITY and field in wanted.live_keys:
             store = ability(live.bare.store, Resizable)
-            capacity = wanted.capacity if isinstance(wanted, FileTierConfig) else None
-            if store is None or not store.can_resize(capacity):
-                yield ConfigError(f"{key}.capacity", f"cannot change in this layout while the tier is in use; {remedy}")
+            if store is None or not store.can_resize(getattr(wanted, field)):
+                yield ConfigError(f"{key}.{field}", f"cannot change in this layout while the tier is in use; {remedy}")
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
 
@@ -164,5 +166,5 @@ def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:
 
 def _resize(live: LiveTier, wanted: TierConfig) -> None:
     store = ability(live.bare.store, Resizable)
-    if isinstance(wanted, FileTierConfig) and store is not None:
-        store.resize(wanted.capacity)
+    if _CAPACITY in wanted.live_keys and store is not None:
+        store.resize(getattr(wanted, _CAPACITY))

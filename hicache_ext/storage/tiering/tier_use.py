@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.config.model import PROMOTE_NOTHING, SECTION
+from hicache_ext.config.sharing import Sharing
 from hicache_ext.config.tiering import StorePolicy
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.contract.sharing import sharing_of
-from hicache_ext.storage.tiers.file.file_system import Sharing
 
 _TOLD = "configured"
 
@@ -53,7 +52,7 @@ class TierUse:
 def tier_use(config: HicacheExtConfig) -> TierUse:
     """Of a server of the role in ``config``, on this node. Raises ConfigError for hints that would lead nowhere."""
     used = [*config.retrieve_locations, *config.store_locations]
-    sharing = {name: sharing_of(tier) for name, tier in config.tiers.items() if name in used}
+    sharing = {name: tier.sharing() for name, tier in config.tiers.items() if name in used}
     promote_to, reason = _promotion(config, sharing)
     if promote_to is None and config.role == "prefill" and config.pd.hints.enabled:
         problem = f"a prefill node brings the pages to the tier promote_to, and there is none ({reason})"

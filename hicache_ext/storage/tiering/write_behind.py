@@ -8,6 +8,7 @@ others as soon as it is written.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
@@ -75,7 +77,7 @@ class WriteBehind:
         self._batches_done = 0
         self._stalled = False
         """An offer has waited in vain: nobody waits again before something has left the queue."""
-        self._thread: threading.Thread | None = None
+        self._loop = BackgroundLoop(f"hicache-{queue}", self._write_waiting)
         self._publish_levels()
 
     @property
@@ -104,8 +106,7 @@ class WriteBehind:
                     self._bytes += size
                     results.append(SetResult.STORED)
             if SetResult.STORED in results:
-                self._start()
-                self._condition.notify_all()
+                self._loop.wake()
             self._publish_levels()
         if dropped := results.count(SetResult.REJECTED):
             self._metrics.add("dropped_pages", self._queue, dropped)
@@ -118,9 +119,8 @@ class WriteBehind:
             return
         done, deadline = self._batches_done, time.monotonic() + self._settings.patience
         while self._bytes + size > capacity and not self._closing and not self._stalled:
-            self._start()
+            self._loop.wake()
             self._publish_levels()
-            self._condition.notify_all()
             self._condition.wait(max(0.0, deadline - time.monotonic()))
             if self._batches_done != done:
                 done, deadline = self._batches_done, time.monotonic() + self._settings.patience
@@ -186,30 +186,8 @@ class WriteBehind:
                 self._closing = True
                 self._deadline = time.monotonic() + self._settings.drain
             self._condition.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"hicache-{self._queue}", daemon=True)
-            self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._waiting and not self._closing:
-                    self._condition.wait()
-                if self._closing and (not self._waiting or time.monotonic() > self._deadline):
-                    break
-                closing = self._closing
-            if not closing:
-                self._before_batch()
-            with self._condition:
-                keys = [key for key, _ in zip(self._waiting, range(_PAGES_AT_ONCE), strict=False)]
-                self._under_way = set(keys)
-                batch = PageBatch(keys, [[memoryview(self._waiting[key])] for key in keys])
-            self._write(batch)
+        self.wait_until_written(self._deadline - time.monotonic())
+        self._loop.stop()
         with self._condition:
             if self._waiting:
                 logger.warning("hicache_ext: %d pages of %s were dropped at the end", len(self._waiting), self._queue)
@@ -218,6 +196,21 @@ class WriteBehind:
             self._bytes = 0
             self._publish_levels()
             self._condition.notify_all()
+
+    def _write_waiting(self) -> float:
+        """Until nothing waits, or close() has waited long enough."""
+        while True:
+            with self._condition:
+                if not self._waiting or (self._closing and time.monotonic() > self._deadline):
+                    return math.inf
+                closing = self._closing
+            if not closing:
+                self._before_batch()
+            with self._condition:
+                keys = [key for key, _ in zip(self._waiting, range(_PAGES_AT_ONCE), strict=False)]
+                self._under_way = set(keys)
+                batch = PageBatch(keys, [[memoryview(self._waiting[key])] for key in keys])
+            self._write(batch)
 
     def _write(self, batch: PageBatch) -> None:
         if not len(batch):

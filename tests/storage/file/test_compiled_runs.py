@@ -46,7 +46,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.disk_faults import DiskFaults, compiled_code_through_python
+from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
 
 pytestmark = pytest.mark.skipif(wait_for_compiled_code() is None, reason="numba, or what it compiles for, is not there")
 

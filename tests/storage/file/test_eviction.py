@@ -17,7 +17,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.disk_faults import DiskFaults
+from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import account_and_walk
 
 PAGE = [8000]

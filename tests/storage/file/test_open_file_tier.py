@@ -16,7 +16,7 @@ from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
-from hicache_ext.testing.disk_faults import DiskFaults
+from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import account_and_walk
 
 

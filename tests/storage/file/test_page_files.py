@@ -21,7 +21,7 @@ from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages import store as pages
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, payload_of, read_pages, store_pages
-from hicache_ext.testing.disk_faults import DiskFaults
+from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import RawFiles, account_and_walk
 
 NOBODY = 65534

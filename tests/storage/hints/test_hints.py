@@ -28,7 +28,7 @@ from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from hicache_ext.testing.redis_servers import RedisServer, redis_program
+from tests.rigs.redis_servers import RedisServer, redis_program
 
 LIMITS = BoardLimits(keep=5, longest=100, lifetime=60)
 SCOPE = b"s" * 16

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.engine import Engine
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
-from hicache_ext.testing.mooncake_servers import MooncakeServers, missing_mooncake
-from hicache_ext.testing.own_network import NetworkUnavailable, own_network
+from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
+from tests.rigs.own_network import NetworkUnavailable, own_network
 
 TIMEOUT = 2
 """Seconds, of tiers whose servers are meant to fail."""

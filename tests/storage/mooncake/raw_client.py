@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import urllib.request
 
-from hicache_ext.testing.mooncake_servers import MooncakeServers
+from tests.rigs.mooncake_servers import MooncakeServers
 
 
 class RawClient:

@@ -4,46 +4,17 @@ from __future__ import annotations
 
 import datetime
 import secrets
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.diagnosis import Finding, Level
-from hicache_ext.storage.contract.trial import trial_directory, try_store
+from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.object.client import Failure
 
 if TYPE_CHECKING:
-    from hicache_ext.config import ObjectTierConfig
     from hicache_ext.storage.tiers.object.store import ObjectPageStore
 
 _CLOCK_SKEW = 60.0
 """Seconds; S3 refuses signatures that are 15 minutes off."""
-
-
-def examine(name: str, tier: ObjectTierConfig) -> Sequence[Finding]:
-    """``diagnose`` for a tier that is not opened. Of a directory the trial is in one of its own, so that nothing in it
-    is made or changed. Raises StoreSetupError or ConfigError."""
-    from hicache_ext.storage.tiers.object import open_object_tier
-
-    if tier.scheme != "file":
-        with closing(open_object_tier(name, tier)) as store:
-            return store.diagnose()
-    directory = Path("/", tier.prefix)
-    findings: list[Finding] = []
-    if not directory.exists():
-        seen = f"{directory} does not exist; a server makes it at its start"
-        findings.append(Finding("path", Level.NOTE, seen, "mount its disk first, if that is meant"))
-    try:
-        with trial_directory(directory) as place:
-            trial = tier.model_copy(update={"url": f"file://{place}"})
-            with closing(open_object_tier(name, trial)) as store:
-                found = store.diagnose()
-            return findings + [replace(one, seen=one.seen.replace(str(place), str(directory))) for one in found]
-    except OSError as error:
-        raise StoreSetupError(name, f"directory {str(directory)!r}: {error.strerror or error}") from error
 
 
 def diagnose(store: ObjectPageStore, obstore: Any) -> list[Finding]:

@@ -11,7 +11,7 @@ import obstore
 import obstore.store
 
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
-from hicache_ext.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 
 class RawBucket:

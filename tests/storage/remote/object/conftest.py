@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache_ext.testing.s3_server import S3Server, missing_s3_server
+from tests.rigs.s3_server import S3Server, missing_s3_server
 
 
 @pytest.fixture(scope="session")

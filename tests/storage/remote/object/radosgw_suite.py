@@ -12,7 +12,7 @@ import obstore.store
 import pytest
 
 from hicache_ext.storage.contract.diagnosis import Level
-from hicache_ext.testing.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw, missing_radosgw
+from tests.rigs.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw, missing_radosgw
 from tests.storage.remote.object.bucket import Medium
 from tests.storage.remote.object.test_object_conformance import _ObjectStoreTests
 

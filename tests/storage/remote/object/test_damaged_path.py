@@ -16,7 +16,7 @@ from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.object.examination import ObjectMedium
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
-from hicache_ext.testing.s3_server import S3Server
+from tests.rigs.s3_server import S3Server
 from tests.storage.remote.object.bucket import RawBucket, s3_client
 from tests.storage.remote.object.fault_proxy import FaultProxy
 from tests.storage.remote.object.test_object_faults import PATIENCE, through

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
-from hicache_ext.testing.s3_server import S3Server
+from tests.rigs.s3_server import S3Server
 from tests.storage.remote.object.bucket import Medium, RawBucket, directory_medium, memory_medium, s3_client, s3_medium
 from tests.storage.remote.object.fault_proxy import FaultProxy
 from tests.storage.remote.object.test_object_faults import through

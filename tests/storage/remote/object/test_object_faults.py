@@ -24,7 +24,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.s3_server import ACCESS_KEY, S3Server
+from tests.rigs.s3_server import ACCESS_KEY, S3Server
 from tests.storage.remote.object.bucket import RawBucket, s3_client
 from tests.storage.remote.object.fault_proxy import FaultProxy
 

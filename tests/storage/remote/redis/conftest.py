@@ -14,7 +14,7 @@ import redis
 from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
-from hicache_ext.testing.redis_servers import HOST, RedisCluster, RedisServer, redis_program
+from tests.rigs.redis_servers import HOST, RedisCluster, RedisServer, redis_program
 
 PREFIX = "test:"
 PATIENCE = 30.0

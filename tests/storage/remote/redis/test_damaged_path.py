@@ -12,8 +12,8 @@ from hicache_ext.storage.contract import bad_pages
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
-from hicache_ext.testing.redis_servers import RedisServer
-from hicache_ext.testing.trouble_proxy import Trouble, TroubleProxy
+from tests.rigs.redis_servers import RedisServer
+from tests.rigs.trouble_proxy import Trouble, TroubleProxy
 from tests.storage.remote.redis.conftest import PATIENCE, DamagedPath, RawValues, settings_for
 
 # Real servers.

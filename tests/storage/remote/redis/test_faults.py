@@ -25,7 +25,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.redis_servers import (
+from tests.rigs.redis_servers import (
     HOST,
     RedisCluster,
     RedisServer,

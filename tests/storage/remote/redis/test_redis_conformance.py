@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
-from hicache_ext.testing.redis_servers import RedisCluster, RedisServer
+from tests.rigs.redis_servers import RedisCluster, RedisServer
 from tests.storage.remote.redis.conftest import DamagedPath, RawValues, settings_for
 
 # Real servers.

@@ -12,13 +12,13 @@ import errno
 import logging
 import os
 import stat
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.workers import Workers
 from hicache_ext.storage.contract.base import TierStore
@@ -412,13 +412,13 @@ class PageFileStore(TierStore):
                 self._count_error(error)
         return removed
 
-    def remove_expired(self, stop: threading.Event) -> int:
-        """Remove the pages older than the ttl, until ``stop``; how many that were."""
+    def remove_expired(self, loop: BackgroundLoop) -> int:
+        """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
         removed = 0
         for fan_out in self._directory.fan_out_directories():
             identity = bytes.fromhex(Path(fan_out).parent.name)
             for path, status in self._directory.page_files(fan_out):
-                if stop.is_set():
+                if loop.stopping:
                     return removed
                 if self._expired(path, status):
                     key = identity + bytes.fromhex(Path(path).stem)

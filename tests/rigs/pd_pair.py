@@ -23,8 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hicache_ext.testing.network_namespace import NetworkNamespace
 from hicache_ext.testing.server import CachedTokens, Generation, ServerError, SglangServer, free_port
+from tests.rigs.network_namespace import NetworkNamespace
 
 Config = Mapping[str, Any] | str
 
@@ -103,7 +103,7 @@ class PdPair:
                 *("--disable-overlap-schedule", *prefill_arguments),
             ),
             environment=both,
-            namespace=self.namespace,
+            network=self.namespace,
         )
         self.decode = decode_node(
             model,
@@ -236,7 +236,7 @@ def decode_node(
         hierarchical_cache=False,
         extra_arguments=("--disaggregation-mode", "decode", *_TRANSFER, *offload, *arguments),
         environment={**_ENVIRONMENT, **(environment or {})},
-        namespace=namespace,
+        network=namespace,
     )
 
 

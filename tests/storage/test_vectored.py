@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage.tiers.file import vectored
-from hicache_ext.testing.disk_faults import DiskFaults
+from hicache_ext.runtime import vectored
+from tests.rigs.disk_faults import DiskFaults
 
 
 def _cut(content: bytes, sizes: list[int]) -> list[memoryview]:
