@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract import clearing as module
 from hicache_ext.storage.contract.clearing import Cleared, Clearing, ClearLaterError
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, page_keys
@@ -49,7 +50,7 @@ def medium() -> Medium:
 
 @pytest.fixture
 def clearing(medium: Medium, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clearing]:
-    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(module, "_ATTEMPTS", Backoff(0.01, 0.01))
     clearing = Clearing("pool", medium.part_of)
     yield clearing
     medium.hold.set()

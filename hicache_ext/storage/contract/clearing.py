@@ -19,11 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
-"""Seconds before sweeps that failed are tried again; doubled each time."""
+_ATTEMPTS = Backoff(0.25, 10.0)
+"""Seconds before sweeps that failed are tried again."""
 _WRITER_PAUSE = 0.01
 """Seconds before a sweep that met pages under way is repeated."""
 
@@ -111,9 +112,7 @@ class Clearing:
         self._part_of = part_of
         self._changed = threading.Condition()
         self._waiting: list[tuple[Cleared, Sweep]] = []
-        self._thread: threading.Thread | None = None
-        self._running = False
-        self._closing = False
+        self._loop = BackgroundLoop(f"hicache-{name}-clear", self._sweep_all, _ATTEMPTS)
 
     def clear(self, digests: Sequence[bytes] | None, sweep: Sweep, seconds: float = 0.0) -> int:
         """Hide the pages of these identities (None: of all) and have them removed; how many identities had pages, as
@@ -121,9 +120,9 @@ class Clearing:
         cleared = Cleared(None if digests is None else frozenset(digests), _changed=self._changed)
         with self._changed:
             self._waiting = [*self._waiting, (cleared, sweep)]
-            self._start()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: cleared._tried or not self._running, seconds)
+            # Without a thread they are hidden all the same, and removed after the next clear().
+            if self._loop.wake():
+                self._changed.wait_for(lambda: cleared._tried, seconds)
             return len(cleared.found)
 
     def hides(self, key: bytes) -> bool:
@@ -165,67 +164,40 @@ class Clearing:
 
     def try_again(self) -> None:
         """The medium is back: do not wait for the next attempt."""
-        with self._changed:
-            self._changed.notify_all()
+        if self._waiting:
+            self._loop.wake()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until everything cleared is removed; False when it is not in time, or when sweeps fail."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: not self._running or all(cleared._tried for cleared, _ in self._waiting), timeout
-            )
+            if self._loop.running:
+                self._changed.wait_for(lambda: all(cleared._tried for cleared, _ in self._waiting), timeout)
             return not self._waiting
 
     def close(self, timeout: float | None = None) -> None:
         """Let the removal end, for at most ``timeout`` seconds unless one request takes longer."""
         done = self.wait(timeout)
         with self._changed:
-            self._closing = True
             for cleared, _ in self._waiting:
                 cleared.closing = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        self._loop.stop()
         if not done:
             logger.warning("tier %s: closed before all cleared pages were removed; some are there still", self._name)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """The lock is held."""
-        if not self._running and not self._closing:
-            thread = threading.Thread(target=self._run, name=f"hicache-{self._name}-clear", daemon=True)
-            try:
-                thread.start()
-                self._thread, self._running = thread, True
-            except RuntimeError as error:
-                # Hidden all the same, and removed after the next clear().
-                logger.warning("tier %s: no thread to remove cleared pages: %s", self._name, error)
-
-    def _run(self) -> None:
-        pause = _FIRST_PAUSE
-        while True:
-            with self._changed:
-                waiting = self._waiting
-                if self._closing or not waiting:
-                    self._running = False
-                    self._changed.notify_all()
-                    return
-            ended = [cleared for cleared, sweep in waiting if self._is_swept(cleared, sweep)]
-            with self._changed:
-                self._waiting = [item for item in self._waiting if item[0] not in ended]
-                for cleared, _ in waiting:
-                    cleared._tried = not cleared._skipped
-                self._changed.notify_all()
-                left = {cleared for cleared, _ in waiting} - set(ended)
-                if not left or self._closing:
-                    pause = _FIRST_PAUSE
-                elif any(cleared._skipped for cleared in left):
-                    self._changed.wait(_WRITER_PAUSE)
-                else:
-                    self._changed.wait(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+    def _sweep_all(self) -> float | Retry | None:
+        waiting = self._waiting
+        ended = [cleared for cleared, sweep in waiting if self._is_swept(cleared, sweep)]
+        with self._changed:
+            self._waiting = [item for item in self._waiting if item[0] not in ended]
+            for cleared, _ in waiting:
+                cleared._tried = not cleared._skipped
+            self._changed.notify_all()
+            left = [cleared for cleared, _ in self._waiting]
+        if any(cleared._skipped for cleared in left):
+            return _WRITER_PAUSE
+        return RETRY if left else None
 
     def _is_swept(self, cleared: Cleared, sweep: Sweep) -> bool:
         with self._changed:
