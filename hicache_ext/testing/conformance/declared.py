@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
-from hicache_ext.storage.contract.store import GetResult, IdentityKeeper, PageStore, SetResult
+from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
+from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.testing.conformance.cases import PageStoreCases
 from hicache_ext.testing.conformance.medium import Medium
 from hicache_ext.testing.conformance.pages import (
@@ -20,7 +22,7 @@ from hicache_ext.testing.conformance.pages import (
 )
 
 _TROUBLE = (GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED)
-_DOCUMENTS = {
+_DOCUMENTS: dict[bytes, dict[str, Any]] = {
     IDENTITY: {"model": {"id": "org/model", "revision": "ä"}, "pool": {"name": "kv", "segments": [1024, 512]}},
     OTHER_IDENTITY: {"model": {"id": "org/other"}, "pool": {"name": "kv"}},
 }
@@ -66,16 +68,18 @@ class DeclaredCases(PageStoreCases):
         assert growth()["get", "miss"] >= 3 and growth()["bytes", "get"] == 0
 
     def test_identities_are_kept_exactly_if_that_is_declared(self, store: PageStore, medium: Medium) -> None:
-        assert isinstance(store, IdentityKeeper) == medium.keeps_identities
+        keeper = ability(store, IdentityKeeper)
+        assert (keeper is not None) == medium.keeps_identities
         for digest, document in _DOCUMENTS.items():
             store.register_identity(digest, document)
         store_pages(store, page_keys(2) + page_keys(2, identity=OTHER_IDENTITY))
         settle(store)
-        if isinstance(store, IdentityKeeper):
-            assert store.identities() == _DOCUMENTS
+        if keeper is not None:
+            assert keeper.identities() == _DOCUMENTS
             other = medium.open()
             try:
-                assert isinstance(other, IdentityKeeper) and other.identities() == _DOCUMENTS
+                kept = ability(other, IdentityKeeper)
+                assert kept is not None and kept.identities() == _DOCUMENTS
             finally:
                 other.close()
 

@@ -29,7 +29,7 @@ def in_another_process(medium: Medium, work: Work, *, patience: float) -> Any:
 @contextmanager
 def another_process(medium: Medium, work: Work, *, patience: float) -> Iterator[tuple[Any, Connection]]:
     """The process that does ``work`` and the connection to it; killed at the end if it still runs."""
-    context = multiprocessing.get_context(medium.start_method)
+    context: Any = multiprocessing.get_context(medium.start_method)
     if medium.start_method == "forkserver":
         # Imported once, not by every process. The server itself opens nothing and has one thread.
         context.set_forkserver_preload([__name__, type(medium).__module__])

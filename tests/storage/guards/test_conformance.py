@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
@@ -15,6 +14,7 @@ from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.media import Memory, Over, PageFiles, Slabs
 
