@@ -238,7 +238,7 @@ _MADE_NAMES = {
     ("storage/tiers/file/multipath.py", "event"): ("get", "set"),
     ("storage/guards/deadline.py", "event"): ("timeout", "late", "rejected"),
     ("kernels/selection.py", "str(direction)"): tuple(Direction),
-    ("sglang/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
+    ("pd/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
 }
 _PREFIXES = {
     "pd/": "pd_write_",

@@ -4,7 +4,7 @@ SGLang tells adapters apart by a ``lora_id``: a digest of name and path, or a ra
 HTTP. It is part of a request's ``extra_key``, which every page hash of the request starts from. So an adapter that was
 trained again into the same directory found the old one's KV in storage, and one that was loaded again found nothing.
 
-One of the rooms that know SGLang. Two hooks: where an adapter has been loaded, its content is digested; where a request
+Two hooks: where an adapter has been loaded, its content is digested; where a request
 is made, that digest takes the place of the ``lora_id`` in its ``extra_key``. Everything behind it follows: the radix
 tree, host memory, storage, decode nodes.
 

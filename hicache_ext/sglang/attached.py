@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from hicache_ext.sglang.backend import HiCacheExtBackend
+from hicache_ext.pd.pool_writer import Pool
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.serving.hints.sender import HintSender
 
-_attached: weakref.WeakSet[HiCacheExtBackend] = weakref.WeakSet()
+
+class AttachedBackend(Pool, Protocol):
+    """What hooks need of the backend."""
+
+    @property
+    def flushes_with_cache(self) -> bool: ...
+
+    def suspend(self, reason: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def advance_weights_epoch(self, nonce: str) -> None: ...
+
+    def export_also(self, metrics: TierMetrics) -> None: ...
+
+    def hint_sender(self, metrics: TierMetrics) -> HintSender | None: ...
 
 
-def attach(backend: HiCacheExtBackend) -> None:
+_attached: weakref.WeakSet[AttachedBackend] = weakref.WeakSet()
+
+
+def attach(backend: AttachedBackend) -> None:
     _attached.add(backend)
 
 
-def detach(backend: HiCacheExtBackend) -> None:
+def detach(backend: AttachedBackend) -> None:
     _attached.discard(backend)
 
 
-def attached_backends() -> list[HiCacheExtBackend]:
+def attached_backends() -> list[AttachedBackend]:
     """Those that are not closed, on any thread."""
     return list(_attached)

@@ -15,6 +15,7 @@ prepare_process()
 
 from hicache_ext.config.pd import WriteConfig  # noqa: E402
 from hicache_ext.errors import UnsupportedError  # noqa: E402
+from hicache_ext.pd.stopwatch import Stopwatch  # noqa: E402
 from hicache_ext.sglang import pd_hooks as sglang_hooks  # noqa: E402
 from hicache_ext.sglang.hooks import DECODE_WRITER, HOOKS  # noqa: E402
 
@@ -28,7 +29,7 @@ class BrokenWriter:
 
 
 def manager(**attributes: Any) -> Any:
-    return SimpleNamespace(_hicache_ext_stopwatch=sglang_hooks.Stopwatch(), **attributes)
+    return SimpleNamespace(_hicache_ext_stopwatch=Stopwatch(), **attributes)
 
 
 def test_every_method_that_the_scheduler_calls_and_that_moves_pages_is_hooked() -> None:

@@ -16,6 +16,7 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import ability, gauges_of
 from hicache_ext.storage.contract.registry import series_of_type, tier_type_names
 from hicache_ext.storage.contract.reports import (
     OF_ANSWERS,
@@ -24,10 +25,9 @@ from hicache_ext.storage.contract.reports import (
     LastLook,
     RecentMean,
     TierReports,
-    gauges_of,
 )
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
@@ -127,7 +127,7 @@ class LatePool(LateStore):
 
     def come(self) -> None:
         self._there.set()
-        eventually(lambda: self.opened is not None)
+        eventually(lambda: self.inner is not None)
 
 
 def test_a_tier_that_is_opened_late_is_up_from_then_on() -> None:
@@ -190,7 +190,7 @@ def test_a_tier_that_was_taken_out_is_reported_no_more(tmp_path: Path, opened: C
 
 
 def breaker(store: ReloadableStore, tier: str) -> BreakerStore:
-    (found,) = [breaker_of(known) for known in store.tiers if known.name == tier]
+    (found,) = [ability(known, BreakerStore) for known in store.tiers if known.name == tier]
     assert found is not None
     return found
 
@@ -402,9 +402,9 @@ def test_the_counts_of_a_queue_in_front_of_a_late_tier_are_not_lost() -> None:
     store = AsyncStore(late, QueueSettings(capacity=500))
     late.come()
     store_pages(store, page_keys(3))
-    assert late.opened is not None
-    assert late.opened.metrics.value("dropped_pages", "async") == 3
-    assert ("queue_bytes", "async") in late.opened.metrics.levels()
+    assert late.inner is not None
+    assert late.inner.metrics.value("dropped_pages", "async") == 3
+    assert ("queue_bytes", "async") in late.inner.metrics.levels()
     store.close()
 
 
@@ -414,5 +414,8 @@ def test_a_wrapper_says_of_its_store_what_that_says() -> None:
             return {"tier_up": 0.0}
 
     assert gauges_of(DelegatingStore(Half("h"))) == {"tier_up": 0.0}
+    outermost = DelegatingStore(Half("h"))
+    outermost.gauges = lambda: {"tier_up": 1.0, "breaker_state": 2.0}
+    assert gauges_of(outermost) == {"tier_up": 1.0, "breaker_state": 2.0}
     assert gauges_of(DelegatingStore(MemoryPageStore("m"))) == {}
     assert read_pages(DelegatingStore(MemoryPageStore("m")), page_keys(1))

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.workers import CallGate
+from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,13 @@ class TierStore(abc.ABC):
     def close(self) -> None:
         if self._calls.shut():
             self._close()
+
+    def diagnose(self) -> Sequence[Finding]:
+        """A round trip. A tier that can say more overrides it (``Diagnosable``)."""
+        # Here, because only tools need it.
+        from hicache_ext.storage.contract.trial import try_store
+
+        return try_store(self)
 
     # -- calls whose medium raised -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicache_ext.errors import StoreSetupError, TierTypeError
-from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding, Level
+from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding
 
 if TYPE_CHECKING:
     from hicache_ext.storage.contract.store import PageStore
@@ -27,6 +27,7 @@ GROUP = "hicache_ext.tiers"
 _OUR_PACKAGE = "hicache-ext"
 _OURS = {
     "file": "hicache_ext.storage.tiers.file.tier_type:FileTier",
+    "memory": "hicache_ext.storage.tiers.memory:MemoryTier",
     "mooncake": "hicache_ext.storage.tiers.mooncake.tier_type:MooncakeTier",
     "object": "hicache_ext.storage.tiers.object.tier_type:ObjectTier",
     "redis": "hicache_ext.storage.tiers.redis.tier_type:RedisTier",
@@ -55,11 +56,12 @@ class TierType(ABC):
     def examine(self, name: str, tier: Any) -> Sequence[Finding]:
         """What there is to say of a tier, for ``hicache-ext doctor``: what it holds stays as it is.
 
-        This one opens the tier and asks it (``Diagnosable``). Raises as ``open``."""
+        This one opens the tier and asks it (``Diagnosable``); of a store that has nothing to say it tries a few pages
+        of an identity of their own, which are removed again. Raises as ``open``."""
+        from hicache_ext.storage.contract.trial import try_store
+
         with closing(self.open(name, tier)) as store:
-            if isinstance(store, Diagnosable):
-                return store.diagnose()
-            return [Finding("diagnosis", Level.NOTE, "this type of tier has no diagnosis of its own")]
+            return store.diagnose() if isinstance(store, Diagnosable) else try_store(store)
 
     def series(self) -> Mapping[str, Sequence[str]]:
         """Event -> reasons that its stores count beside those of every tier (reports.py), so that they are exported

@@ -13,17 +13,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 from hicache_ext.runtime.call_threads import CallThreads
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import Gauges, gauges_of
 from hicache_ext.storage.contract.bad_pages import Verdict
 from hicache_ext.storage.contract.registry import series_of_type
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 
 logger = logging.getLogger(__name__)
-
-Gauges = Mapping[str, float]
 
 UNKNOWN: Gauges = {
     "tier_up": 1.0,
@@ -38,20 +36,6 @@ UNKNOWN: Gauges = {
 
 NOT_REACHED: Gauges = {**dict.fromkeys(UNKNOWN, 0.0)}
 """Of a tier that has never been reached: nothing of it can be used."""
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """A store that says how it is."""
-
-    def gauges(self) -> Gauges:
-        """Some of ``UNKNOWN``, as they are now. From memory alone: no I/O, and no lock that is held during any. Also
-        after close()."""
-
-
-def gauges_of(store: PageStore) -> dict[str, float]:
-    """What a store says of itself; nothing where it cannot."""
-    return dict(store.gauges()) if isinstance(store, Watched) else {}
 
 
 class TierReports:
@@ -150,7 +134,7 @@ OPERATIONS = ("get", "set", "exists")
 
 CHAIN_PAGES = {"chain_pages": ("asked", "found", "used")}
 
-_CALLS = ("get", "set", "contains", "count_leading", "remove", "clear", "register_identity", "diagnose")
+_CALLS = ("get", "set", "contains", "count_leading", "remove", "clear", "register_identity")
 SUSPECTS = (*(verdict.value for verdict in Verdict), "forgotten")
 """Of the event ``suspect``, where a tier examines its bad pages."""
 

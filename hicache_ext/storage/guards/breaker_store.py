@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.breaker import BreakerState
@@ -77,7 +77,7 @@ class BreakerStore(DelegatingStore):
         return StoreInfo(info.name, info.type, info.shared, {**info.details, "breaker": self.state.value})
 
     def gauges(self) -> dict[str, float]:
-        return {**super().gauges(), "breaker_state": self.state.level}
+        return {"breaker_state": self.state.level}
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -254,12 +254,3 @@ def _ran_out_of_time(what: str, seconds: float) -> tuple[Outcome, str]:
     if limit is not None and limit.learnt:
         return Outcome.LATE, f"{reason}, the limit learnt from earlier ones"
     return Outcome.TIMEOUT, reason
-
-
-def breaker_of(store: Any) -> BreakerStore | None:
-    """The breaker in a guarded store, for those who watch it."""
-    while isinstance(store, DelegatingStore):
-        if isinstance(store, BreakerStore):
-            return store
-        store = store.inner
-    return None

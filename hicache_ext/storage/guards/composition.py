@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, TierConfig
 from hicache_ext.runtime.mounts import is_on_network
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
@@ -87,7 +88,7 @@ def guarded(store: PageStore, plan: GuardPlan, before: PageStore | None = None) 
         store = ConcurrencyLimitStore(store, plan.concurrency, timeout / 2 if timeout is not None else None)
     if plan.breaker is not None:
         store = BreakerStore(store, plan.breaker, timeout)
-        if before is not None and (breaker := breaker_of(before)) is not None:
+        if before is not None and (breaker := ability(before, BreakerStore)) is not None:
             store.take_over(breaker)
     if timeout is not None and write_timeout is not None:
         store = TimeLimitStore(store, timeout, write_timeout, plan.breaker.slow_call if plan.breaker else None)

@@ -22,7 +22,6 @@ from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_threads import CallThreads
 from hicache_ext.runtime.workers import CallGate
-from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.bounce import BounceMemory, Lease
@@ -174,10 +173,6 @@ class DeadlineStore(DelegatingStore):
             self._answer("register_identity", lambda: self.inner.register_identity(digest, document), None)
         except StoreClosedError:
             pass
-
-    def diagnose(self) -> Sequence[Finding]:
-        late = Finding(self.name, Level.ERROR, f"no answer within {self._timeout:g} s", "look at what it stands on")
-        return self._answer("diagnose", super().diagnose, [late])
 
     def close(self) -> None:
         """Waits for calls under way, the store's own close() included, for at most ``timeout`` seconds."""

@@ -14,8 +14,7 @@ from typing import Any
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding, Level
-from hicache_ext.storage.contract.reports import NOT_REACHED, gauges_of
+from hicache_ext.storage.contract.reports import NOT_REACHED
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class LateStore:
             )
 
     @property
-    def opened(self) -> PageStore | None:
+    def inner(self) -> PageStore | None:
         """The store, once it is open."""
         return self._store
 
@@ -129,8 +128,7 @@ class LateStore:
         return StoreInfo(self._name, self._type, self._shared, {"state": "not open", "problem": self._last_problem})
 
     def gauges(self) -> dict[str, float]:
-        store = self._store
-        return dict(NOT_REACHED) if store is None else gauges_of(store)
+        return dict(NOT_REACHED) if self._store is None else {}
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._lock:
@@ -138,12 +136,6 @@ class LateStore:
             store = self._store
         if store is not None:
             store.register_identity(digest, document)
-
-    def diagnose(self) -> Sequence[Finding]:
-        store = self._store
-        if store is None:
-            return [Finding(self._name, Level.ERROR, f"not open: {self._last_problem}", "it opens itself when it can")]
-        return store.diagnose() if isinstance(store, Diagnosable) else ()
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         store = self._opened(len(batch))

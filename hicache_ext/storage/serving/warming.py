@@ -16,8 +16,9 @@ from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.errors import ConfigError, HicacheExtError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import digest_of_document
+from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.contract.store import GetResult, IdentityKeeper, PageBatch, PageStore
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
@@ -157,9 +158,9 @@ def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ())
     """
     documents: dict[bytes, dict[str, Any]] = {}
     for store in opened:
-        if isinstance(store, IdentityKeeper):
+        if (keeper := ability(store, IdentityKeeper)) is not None:
             documents |= {
-                digest: document for digest, document in store.identities().items() if _describes(document, digest)
+                digest: document for digest, document in keeper.identities().items() if _describes(document, digest)
             }
     for tier in config.tiers.values():
         if not isinstance(tier, FileTierConfig):

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.workers import CallGate
-from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
@@ -189,10 +188,6 @@ class ExchangeableStore:
             self._identities[digest] = document
         with self.using() as store:
             store.register_identity(digest, document)
-
-    def diagnose(self) -> Sequence[Finding]:
-        with self.using() as store:
-            return store.diagnose() if isinstance(store, Diagnosable) else ()
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self.using() as store:

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
-from hicache_ext.storage.contract.store import PageStore, Resizable
-from hicache_ext.storage.guards.breaker_store import breaker_of
+from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.tiering.hot_swap import ExchangeableStore
 from hicache_ext.storage.tiering.live_tiers import LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
@@ -104,7 +104,7 @@ class ReloadableStore(ExchangeableStore):
         except Exception as error:
             raise StoreError(f"the new tiers cannot be used: {error!r}") from error
         for tier in guarded.values():
-            if (breaker := breaker_of(tier.guarded.store)) is not None:
+            if (breaker := ability(tier.guarded.store, BreakerStore)) is not None:
                 breaker.resume()
         for name in changed:
             _resize(self._live[name], wanted[name])
@@ -153,8 +153,8 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
         if field == "timeout" and wanted.keeps_timeout:
             yield ConfigError(f"{key}.timeout", f"cannot change: the store was opened with it; {remedy}")
         elif field == _CAPACITY and field in wanted.live_keys:
-            store = _bottom(live)
-            if not isinstance(store, Resizable) or not store.can_resize(getattr(wanted, field)):
+            store = ability(live.bare.store, Resizable)
+            if store is None or not store.can_resize(getattr(wanted, field)):
                 yield ConfigError(f"{key}.{field}", f"cannot change in this layout while the tier is in use; {remedy}")
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
@@ -165,12 +165,6 @@ def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:
 
 
 def _resize(live: LiveTier, wanted: TierConfig) -> None:
-    store = _bottom(live)
-    if _CAPACITY in wanted.live_keys and isinstance(store, Resizable):
+    store = ability(live.bare.store, Resizable)
+    if _CAPACITY in wanted.live_keys and store is not None:
         store.resize(getattr(wanted, _CAPACITY))
-
-
-def _bottom(live: LiveTier) -> PageStore:
-    """The store itself, also where it was opened late."""
-    store = live.bare.store
-    return getattr(store, "opened", None) or store

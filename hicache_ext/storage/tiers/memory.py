@@ -8,12 +8,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from hicache_ext.config import TierConfig
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.page_object import decode_object, encode_object
 from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.registry import TierType
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+
+
+class MemoryTierConfig(TierConfig):
+    """``type: memory``. A key of its own is one more field (docs/write-a-tier.md)."""
+
+    type: Literal["memory"] = "memory"
+    keeps_identities = True
+
+
+class MemoryTier(TierType):
+    config = MemoryTierConfig
+
+    def open(self, name: str, tier: MemoryTierConfig) -> MemoryPageStore:
+        return MemoryPageStore(name)
 
 
 class MemoryPageStore(TierStore):
@@ -25,8 +41,7 @@ class MemoryPageStore(TierStore):
         super().__init__(name)
         self.objects: dict[bytes, bytes] = {} if objects is None else objects
         self._documents: dict[bytes, dict[str, Any]] = {}
-        # Calls come from several threads.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # calls come from several threads
 
     def details(self) -> dict[str, Any]:
         return {"pages": len(self.objects)}

@@ -20,9 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hicache_ext.page import envelope
 from hicache_ext.runtime.breaker import BreakerState
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker_store import breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
@@ -434,6 +435,6 @@ def _deadline(store: PageStore) -> DeadlineStore:
 
 
 def _breaker_state(store: PageStore) -> BreakerState:
-    breaker = breaker_of(store)
+    breaker = ability(store, BreakerStore)
     assert breaker is not None
     return breaker.state

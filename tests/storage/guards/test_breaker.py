@@ -11,9 +11,8 @@ import pytest
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
-from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.tier_breaker import LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
@@ -419,9 +418,3 @@ def test_close_ends_the_probes_and_an_open_breaker_then_raises(hung: HungStore) 
     assert set(threading.enumerate()) <= before
     with pytest.raises(StoreClosedError):
         store.contains([KEY])
-
-
-def test_the_breaker_of_a_guarded_store_is_found() -> None:
-    store = BreakerStore(MemoryPageStore(), QUICK, None)
-    assert breaker_of(NegativeCacheStore(store, 1.0)) is store
-    assert breaker_of(MemoryPageStore()) is None

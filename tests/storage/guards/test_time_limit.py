@@ -11,8 +11,9 @@ import pytest
 from hicache_ext.config import RemoteTierConfig
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import call_deadline, call_limit, ending_within
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
@@ -91,7 +92,7 @@ def settle(store: PageStore) -> None:
 
 
 def state(store: PageStore) -> BreakerState:
-    breaker = breaker_of(store)
+    breaker = ability(store, BreakerStore)
     assert breaker is not None
     return breaker.state
 

@@ -28,10 +28,11 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.storage.contract.abilities import Resizable
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, Resizable, SetResult, StoreInfo
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.device_errors import Trouble, is_device_error
 from hicache_ext.storage.tiers.file.fullness import Fullness, gauges_of_paths
