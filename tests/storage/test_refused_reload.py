@@ -71,7 +71,7 @@ def is_closed(store: PageStore) -> bool:
 
 def breaker(store: ReloadableStore) -> BreakerStore:
     (tier,) = store._live.values()
-    found = ability(tier.guarded.store, BreakerStore)
+    found = ability(tier.store, BreakerStore)
     assert found is not None
     return found
 
