@@ -21,12 +21,12 @@ from hicache_ext.errors import StoreError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate
+from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
-from hicache_ext.storage.tiers.object.calls import Call, RequestThreads
 from hicache_ext.storage.tiers.object.clearing import Clearings, delete_objects
 from hicache_ext.storage.tiers.object.client import Failure, explain
 from hicache_ext.storage.tiers.object.conditional import ConditionalCreate
@@ -105,7 +105,7 @@ class ObjectPageStore:
         )
         self._bad_pages = BadPages(name, self._metrics, medium)
         try:
-            self._threads = RequestThreads(f"hicache-{name}", self._concurrency)
+            self._threads = ThreadPool(f"hicache-{name}", self._concurrency)
         except RuntimeError as error:
             raise StoreSetupError(name, f"no threads for {self._concurrency} requests at once ({error})") from error
         try:
@@ -144,7 +144,7 @@ class ObjectPageStore:
                 self._reached = True
             return True
 
-        _, done = self._threads.run(1, make, self._timeout if timeout is None else timeout)
+        _, done = self._threads.share(1, make, self._timeout if timeout is None else timeout)
         if not done:
             self._reached = False
         return done, failures[0] if done and failures else None
@@ -223,7 +223,7 @@ class ObjectPageStore:
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._calls:
-            answers, in_time = self._threads.run(
+            answers, in_time = self._threads.share(
                 len(batch), lambda i, call: self._get_page(batch.keys[i], batch.buffers[i], call), self._time_left()
             )
         missing = GetResult.ERROR if in_time else GetResult.TIMEOUT
@@ -306,7 +306,7 @@ class ObjectPageStore:
                 half = (time.monotonic() + deadline) / 2
                 self._look_up_in_listing(digest, [k for k in keys if k.startswith(digest)], known, half)
         unknown = [key for key in dict.fromkeys(keys) if key not in known]
-        answers, in_time = self._threads.run(
+        answers, in_time = self._threads.share(
             len(unknown), lambda i, call: self._present(unknown[i], call), deadline - time.monotonic()
         )
         if not in_time:
@@ -336,7 +336,7 @@ class ObjectPageStore:
                 self._failed(error, call)
                 return False
 
-        (complete,), _ = self._threads.run(1, guarded, deadline - time.monotonic())
+        (complete,), _ = self._threads.share(1, guarded, deadline - time.monotonic())
         if complete:
             known.update((key, key in stored and self._may_be_served(key)) for key in keys)
         elif complete is False:
@@ -347,7 +347,7 @@ class ObjectPageStore:
         with self._calls:
             first = keys[:_LIST_FROM]
             # Handed out in order and stopped at the first gap: no more than one round of requests behind it.
-            answers, in_time = self._threads.run(
+            answers, in_time = self._threads.share(
                 len(first), lambda i, call: self._present_in_run(first[i], i, call), self._time_left()
             )
             if not in_time:
@@ -402,7 +402,7 @@ class ObjectPageStore:
     def _write(
         self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
     ) -> list[Any]:
-        answers, in_time = self._threads.run(
+        answers, in_time = self._threads.share(
             len(positions),
             lambda i, call: self._set_page(
                 batch.keys[positions[i]], batch.buffers[positions[i]], call, verdicts.get(batch.keys[positions[i]])
@@ -473,7 +473,7 @@ class ObjectPageStore:
     def remove(self, keys: Sequence[bytes]) -> int:
         wanted = list(dict.fromkeys(keys))
         with self._calls:
-            answers, _ = self._threads.run(
+            answers, _ = self._threads.share(
                 len(wanted), lambda i, call: self._remove(wanted[i], call), self._time_left()
             )
         return sum(answer is True for answer in answers)
@@ -501,7 +501,7 @@ class ObjectPageStore:
         """
         with self._calls:
             wanted = self._stored_identities() if digests is None else list(dict.fromkeys(digests))
-            answers, _ = self._threads.run(
+            answers, _ = self._threads.share(
                 len(wanted), lambda i, call: self._has_pages(wanted[i], call), min(_ADMIN_TIMEOUT, self._timeout)
             )
             for digest, has_pages in zip(wanted, answers, strict=True):

@@ -20,8 +20,9 @@ from typing import Any
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
@@ -110,7 +111,7 @@ class PageFileStore:
         )
         self._clearing = Clearing(name, self._directory, self._usage, self._metrics)
         self._threads = threads or self._plan.threads
-        self._workers = Workers(f"hicache-{name}", self._threads)
+        self._workers = ThreadPool(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
         self._pages = 0
         self._count_pages_at = 0.0
