@@ -228,20 +228,30 @@ def has_page_bytes(pool: Any) -> bool:
     return ask is not None and ask(torch.arange(int(pool.page_size), dtype=torch.int64)) is not None
 
 
-def tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
+def flat_buffers(count: int, tensors: Sequence[Any] | None, sizes: Sequence[Any] | None) -> dict[int, list[memoryview]]:
+    """The memory behind what SGLang's generic calls name, one tensor (or address and size) per key.
+
+    Position -> the segments of that key, valid as long as the tensor lives; positions that name no memory are left out.
+    """
+    buffers: dict[int, list[memoryview]] = {}
+    for position, target in enumerate((tensors or ())[:count]):
+        size = sizes[position] if sizes is not None and position < len(sizes) else None
+        segments: list[memoryview] | None = None
+        if isinstance(target, torch.Tensor):
+            segments = _tensor_segments(target)
+        elif isinstance(target, int) and isinstance(size, int) and size > 0:
+            segments = [memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")]
+        if segments is not None:
+            buffers[position] = segments
+    return buffers
+
+
+def _tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
     """The bytes of a CPU tensor as one segment; None when it is not one contiguous run of host memory."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
         return None
     size = tensor.numel() * tensor.element_size()
     return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")]
-
-
-def address_segments(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """Segments at raw addresses, as some of SGLang's generic calls name their target."""
-    return [
-        memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-        for address, size in zip(addresses, sizes, strict=True)
-    ]
 
 
 def _describe_buffer_info(info: Any) -> str:

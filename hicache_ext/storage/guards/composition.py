@@ -1,9 +1,9 @@
 """Which guards a tier gets, and in what order they stand around it.
 
 From SGLang inwards: exists budget, negative cache, time limit, circuit breaker, concurrency limit, deadline, retry,
-store. What needs no store is answered before the breaker; what the breaker refuses takes no place of the limit; waiting
-for that and retries share the time of their call. The breaker's probes begin behind the time limit: they have the whole
-timeout, however little calls have learnt to take.
+store. So: answers that need no store come before the breaker; a call that the breaker refuses takes no place of the
+concurrency limit; waiting for that place and retries share the time of their call; the breaker's probes begin behind
+the time limit and have the whole timeout, not the learnt one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Changing tiers while SGLang runs: what may change, what may not, and all of it at one moment.
+"""Changing tiers while SGLang runs: what may change, and the change at one moment.
 
-A reload that is refused, or whose new tiers cannot be opened, changes nothing. One that is accepted takes over between
-two calls (hot_swap.py). Everything happens on the thread of whoever asks for it, never on SGLang's.
+A reload that is refused, or whose new tiers cannot be opened, changes nothing. An accepted one takes effect between two
+calls (hot_swap.py). It runs on the caller's thread, never on SGLang's. Reasons: docs/decisions/hot-swap.md.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _FIXED = {
     "kv_dtype": "it is part of every page's identity",
     "watch_config": "it is read at start",
 }
-"""Keys of the section that a reload may not change, and why. Others (orders, tiers, limits) may."""
+"""Keys that a reload may not change -> why. Others (orders, tiers, limits) may change."""
 
 _CAPACITY = "capacity"
 """The live key of a tier that its store is told of (``Resizable``)."""
 
 _LATER = {"pd": ", in force from the next start on"}
-"""Keys that may change in the file, and that the server has read at its start."""
+"""Keys that may change in the file and take effect at the next start."""
 
 
 class ReloadableStore(ExchangeableStore):
-    """The tiers of a configuration, which may be exchanged for another. Threads: any."""
+    """The tiers of a configuration, which may be replaced by those of another. Threads: any."""
 
     def __init__(self, config: HicacheExtConfig) -> None:
         """Opens the tiers. Raises StoreSetupError or ConfigError."""
-        tier_use(config)  # before anything is opened: it may refuse
+        tier_use(config)  # before anything is opened: it may raise
         self._config = config
         self._reloading = threading.Lock()
         self._live = open_live_tiers(used_tiers(config))
@@ -54,17 +54,17 @@ class ReloadableStore(ExchangeableStore):
 
     @property
     def config(self) -> HicacheExtConfig:
-        """What is in force."""
+        """The configuration in force."""
         return self._config
 
     def check(self, config: HicacheExtConfig) -> None:
-        """Raise ConfigError for what a reload to ``config`` would be refused for, as far as that shows beforehand."""
+        """Raise ConfigError if a reload to ``config`` would be refused, as far as that is known beforehand."""
         if problems := list(self._problems(config)):
             raise config_error(problems)
         tier_use(config)
 
     def reload(self, config: HicacheExtConfig) -> list[str]:
-        """Put ``config`` in force; what has changed, one line each.
+        """Put ``config`` in force; returns what has changed, one line each.
 
         Returns when calls under way have ended and removed tiers are closed. Raises ConfigError or StoreError, and
         then nothing has changed.

@@ -1,9 +1,9 @@
 """Several stores as one: read in the order of ``retrieve``, written to every store of ``store``.
 
-Reading asks an outer tier only for what the inner ones lack. Pages known to be further out (exists() has just found
-them there) are read from there at once, beside the inner tiers. Pages found further out than ``promote_to`` are written
-back to it in the background (promotion.py); pages that exists() found further out are fetched ahead of the read
-(prefetch.py); tiers with the policy ``async`` are written in the background (write_behind.py).
+A read asks a far tier only for what the nearer ones lack. Pages that exists() has just found far out are read from
+there at once, beside the near tiers. Pages found behind ``promote_to`` are written to it in the background
+(promotion.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
+``async`` are written in the background (write_behind.py). Reasons: docs/decisions/reading-several-tiers.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate
 from hicache_ext.storage.contract.reports import OF_ANSWERS
 from hicache_ext.storage.contract.store import (
     GetResult,
@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 _WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR)
 _REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
-"""Seconds for which pages that nobody has asked for yet step aside for demand reads, and for earlier promotions."""
+"""Seconds for which pages that nobody has asked for yet wait for demand reads and for earlier promotions."""
 _HELPERS = 4
 """Threads that read or write one tier while the calling thread does another."""
 
@@ -182,7 +182,7 @@ class TieredStore:
             self._read_known_places(read, [position for position, page in enumerate(staged) if page is None])
             self._walk(read, [position for position, page in enumerate(staged) if page is None])
             with self._gate.demand():
-                # Pages fetched ahead lay further out, too: what is promoted steps aside.
+                # Prefetched pages came from far tiers, too: promotion waits.
                 self._take_staged(read, staged)
         finally:
             self._prefetcher.end_demand(batch.keys, staged)
@@ -190,7 +190,7 @@ class TieredStore:
         sources = Counter(self._order[id(source)] for source in read.sources[:leading])
         self._count(batch, read.results, leading, [(self._retrieve[place], count) for place, count in sources.items()])
         if self._promoter is not None:
-            # Only now is it known what the contiguous prefix is; past a gap nothing is promoted.
+            # The leading run is known only now; nothing behind a gap is promoted.
             outer = [
                 position for position in range(leading) if self._order[id(read.sources[position])] >= self._inner_tiers
             ]
@@ -199,7 +199,7 @@ class TieredStore:
         return read.results
 
     def _read_known_places(self, read: _Read, positions: Sequence[int]) -> None:
-        """Read pages that exists() saw further out from there, every tier at once; the others from the innermost."""
+        """Read pages that exists() saw in far tiers from there, all tiers at once; the others from the nearest."""
         if len(self._retrieve) < 2:
             return
         by_tier: dict[int, list[int]] = {}
@@ -210,7 +210,7 @@ class TieredStore:
         self._helpers.run([partial(self._read_tier, read, place, wanted) for place, wanted in by_tier.items()])
 
     def _walk(self, read: _Read, positions: Iterable[int]) -> None:
-        """Ask every tier that was not asked yet for what is still missing, inner tiers first."""
+        """Ask each tier not asked yet for what is still missing, near tiers first."""
         for number in range(len(self._retrieve)):
             missing = [p for p in positions if read.results[p] is not GetResult.HIT and not read.asked[p] >> number & 1]
             if missing:
@@ -277,7 +277,7 @@ class TieredStore:
             return present
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        """The leading run over all tiers; what of it lies further out begins to move inwards."""
+        """The leading run over all tiers; its pages in far tiers begin to be prefetched."""
         with self._calls:
             tier = self._only_tier
             if tier is None:
@@ -318,8 +318,8 @@ class TieredStore:
             asked -= has
 
     def count_absent(self, pages: int) -> None:
-        """Pages of a chain that SGLang asked for, behind the leading run: no tier was of use for them, whether or not
-        it was asked (look-ups end at the first gap)."""
+        """Count pages of a chain behind the leading run as asked: no tier could serve them, whether or not it was asked
+        (look-ups end at the first gap)."""
         for metrics in (self._metrics, *(tier.metrics for tier in self._retrieve)):
             metrics.add("chain_pages", "asked", pages)
 
@@ -494,7 +494,7 @@ class TieredStore:
 
 
 class _Read:
-    """What is known of one demand read while it goes through the tiers. Threads write disjoint positions."""
+    """The state of one demand read on its way through the tiers. Threads write disjoint positions."""
 
     def __init__(self, batch: PageBatch) -> None:
         self.batch = batch
@@ -506,7 +506,7 @@ class _Read:
 
     def note(self, position: int, number: int, tier: PageStore, result: GetResult) -> None:
         self.asked[position] |= 1 << number
-        # What went wrong further in is more telling than that a tier further out lacks the page.
+        # An error of a near tier says more than a miss of a far one.
         if result is not GetResult.MISS:
             self.results[position] = result
         if result is GetResult.HIT:
@@ -520,7 +520,7 @@ def _leading_hits(results: Sequence[GetResult]) -> int:
 
 
 class _Places:
-    """In which tier pages were last seen, for those not in the innermost. Bounded; the oldest are forgotten first."""
+    """The tier in which a page was last seen, if not the nearest. Bounded; the oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -535,7 +535,7 @@ class _Places:
                 self._places.popitem(last=False)
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The number of the tier to try first. Asked once per announcement: a place is used up by looking it up."""
+        """The number of the tier to try first. An entry is removed when it is looked up."""
         with self._lock:
             return [self._places.pop(key, 0) for key in keys]
 
@@ -559,7 +559,7 @@ class _Helpers:
             try:
                 futures.append(self._executor().submit(call))
             except RuntimeError:
-                # Closed meanwhile, or the interpreter is ending: the calling thread does it alone.
+                # Closed meanwhile, or the interpreter ends: the calling thread does it.
                 remaining.append(call)
         try:
             for call in [first, *remaining]:
@@ -586,7 +586,7 @@ class _Helpers:
 
 
 def _close_all(closers: Sequence[Callable[[], None]]) -> None:
-    """Close every one, also when an earlier one raises; the first error comes out last."""
+    """Close all, also when one raises; then raises the first error."""
     first: Exception | None = None
     for closer in closers:
         try:
