@@ -15,10 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.errors import (
+    LaneBusyError,
+    NodeDownError,
+    NotReadError,
+    ProtocolError,
+    RefusedError,
+    StoreClosedError,
+    StoreSetupError,
+)
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.workers import CallGate, Workers
-from hicache_ext.storage.contract.bad_pages import BadPages, NotReadError, Verdict
+from hicache_ext.storage.contract.bad_pages import BadPages, Verdict
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
@@ -29,15 +37,9 @@ from hicache_ext.storage.tiers.redis import hints
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.examination import RedisMedium
 from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_prefix
-from hicache_ext.storage.tiers.redis.node import Lane, LaneBusyError, Node, NodeDownError
-from hicache_ext.storage.tiers.redis.page_calls import (
-    PageCall,
-    RefusedError,
-    ask_integers,
-    read_pages,
-    write_pages,
-)
-from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, ProtocolError, command
+from hicache_ext.storage.tiers.redis.node import Lane, Node
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
+from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, command
 from hicache_ext.storage.tiers.redis.scanning import sweep_nodes
 from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
 from hicache_ext.storage.tiers.redis.topology import Topology
