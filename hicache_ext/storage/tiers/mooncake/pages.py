@@ -17,14 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.workers import Workers
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
 from hicache_ext.storage.contract.base import TierStore
-from hicache_ext.storage.contract.clearing import Cleared, Clearing, ClearLaterError
+from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine
