@@ -21,7 +21,7 @@ from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupErro
 from hicache_ext.page import envelope
 from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.workers import Workers
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
@@ -96,7 +96,7 @@ class MooncakeStore(TierStore):
         self._scratch = ScratchPool(attachment.register)
         self._trusted_until = 0.0
         try:
-            self._copying = Workers(f"hicache-{name}-copy", COPY_THREADS)
+            self._copying = ThreadPool(f"hicache-{name}-copy", COPY_THREADS)
         except RuntimeError as error:
             attachment.close()
             raise StoreSetupError(name, f"no threads: {error}") from None

@@ -25,7 +25,8 @@ from hicache_ext.errors import (
     StoreSetupError,
 )
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.runtime.call_gate import CallGate
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Verdict
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
@@ -111,7 +112,7 @@ class RedisPageStore(TierStore):
         nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
         # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
         try:
-            self._workers = Workers(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
+            self._workers = ThreadPool(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
         except RuntimeError as error:
             self._topology.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
