@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hicache_ext.errors import StoreError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.page.copying import scatter
 from hicache_ext.page.page_object import HEADER_LENGTH, encode_object
@@ -23,7 +23,7 @@ from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading
-from hicache_ext.storage.contract.clearing import Cleared, Clearing, ClearLaterError
+from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.object.client import Failure, delete_objects, explain

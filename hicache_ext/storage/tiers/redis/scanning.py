@@ -13,9 +13,9 @@ from typing import Any
 
 import redis
 
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ClearLaterError, ConfigError
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.clearing import Cleared, ClearLaterError
+from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.tiers.redis.names import identity_name, is_hex, page_key, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.node import Node
 from hicache_ext.storage.tiers.redis.settings import RedisSettings
