@@ -452,7 +452,7 @@ class PageFileStore(TierStore):
         if self._sweeper is not None:
             self._sweeper.close()
         self._workers.close()
-        self._clearing.wait()
+        self._clearing.close()
         self._usage.close()
 
     def abandon(self) -> None:
