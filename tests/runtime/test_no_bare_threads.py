@@ -15,7 +15,6 @@ REASONS = {
     "testing/": "plays the part of several users at once",
     "bench/": "plays the part of several users at once",
     "storage/tiers/mooncake/pages.py": "clear(), until it stands on contract/clearing.py",
-    "storage/tiers/redis/clearing.py": "as that",
 }
 
 
