@@ -1,6 +1,6 @@
 """The object tier: pages as objects of S3-compatible stores, Google Cloud Storage, Azure, or a directory.
 
-A page is one object, header and payload. Many requests are under way at once on threads of the store's own (calls.py).
+A page is one object, header and payload. Many requests are under way at once on threads of the store's own.
 A read gets the store's reply in a buffer of obstore's, checks it there, and copies it into host memory once, without
 the GIL; host memory is touched by pages that are whole and right, and never after the call's deadline. A write copies
 the page once into a buffer that the request owns, for the same reason: a request may outlive its call.
