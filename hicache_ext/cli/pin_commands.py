@@ -126,7 +126,7 @@ def _directories(target: str) -> list[Path]:
 
 
 def _page_size(directories: Sequence[Path]) -> int:
-    """The page size of all pages here, as the documents behind their identities give it."""
+    """The page size of all pages here, by the documents of their identities."""
     sizes: set[int] = set()
     for directory in directories:
         for file in (directory / "identities").glob("*.json"):

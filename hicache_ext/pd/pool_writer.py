@@ -1,6 +1,6 @@
-"""The thread that writes a decode node's pages to the pool: hashing, looking, writing. Nothing else waits on a store.
+"""The thread that writes a decode node's pages to the pool: hash, look up, write. No other thread waits on a store.
 
-Jobs are done in the order in which they come, and reported in that order: ranks compare how many each has finished.
+Jobs are done and reported in the order of arrival: ranks compare how many each has finished.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """Consecutive pieces of one continuation, to be written at once."""
+    """Consecutive pieces of one continuation, written together."""
 
     continuation: Continuation
     pieces: list[Piece]
@@ -63,11 +63,12 @@ class Finished:
     job: WriteJob
     outcome: Outcome
     prefix_pages: int
-    """With PREFIX_MISSING: the leading pages that are there."""
+    """With PREFIX_MISSING: how many leading pages are there."""
 
 
 class PoolWriter:
-    """``submit`` and ``finished`` belong to the scheduler thread and never wait; everything else to the own thread."""
+    """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
+    own."""
 
     def __init__(self, pool: Pool, metrics: TierMetrics, *, writes: bool = True) -> None:
         """``writes=False``: a rank whose pages another rank writes; its jobs end at once."""
@@ -85,14 +86,14 @@ class PoolWriter:
 
     @property
     def finished_jobs(self) -> int:
-        """Jobs that ended and were not taken yet."""
+        """Jobs that ended and were not taken."""
         return len(self._finished)
 
     def take_finished(self, count: int) -> list[Finished]:
         return [self._finished.popleft() for _ in range(count)]
 
     def stop(self, timeout: float) -> bool:
-        """End the thread after the job under way; whether it ended. If not, host memory must stay."""
+        """End the thread after the job under way. False: it did not end, and host memory must not be freed."""
         return self._loop.stop(timeout)
 
     def _work(self) -> float:
@@ -136,7 +137,7 @@ class PoolWriter:
         return Finished(job, Outcome.WRITTEN, 0)
 
     def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> bool:
-        """Write those pages that are not in the pool; whether all of them are there now."""
+        """Write the pages that the pool lacks; whether it has all of them now."""
         absent = [page for page, known in enumerate(self._pool.stored(keys)) if not known]
         self._metrics.add("page", "present", len(keys) - len(absent))
         if not absent:

@@ -1,9 +1,9 @@
-"""Who may use the files of a tier: the account that made them alone, or the members of one group as well.
+"""Who may use the files of a tier: the account that made them, or also the members of one group.
 
-What is in PATH is KV of prompts, so it is private unless the configuration says ``mode: group``: directories 0700 and
-files 0600, or 02770 and 0660, whatever the umask. Who makes a file looks at the mode of ``PATH/identities``, which is
-always the tier's own (PATH may be somebody else's, such as a mount point): so servers and tools agree without asking
-the configuration.
+PATH holds KV of prompts, so it is private (directories 0700, files 0600) unless the configuration says ``mode: group``
+(02770, 0660), whatever the umask. Whoever makes a file takes the mode from ``PATH/identities``, which is always the
+tier's own (PATH itself may be a mount point). So servers and tools agree without the configuration.
+Reasons: docs/decisions/access-to-files.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ IDENTITIES = "identities"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``gid``: the group of ``mode: group``; None keeps the one that the directory has. ``uid``: the account to which
-    root leaves what it makes; None keeps it."""
+    """``gid``: the group of ``mode: group``; None keeps the directory's. ``uid``: the owner of files that root makes;
+    None keeps root."""
 
     group: bool = False
     gid: int | None = None
@@ -32,7 +32,7 @@ class Access:
 
     @property
     def directory_mode(self) -> int:
-        # With the set-group-ID bit: what is made in it gets its group.
+        # The set-group-ID bit gives new entries the directory's group.
         return 0o2770 if self.group else 0o700
 
     @property
@@ -47,7 +47,7 @@ PRIVATE = Access()
 
 
 def access_in(directory: Path) -> Access:
-    """What is made in ``directory``, which is a tier's PATH or a directory below it, is for."""
+    """Who may use new entries of ``directory``, which is a tier's PATH or a directory below it."""
     for place in (directory / IDENTITIES, directory):
         try:
             status = place.stat()
@@ -60,9 +60,9 @@ def access_in(directory: Path) -> Access:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """A descriptor of the file ``path``, made with the mode that belongs there if it is missing. Raises OSError."""
+    """Open ``path``; a missing file is made with the mode of its directory (``access_in``). Raises OSError."""
     access = access_in(path.parent)
-    # Not through a link: where others may write into the directory, it could lead to any file of this account.
+    # No link: where others may write into the directory, it could lead to any file of this account.
     flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd, made = os.open(path, flags | os.O_EXCL, access.file_mode), True
@@ -82,21 +82,21 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def settle(file: int | Path, mode: int) -> None:
-    """Give an open file, or one at a path, this mode if it is this account's and the umask left it another one."""
+    """Give an open file, or one at a path, this mode where the umask gave another. Files of others are left alone."""
     status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
     if stat.S_IMODE(status.st_mode) == mode or status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         return
     try:
         os.chmod(file, mode)
     except OSError as error:
-        # Some file systems have one mode for all files. What that means is said when the tier starts.
+        # Some file systems have one mode for all files. The tier warns of that at its start.
         logger.debug("mode of %s: %s", file, error)
 
 
 def make_directory(path: Path, access: Access | None = None) -> None:
-    """Make ``path``, unless it is there, so that a power loss does not take it back. Raises OSError.
+    """Make ``path`` if it is missing; it survives a power loss. Raises OSError.
 
-    ``access``: what it is for; left out, what its parent is for.
+    ``access``: left out, that of its parent.
     """
     wanted = access or access_in(path.parent)
     try:
@@ -115,19 +115,19 @@ def make_directory(path: Path, access: Access | None = None) -> None:
 
 
 def make_tier_directory(path: Path, access: Access = PRIVATE) -> None:
-    """Make PATH and what is above it, where missing. Raises OSError."""
+    """Make PATH and its missing parents. Raises OSError."""
     for place in (*reversed(path.parents), path):
         if not place.exists():
             make_directory(place, access)
 
 
 def sync_directory(path: Path) -> None:
-    """To the disk: the names in a directory. Raises OSError."""
+    """Sync the names in a directory to the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some file systems (SMB, FUSE) cannot, and write names at once or as they like.
+        # Some file systems (SMB, FUSE) cannot sync a directory.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:

@@ -14,6 +14,7 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.abilities import ability, gauges_of
 from hicache_ext.storage.contract.registry import series_of_type, tier_type_names
@@ -26,9 +27,9 @@ from hicache_ext.storage.contract.reports import (
     TierReports,
 )
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker import BreakerState, Outcome
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings

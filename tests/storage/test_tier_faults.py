@@ -30,8 +30,9 @@ def test_what_is_hooked_is_what_opens_the_tiers(tmp_path: Path, monkeypatch: pyt
     tier = {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}
     config = load_config(ExtraConfig.around({"tiers": {"disk": tier}}))
     opened = live_tiers.open_live_tiers(config.tiers)
-    assert store_pages(opened["disk"].guarded.store, page_keys(2)) == [SetResult.ERROR] * 2
-    live_tiers.close_unused(opened.values())
+    assert store_pages(opened["disk"].store, page_keys(2)) == [SetResult.ERROR] * 2
+    for tier in opened.values():
+        tier.close()
 
 
 def test_a_file_says_what_is_wrong_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Which guards a tier gets, and in what order they stand around it.
 
 From SGLang inwards: exists budget, negative cache, time limit, circuit breaker, concurrency limit, deadline, retry,
-store. What needs no store is answered before the breaker; what the breaker refuses takes no place of the limit; waiting
-for that and retries share the time of their call. The breaker's probes begin behind the time limit: they have the whole
-timeout, however little calls have learnt to take.
+store. So: answers that need no store come before the breaker; a call that the breaker refuses takes no place of the
+concurrency limit; waiting for that place and retries share the time of their call; the breaker's probes begin behind
+the time limit and have the whole timeout, not the learnt one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, TierConfig
 from hicache_ext.runtime.mounts import is_on_network
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.guards.time_limit import TimeLimitStore
 
 REMOTE_RETRIES = 1

@@ -2,9 +2,9 @@
 
 For stores that cannot end a call themselves (a hung NFS mount, a client library that waits). The call runs on another
 thread, with memory of the guard (bounce.py) in place of SGLang's host pages: a read is copied into the host pages only
-when it has ended in time, a write goes out from a copy. A call that does not end in time is left behind with its piece
-of that memory, which comes back when the call ends. When calls left behind are too many, or hold too much of it,
-further calls are REJECTED at once.
+if it ended in time; a write goes out from a copy. A late call is left behind and keeps its piece of that memory until
+it ends. When too many calls are left behind, or they hold too much, further calls are REJECTED at once.
+Reasons and cost: docs/decisions/deadlines-and-host-memory.md.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ _PORTIONS = 4
 
 
 class DeadlineStore(DelegatingStore):
-    """Ends each call of ``inner`` within ``timeout`` seconds, or less where it is given less. Threads: any."""
+    """Ends each call of ``inner`` within ``timeout`` seconds, or within its own shorter limit. Threads: any."""
 
     def __init__(self, inner: PageStore, timeout: float, bounce_memory: int) -> None:
-        """``bounce_memory``: bytes. A page larger than that is REJECTED. Raises StoreSetupError where there is not so
-        much."""
+        """``bounce_memory``: bytes. A larger page is REJECTED. Raises StoreSetupError if it cannot be had."""
         super().__init__(inner)
         self._timeout = timeout
         try:
@@ -235,7 +234,7 @@ class DeadlineStore(DelegatingStore):
                 if most_stuck is not None and self._stuck >= most_stuck:
                     raise NotBegunError
             try:
-                # What is known of this call (its limit) goes along.
+                # The context carries the limit of this call.
                 call = self._threads.start(functools.partial(contextvars.copy_context().run, work), end_late)
             except RuntimeError:
                 raise NotBegunError from None

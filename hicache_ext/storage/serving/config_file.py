@@ -1,7 +1,7 @@
 """The configuration file of a running server: re-read when a command asks for it or when it changes.
 
-The backend has one of these when SGLang was given ``@FILE``. A server that was given its configuration inline has no
-file to re-read, and says so at start.
+The backend has one when SGLang was started with ``@FILE``. A server with an inline configuration has no file to
+re-read, and logs so at start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hicache_ext.storage.tiering.reload import ReloadableStore
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL = 2.0
-"""Seconds between two looks at the file."""
+"""Seconds between two checks of the file."""
 _CLOSE_WAIT = 10.0
 
 _Signature = tuple[int, int, int, int]
@@ -34,7 +34,7 @@ def _as_it_is(config: HicacheExtConfig) -> HicacheExtConfig:
 
 
 class ConfigFile:
-    """Brings a store to what its file says. Threads of its own; SGLang's never come here after the constructor."""
+    """Reloads a store from its file, on threads of its own. SGLang's threads only run the constructor."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ConfigFile:
         watch_interval: float = WATCH_INTERVAL,
         view: View = _as_it_is,
     ) -> None:
-        """``view`` makes what this server goes by of what the file says, as it was made of what the server was given.
+        """``view``: from the file's configuration to this server's, the same function as at the start.
 
         Raises ConfigError when ``file`` does not hold the configuration of ``store``.
         """
@@ -68,7 +68,7 @@ class ConfigFile:
             self._watcher.wake(watch_interval)
 
     def reload(self, *, only_check: bool = False) -> list[str]:
-        """Take over what the file says now; the changes in words. Raises HicacheExtError, and nothing has changed."""
+        """Put the file in force; returns the changes in words. Raises HicacheExtError; nothing has changed then."""
         with self._lock:
             document = load_document(self._file)
             if problems := _unchangeable(self._document, document):
@@ -115,7 +115,7 @@ class ConfigFile:
 
 
 def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:
-    """SGLang's own keys."""
+    """Errors for changes of SGLang's own keys."""
     return [
         ConfigError(key, "cannot change while the server runs: SGLang reads it at start")
         for key in ExtraConfig.model_fields
@@ -124,7 +124,7 @@ def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:
 
 
 def _signature(file: str) -> _Signature | None:
-    """Changes with every write, also where a symbolic link is turned to another file (a Kubernetes ConfigMap)."""
+    """Changes with every write, also when a symbolic link changes its target (a Kubernetes ConfigMap)."""
     try:
         status = os.stat(file)
     except OSError:
@@ -135,7 +135,7 @@ def _signature(file: str) -> _Signature | None:
 def config_file_of(
     file: str | None, store: ReloadableStore, config: HicacheExtConfig, view: View = _as_it_is
 ) -> ConfigFile | None:
-    """The file behind a backend, None where there is none to re-read. Never raises."""
+    """The file of a backend; None where there is none to re-read. Never raises."""
     if file is None:
         if config.watch_config:
             logger.warning("hicache_ext.watch_config: the configuration was given inline, so that no file is watched")

@@ -1,7 +1,7 @@
-"""How a command on this machine reaches running servers: one UNIX socket per backend in a directory of the user's own.
+"""Commands reach running servers on this machine over one UNIX socket per backend, in a directory of the user.
 
-A request is one line of JSON, the answer another. Never a signal: SGLang owns those. Nothing secret goes over it, and
-only the same user can connect (the directory has mode 0700).
+A request is one line of JSON, the answer another. No signals: SGLang owns those. Nothing secret goes over it, and only
+the same user can connect (directory mode 0700).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 
 def runtime_directory() -> Path:
-    """Where this user's sockets are; made if need be. Raises ControlError if it is not this user's alone."""
+    """The directory of this user's sockets, made if missing. Raises ControlError if others can use it."""
     chosen = os.environ.get(DIRECTORY_VARIABLE)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if chosen:
@@ -54,7 +54,7 @@ def runtime_directory() -> Path:
 
 
 class ControlSocket:
-    """Answers requests of commands with ``handle(request)``, on a thread of its own, one at a time."""
+    """Answers requests with ``handle(request)``, one at a time, on a thread of its own."""
 
     def __init__(self, handle: Callable[[Request], Answer]) -> None:
         """Raises ControlError."""
@@ -62,9 +62,9 @@ class ControlSocket:
         self.path = runtime_directory() / f"{os.getpid()}-{next(_numbers)}.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.path.unlink(missing_ok=True)  # of a process that had this number before
+            self.path.unlink(missing_ok=True)  # left by an earlier process with this number
             self._listener.bind(os.fspath(self.path))
-            # A full backlog refuses commands at once: a UNIX socket has no patience.
+            # With a full backlog a UNIX socket refuses commands at once.
             self._listener.listen(64)
         except OSError as error:
             self._listener.close()
@@ -107,11 +107,11 @@ class ControlSocket:
 
 
 def servers() -> Iterator[Path]:
-    """Sockets of this user's running backends, by process id; those that nobody listens on any more are removed."""
+    """Sockets of this user's running backends, sorted by process id; sockets without a listener are removed."""
     for path in sorted(runtime_directory().glob("*.sock"), key=lambda path: (len(path.name), path.name)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             try:
-                # Not by the process id: in containers that share the directory it means another process.
+                # The process id is no proof: in containers that share the directory it means another process.
                 connection.connect(os.fspath(path))
             except (ConnectionRefusedError, FileNotFoundError):
                 path.unlink(missing_ok=True)

@@ -13,9 +13,9 @@ from hicache_ext.storage.contract.hint_board import HintBoard
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards import composition
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded, plan_guards
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 
 

@@ -9,16 +9,17 @@ from typing import ClassVar
 import pytest
 
 from hicache_ext.config import RemoteTierConfig
+from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import call_deadline, call_limit, ending_within
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings, BreakerState
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.learnt_limit import LearntLimit
 from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.guards.time_limit import LEAST_READ, LEAST_WRITE, TimeLimitStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, read_pages, store_pages

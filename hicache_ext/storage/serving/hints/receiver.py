@@ -1,4 +1,4 @@
-"""The prefill node's side of hints: looks at the board and has the pages brought to the local tier."""
+"""The prefill node's side of hints: polls the board and has the pages fetched to the local tier."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL = 60.0
 
 BringInward = Callable[[Sequence[bytes]], Mapping[str, int]]
-"""Brings the pages of these hashes to the local tier; how many were present, fetched, absent, dropped."""
+"""Fetches the pages of these hashes to the local tier; returns how many were present, fetched, absent, dropped."""
 
 
 class HintReceiver:
-    """One thread. A hint that is malformed, old, or of another model is counted and otherwise nothing happens.
+    """One thread. A hint that is malformed, old, or of another model is counted and ignored.
 
     Counted in ``metrics``: ``hint`` received, malformed, stale, other_model; ``board`` failed; ``page`` present,
     fetched, absent, dropped.

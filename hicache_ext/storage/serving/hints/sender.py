@@ -17,17 +17,17 @@ from hicache_ext.storage.serving.hints.hint import Hint, encode
 logger = logging.getLogger(__name__)
 
 _WAITING = 64
-"""Hints that wait for a board that is slow; the oldest goes when there are more."""
+"""Hints queued for a slow board; beyond that the oldest is dropped."""
 
 Board = Callable[[], HintBoard]
-"""The board of the tiers in use, which a reload may exchange. Raises StoreError where there is none."""
+"""The board of the tiers in use; a reload may change it. Raises StoreError where there is none."""
 
 
 class HintSender:
     """``announce`` never waits and may be called from any thread.
 
-    Counted in ``metrics`` under ``hint``: sent, dropped (the queue was full), failed, too_long (a conversation of more
-    pages than a hint may name: it says the first ones).
+    Counted in ``metrics`` under ``hint``: sent, dropped (the queue was full), failed, too_long (more pages than a hint
+    may name: it names the first ones).
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class HintSender:
         self._loop = BackgroundLoop("hicache-ext-hints", self._send_waiting)
 
     def announce(self, page_hashes: Sequence[str]) -> None:
-        """The pages of a conversation, from its first one on, are in the pool. The sequence is read later."""
+        """The pages of a conversation, from the first on, are in the pool. The sequence is read later."""
         if len(self._waiting) >= _WAITING:
             self._metrics.add("hint", "dropped")
         self._waiting.append(page_hashes)
         self._loop.wake()
 
     def close(self, timeout: float) -> None:
-        """Forget what waits and end the thread, unless a board holds it for longer than ``timeout``."""
+        """Drop queued hints and end the thread, unless a board holds it for longer than ``timeout``."""
         self._loop.stop(timeout)
 
     def _send_waiting(self) -> float:

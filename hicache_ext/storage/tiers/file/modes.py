@@ -1,6 +1,6 @@
-"""The modes of what is in PATH, put right when a server starts: what is older, or was made with another mode.
+"""The modes of the files in PATH, corrected when a server starts: older files, or files made with another mode.
 
-A stranger's file keeps its mode, and so does a directory that holds one.
+A file that is not ours keeps its mode, and so does a directory that holds one.
 """
 
 from __future__ import annotations
@@ -36,24 +36,23 @@ _DIRECTORIES = {
     _PAGES: re.compile(r"[0-9a-f]{32}"),
     "weights": re.compile(r"[0-9a-f]{32}"),
 }
-"""Of a tier's directories, the names of what is ours in each. A stranger's file keeps its mode, and a directory that
-holds one does, too."""
+"""Directory of a tier -> names of our files in it."""
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _PAGE = re.compile(r"[0-9a-f]{64}\.page")
 _NOBODYS = re.compile(r"lost\+found|\.hicache-ext-trial-.+")
-"""What neither is ours nor is harmed where PATH is closed."""
+"""Not ours, and not harmed when PATH is closed to others."""
 
 _PAGE_FILES_SECONDS = 10.0
-"""How long a start goes through page files whose directory has just been closed to others: nobody gets at them any
-more, so their own mode matters little."""
+"""Longest time for page files in a directory that was just closed to others: nobody can reach them any more, so their
+own mode matters little."""
 
 
 def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -> None:
-    """Make PATH and what is above it, and give what is in it the modes of ``access``; one line in the log if that
-    changed anything. Raises OSError where PATH cannot be made, StoreSetupError where its group cannot be had.
+    """Make PATH and its parents, and give our files in it the modes of ``access``; logs one line if that changed
+    anything. Raises OSError where PATH cannot be made, StoreSetupError where this account is not in the group.
 
-    ``is_tier``: whether PATH has been a tier's before (manifest.py). Otherwise what is in it is somebody else's,
-    whatever its name: ``index`` and ``weights`` are everybody's words.
+    ``is_tier``: whether PATH was a tier's before (manifest.py). If not, everything in it is somebody else's, whatever
+    its name: others use names like ``index`` and ``weights``, too.
     """
     try:
         make_tier_directory(path, access)
@@ -74,7 +73,7 @@ def _no_such_right(path: Path, access: Access, tier: str) -> StoreSetupError:
 
 
 class _Modes:
-    """The modes below one PATH, put right once."""
+    """Corrects the modes below one PATH, once."""
 
     def __init__(self, path: Path, access: Access, tier: str) -> None:
         self._path = path
@@ -88,8 +87,8 @@ class _Modes:
         entries = _entries(self._path)
         strangers = [stranger for entry in entries if (stranger := self._stranger(entry, is_tier))]
         mode = stat.S_IMODE(self._path.stat().st_mode)
-        # Closed from outside inwards, opened from inside outwards: cut off at any point, nothing is open that should
-        # not be, and the next start goes on where this one ended.
+        # Close from outside inwards, open from inside outwards: after a kill at any point nothing is open that should
+        # not be, and the next start goes on.
         if not self._access.group:
             self._put_shared(self._path, strangers)
         for entry in entries if is_tier else ():
@@ -109,19 +108,19 @@ class _Modes:
         self._say(mode)
 
     def _stranger(self, entry: os.DirEntry[str], is_tier: bool) -> str:
-        """What is not this tier's of something in PATH; mostly nothing."""
+        """The name of what is not this tier's in an entry of PATH; mostly empty."""
         if _NOBODYS.fullmatch(entry.name):
             return ""
         if not _has_our_name(entry):
             return entry.name
         if not is_tier:
-            # What another process of this start has made by now is right already.
+            # Made by another process that starts now: its mode is right already.
             return "" if self._is_right(entry) else entry.name
         others = _ours_and_others(entry)[1] if entry.is_dir(follow_symlinks=False) else []
         return f"{entry.name}/{others[0]}" if others else ""
 
     def _put_shared(self, directory: Path, strangers: list[str]) -> None:
-        """PATH, or a directory in it, unless it is also others'."""
+        """Correct PATH, or a directory in it, unless it also holds files of others."""
         try:
             status = directory.lstat() if directory != self._path else directory.stat()
         except OSError:
@@ -145,7 +144,7 @@ class _Modes:
         )
 
     def _put_pages_right(self, pages: os.DirEntry[str]) -> None:
-        """Page files are many: they are gone through only when their directory was open, or closed, to others."""
+        """Page files are many: they are corrected only when the mode of their directory was wrong."""
         status = pages.stat(follow_symlinks=False)
         if not self._is_wrong(status):
             return
@@ -155,7 +154,7 @@ class _Modes:
             self._put_shared(Path(pages.path), strangers)
         for identity in identities:
             if strangers and self._is_right(identity):
-                # Their directory never tells that all has been done.
+                # Beside files of others the mode of ``pages`` stays wrong and cannot say that this was done.
                 continue
             if not self._access.group:
                 self._put(identity)
@@ -180,7 +179,7 @@ class _Modes:
             self._change(entry.path, status)
 
     def _is_right(self, entry: os.DirEntry[str]) -> bool:
-        """Or gone."""
+        """Also True for an entry that is gone."""
         try:
             return not self._is_wrong(entry.stat(follow_symlinks=False))
         except OSError:
@@ -190,13 +189,13 @@ class _Modes:
         if self._access.gid is not None and status.st_gid != self._access.gid:
             return True
         if stat.S_ISDIR(status.st_mode):
-            # The set-group-ID bit that a private directory has from its parent says nothing.
+            # A private directory may have the set-group-ID bit from its parent: that is no error.
             mask = 0o2777 if self._access.group else 0o777
             return status.st_mode & mask != self._access.directory_mode & mask
         return stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) != self._access.file_mode
 
     def _change(self, path: str, seen: os.stat_result) -> None:
-        """Change the file or directory that was seen, and nothing that has its name by now."""
+        """Change the file or directory that was seen, and not another one that has taken its name since."""
         if seen.st_uid != os.geteuid():
             self._theirs.append(path)
             return
@@ -213,7 +212,7 @@ class _Modes:
                 os.chown(opened, -1, self._access.gid)
             is_directory = stat.S_ISDIR(status.st_mode)
             os.chmod(opened, self._access.directory_mode if is_directory else self._access.file_mode)
-            # Some file systems say yes and change nothing.
+            # Some file systems report success and change nothing.
             if self._is_wrong(os.fstat(fd)):
                 self._failed.append(path)
             else:
@@ -267,7 +266,7 @@ def _has_our_name(entry: os.DirEntry[str]) -> bool:
 
 
 def _ours_and_others(directory: os.DirEntry[str]) -> tuple[list[os.DirEntry[str]], list[str]]:
-    """What is ours in a directory of a tier, and the names of what is not."""
+    """Our entries in a directory of a tier, and the names of the others."""
     ours = _DIRECTORIES[directory.name]
     inside = _entries(directory.path)
     return (
