@@ -15,6 +15,7 @@
     |   |-- TierTypeError           a type of tier is not known, or another package brings it and it cannot be used
     |   |-- NoBoardError            a tier carries no hints
     |   |-- NotReadError            an object that is under suspicion could not be read again
+    |   |-- ClearLaterError         cleared pages could not be removed now
     |   |-- NotBegunError           a deadline ended a call before it began
     |   |-- TooLateError            a call did not end by its deadline
     |   |-- LoginError              a Redis server refuses the login; also a ConnectionError
@@ -145,6 +146,10 @@ class NoBoardError(StoreError):
 
 class NotReadError(StoreError):
     """The object could not be read again; says nothing about it. The message is a word for the log."""
+
+
+class ClearLaterError(StoreError):
+    """A sweep could not be ended now, and has counted why; the message is for the log."""
 
 
 class NotBegunError(StoreError):

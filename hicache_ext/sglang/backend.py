@@ -64,6 +64,7 @@ _LOOK_UP_PORTION = 2048
 """Keys of a chain converted and looked up at once: each time costs some 50 us on the way to the tier. The first time
 only a few: most chains that end do so at once."""
 
+_GOOD = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
 _UNHURRIED = nullcontext()
 
 
@@ -240,7 +241,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._get_pages(KV, keys, host_indices)
+        return self._move_pages(KV, keys, host_indices, self._store.get, self._prefetched)
 
     @answering(all_false)
     def batch_set_v1(
@@ -249,14 +250,16 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._set_pages(KV, keys, host_indices)
+        return self._move_pages(KV, keys, host_indices, self._store.set, self._backed_up)
 
     @answering(transfers_false)
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
         return {
-            transfer.name: self._get_pages(_name_of(transfer.name), transfer.keys or [], transfer.host_indices)
+            transfer.name: self._move_pages(
+                _name_of(transfer.name), transfer.keys or [], transfer.host_indices, self._store.get, self._prefetched
+            )
             for transfer in transfers
         }
 
@@ -265,23 +268,18 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
         return {
-            transfer.name: self._set_pages(_name_of(transfer.name), transfer.keys or [], transfer.host_indices)
+            transfer.name: self._move_pages(
+                _name_of(transfer.name), transfer.keys or [], transfer.host_indices, self._store.set, self._backed_up
+            )
             for transfer in transfers
         }
 
-    def _get_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        return self._move_pages(name, keys, host_indices, self._read, self._prefetched)
-
-    def _set_pages(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        return self._move_pages(name, keys, host_indices, self._write, self._backed_up)
-
-    @answering(lambda _name, keys, *_: [False] * length(keys))
     def _move_pages(
         self,
         name: str,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
-        move: Callable[[PageBatch], list[bool]],
+        move: Callable[[PageBatch], list[Any]],
         samples: TransferSamples,
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; which of them went well."""
@@ -292,19 +290,10 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             return [True] * len(keys)
         batch, owners = self._batch(pool, pool.pages, keys, host_indices)
         started = time.perf_counter()
-        moved = move(batch)
+        moved = _went_well(move(batch))
         seconds = time.perf_counter() - started
         samples.record(len(keys), batch.bytes_of(True, moved), seconds)
         return moved if owners is None else _per_page(len(keys), len(pool.digests), owners, moved)
-
-    def _read(self, batch: PageBatch) -> list[bool]:
-        hit, results = GetResult.HIT, self._store.get(batch)
-        if results.count(hit) == len(results):
-            return [True] * len(results)
-        return [result is hit for result in results]
-
-    def _write(self, batch: PageBatch) -> list[bool]:
-        return [result.durable for result in self._store.set(batch)]
 
     def _batch(
         self, pool: BoundPool, pages: HostPages, keys: Sequence[str], host_indices: torch.Tensor | None
@@ -323,10 +312,9 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
             numbers, keys = numbers[sound], [keys[page] for page in owners]
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
         parts = len(pool.digests)
-        buffers = [pages.memory_of(numbers, part) for part in range(parts)]
         if parts == 1:
-            sizes = [pages.page_bytes] * len(keys)
-            return PageBatch(of_first, buffers[0], sizes), owners
+            return PageBatch(of_first, pages.memory_of(numbers), [pages.page_bytes] * len(keys)), owners
+        buffers = [pages.memory_of(numbers, part) for part in range(parts)]
         store_keys = [
             key for page in zip(*[of_first.under(digest) for digest in pool.digests], strict=True) for key in page
         ]
@@ -394,7 +382,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
-        return self._flat_transfer(keys, target_locations, target_sizes, self._read)
+        return self._flat_transfer(keys, target_locations, target_sizes, self._store.get)
 
     @answering(lambda *_, **__: False)
     def set(
@@ -415,7 +403,11 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         target_sizes: Any | None = None,
     ) -> bool:
         sources = values if values is not None and any(value is not None for value in values) else target_locations
-        done = self._flat_transfer(keys, sources, target_sizes, self._write)
+        readable = [
+            source.detach().cpu().contiguous() if isinstance(source, torch.Tensor) else source
+            for source in sources or ()
+        ]
+        done = self._flat_transfer(keys, readable, target_sizes, self._store.set)
         return len(done) == len(keys) and all(value is not None for value in done)
 
     def _flat_transfer(
@@ -423,16 +415,16 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         keys: Sequence[str],
         tensors: Sequence[Any] | None,
         sizes: Sequence[Any] | None,
-        move: Callable[[PageBatch], list[bool]],
+        move: Callable[[PageBatch], list[Any]],
     ) -> list[Any]:
         """Move the bytes of one tensor (or address and size) per key; the tensor where it went well, else None."""
         done: list[Any] = [None] * len(keys)
         if self._pools.unavailable:
             return done
         digest = self._pools.flat_pool().digests[0]
-        buffers, _kept_alive = flat_buffers(len(keys), tensors, sizes, for_writing=move == self._write)
-        moved = move(PageBatch([digest + page_hash_bytes(keys[position]) for position in buffers], [*buffers.values()]))
-        for position, ok in zip(buffers, moved, strict=True):
+        buffers = flat_buffers(len(keys), tensors, sizes)
+        batch = PageBatch([digest + page_hash_bytes(keys[position]) for position in buffers], [*buffers.values()])
+        for position, ok in zip(buffers, _went_well(move(batch)), strict=True):
             if ok and tensors is not None:
                 done[position] = tensors[position]
         return done
@@ -531,6 +523,13 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 def _probe_keys(pool: BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
     """Store keys of the first ``count`` pages, of their first parts."""
     return [pool.digests[0] + page_hash_bytes(key) for key in keys[:count]]
+
+
+def _went_well(results: list[Any]) -> list[bool]:
+    """Which pages were read, or are stored."""
+    if results and results.count(results[0]) == len(results):
+        return [results[0] in _GOOD] * len(results)
+    return [result in _GOOD for result in results]
 
 
 def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence[bool]) -> list[bool]:

@@ -16,16 +16,17 @@ _CLOCK_SKEW = 60.0
 """Seconds; S3 refuses signatures that are 15 minutes off."""
 
 
-class ObjectStore(PageStore, Protocol):
-    """What is asked of the tier's store."""
+class Examined(PageStore, Protocol):
+    """The store of an object tier, as far as it is looked at."""
 
     @property
     def client(self) -> Any: ...
 
-    def within(self, request: Callable[[], Any], timeout: float | None = None) -> tuple[bool, Failure | None]: ...
+    def within(self, request: Callable[[], Any]) -> tuple[bool, Failure | None]:
+        """Whether ``request`` ended in time, and what went wrong if it did."""
 
 
-def diagnose(store: ObjectStore, obstore: Any) -> list[Finding]:
+def diagnose(store: Examined, obstore: Any) -> list[Finding]:
     """Reachability, versions, first writer, clock, eviction, round trip. Bounded by the store's timeout per step."""
     findings = [Finding("client", Level.OK, f"obstore {obstore.__version__}")]
     clock: list[Finding] = []
@@ -59,7 +60,7 @@ def diagnose(store: ObjectStore, obstore: Any) -> list[Finding]:
     return findings + try_store(store)
 
 
-def _clock(store: ObjectStore, obstore: Any) -> Finding:
+def _clock(store: Examined, obstore: Any) -> Finding:
     """How far this machine's clock is from the store's. Raises what obstore raises."""
     name = f"probe/{secrets.token_hex(16)}"
     before = datetime.datetime.now(datetime.UTC)
