@@ -43,7 +43,6 @@ from hicache_ext.bench.file_contenders import (
     page_keys,
 )
 from hicache_ext.bench.harness import (
-    BenchmarkError,
     Panel,
     Spread,
     Table,
@@ -59,6 +58,7 @@ from hicache_ext.bench.harness import (
     write_json,
 )
 from hicache_ext.cli.main import without_traceback
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, StoreInfo
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings

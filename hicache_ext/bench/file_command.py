@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_ext.bench.file_report import EXISTS_CASES, MODES, Point, Results, entries, markdown, panels, tables
 from hicache_ext.bench.harness import (
-    BenchmarkError,
     Clock,
     available_memory,
     command_line,
@@ -27,6 +26,7 @@ from hicache_ext.bench.harness import (
 )
 from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
 from hicache_ext.config.units import format_size, parse_size
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.packages import need
 
 if TYPE_CHECKING:

@@ -25,10 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.bench.file_report import HICACHE_FILE
-from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.errors import BenchmarkError, ConfigError, HicacheExtError
 from hicache_ext.page.envelope import payload_checksum
 from hicache_ext.runtime import vectored
 from hicache_ext.storage.contract.registry import open_tier

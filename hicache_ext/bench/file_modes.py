@@ -28,7 +28,8 @@ from hicache_ext.bench.file_contenders import (
     page_keys,
 )
 from hicache_ext.bench.file_report import EXISTS_CASES, TRANSFER_MODES
-from hicache_ext.bench.harness import BenchmarkError, Sample, Stopwatch, fresh_directory
+from hicache_ext.bench.harness import Sample, Stopwatch, fresh_directory
+from hicache_ext.errors import BenchmarkError
 
 EXISTS_GEOMETRY = GEOMETRIES[0]
 EXISTS_PAYLOAD = 4096

@@ -27,14 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.errors import HicacheExtError
 from hicache_ext.runtime.file_systems import file_system_of
 
 _DELETE_ATTEMPTS = 50
-
-
-class BenchmarkError(HicacheExtError):
-    """A benchmark that cannot go on, or whose contender answered wrongly: figures of it would mean nothing."""
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

@@ -10,16 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hicache_ext.bench.harness import (
-    BenchmarkError,
-    fresh_directory,
-    machine_facts,
-    today,
-)
+from hicache_ext.bench.harness import fresh_directory, machine_facts, today
 from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, tables
 from hicache_ext.bench.multiturn_targets import ARMS, Answer, Endpoint, RunningPair, Target, rig_target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.packages import need
 
 _PACKAGES = ("hicache-ext", "sglang", "torch")

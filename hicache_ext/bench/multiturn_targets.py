@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.bench.multiturn_workload import Conversation
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing.server import ServerError, SglangServer
+from hicache_ext.errors import BenchmarkError, ServerError
+from hicache_ext.testing.server import SglangServer
 from tests.rigs.pd_pair import PdPair
 
 _TIMEOUT = 600.0

@@ -11,21 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import (
-    BenchmarkError,
-    Clock,
-    command_line,
-    interleaved,
-    machine_facts,
-    terminated_in_order,
-    today,
-)
+from hicache_ext.bench.harness import Clock, command_line, interleaved, machine_facts, terminated_in_order, today
 from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
 from hicache_ext.bench.pool_engines import Contender, Engine, Pages, PoolClient, all_engines, serving
 from hicache_ext.bench.pool_measuring import Case, measure
 from hicache_ext.bench.pool_report import Point, Results, absent, entries, markdown, panels, tables
 from hicache_ext.config.units import format_size, parse_size
-from hicache_ext.errors import HicacheExtError
+from hicache_ext.errors import BenchmarkError, HicacheExtError
 
 ENGINES = ("mooncake", "redis", "object")
 _PAYLOADS = ("128KiB", "1MiB", "4MiB")

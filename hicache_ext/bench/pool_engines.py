@@ -25,9 +25,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.config import tier_types
-from hicache_ext.errors import HicacheExtError
+from hicache_ext.errors import BenchmarkError, HicacheExtError
 from hicache_ext.runtime.vectored import IOV_MAX, after
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore

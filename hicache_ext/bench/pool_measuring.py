@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hicache_ext.bench.harness import BenchmarkError, Sample
+from hicache_ext.bench.harness import Sample
 from hicache_ext.bench.pool_engines import Contender, Pages, PoolClient
+from hicache_ext.errors import BenchmarkError
 
 MODES = ("write", "read")
 

@@ -19,7 +19,6 @@ from hicache_ext.bench.file_contenders import Contender
 from hicache_ext.bench.file_modes import Measured
 from hicache_ext.bench.file_report import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Point, Results, entries, tables
 from hicache_ext.bench.harness import (
-    BenchmarkError,
     Clock,
     Sample,
     Spread,
@@ -31,6 +30,7 @@ from hicache_ext.bench.harness import (
     interleaved,
 )
 from hicache_ext.cli.main import main
+from hicache_ext.errors import BenchmarkError
 
 POINT = Point("read-warm", "mha", 32768)
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from hicache_ext.bench import pool_command, pool_engines
-from hicache_ext.bench.harness import BenchmarkError, Sample
+from hicache_ext.bench.harness import Sample
 from hicache_ext.bench.pool_engines import Contender, Engine, OurClient, Pages, all_engines
 from hicache_ext.bench.pool_measuring import Case, measure
 from hicache_ext.bench.pool_report import Point, Results, entries, tables
 from hicache_ext.cli.main import main
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.rigs.s3_server import missing_s3_server
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from hicache_ext.errors import ConfigError, TierTypeError
 from hicache_ext.storage.contract.registry import open_tier, tier_type, tier_type_names
 from hicache_ext.storage.contract.store import PageStore, SetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.testing.conformance.page_store import PageStoreTests, RawAccess
+from hicache_ext.testing.conformance.medium import Medium
+from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 
 ROOT = Path(__file__).parents[2]
@@ -146,17 +148,19 @@ def test_the_doctor_tries_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "tier types" not in printed
 
 
-class RawRows:
-    """The rows of the file, through a connection of its own."""
+class SqliteMedium(Medium):
+    type = "sqlite"
+    shared = False
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "pages.db"
+        self._elsewhere = directory / "elsewhere" / "pages.db"
 
-    def _run(self, statement: str, *values: bytes) -> list[Any]:
-        with sqlite3.connect(self._file) as database:
-            rows = database.execute(statement, values).fetchall()
-        database.close()
-        return rows
+    def open(self) -> PageStore:
+        return open_tier("pages", config_of(self._file).tiers["pages"])
+
+    def open_elsewhere(self) -> PageStore:
+        return open_tier("pages", config_of(self._elsewhere).tiers["pages"])
 
     def read(self, key: bytes) -> bytes | None:
         rows = self._run("SELECT object FROM pages WHERE key = ?", key)
@@ -168,22 +172,23 @@ class RawRows:
     def keys(self) -> list[bytes]:
         return [key for (key,) in self._run("SELECT key FROM pages")]
 
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        self._run("ALTER TABLE pages RENAME TO away")
+        yield
+        self._run("ALTER TABLE away RENAME TO pages")
+
+    def _run(self, statement: str, *values: bytes) -> list[Any]:
+        with sqlite3.connect(self._file) as database:
+            rows = database.execute(statement, values).fetchall()
+        database.close()
+        return rows
+
 
 class TestSqlitePageStore(PageStoreTests):
     @pytest.fixture
-    def reopen(self, tmp_path: Path) -> Callable[[], PageStore]:
-        tier = config_of(tmp_path / "pages.db").tiers["pages"]
-        return lambda: open_tier("pages", tier)
-
-    @pytest.fixture
-    def store(self, reopen: Callable[[], PageStore]) -> Iterator[PageStore]:
-        store = reopen()
-        yield store
-        store.close()
-
-    @pytest.fixture
-    def raw(self, tmp_path: Path, store: PageStore) -> RawAccess:
-        return RawRows(tmp_path / "pages.db")
+    def medium(self, tmp_path: Path) -> Medium:
+        return SqliteMedium(tmp_path)
 
 
 # -- packages that are wrong -------------------------------------------------------------------------------------------
@@ -251,6 +256,6 @@ def test_the_page_about_writing_a_tier_shows_code_that_is_tested() -> None:
         for file in (package / "hicache_sqlite.py", package / "pyproject.toml", Path(__file__))
     )
     shown = re.findall(r"```(?:python|text)\n(.*?)```", page, re.DOTALL)
-    assert len(shown) == 4
+    assert len(shown) == 5
     for block in shown:
         assert re.sub(r"\n\n+", "\n", block) in code, block

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import datetime
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.object.client import Failure
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.object.store import ObjectPageStore
 
 _CLOCK_SKEW = 60.0
 """Seconds; S3 refuses signatures that are 15 minutes off."""
 
 
-def diagnose(store: ObjectPageStore, obstore: Any) -> list[Finding]:
+class Examined(PageStore, Protocol):
+    """The store of an object tier, as far as it is looked at."""
+
+    @property
+    def client(self) -> Any: ...
+
+    def within(self, request: Callable[[], Any]) -> tuple[bool, Failure | None]:
+        """Whether ``request`` ended in time, and what went wrong if it did."""
+
+
+def diagnose(store: Examined, obstore: Any) -> list[Finding]:
     """Reachability, versions, first writer, clock, eviction, round trip. Bounded by the store's timeout per step."""
     findings = [Finding("client", Level.OK, f"obstore {obstore.__version__}")]
     clock: list[Finding] = []
@@ -51,7 +60,7 @@ def diagnose(store: ObjectPageStore, obstore: Any) -> list[Finding]:
     return findings + try_store(store)
 
 
-def _clock(store: ObjectPageStore, obstore: Any) -> Finding:
+def _clock(store: Examined, obstore: Any) -> Finding:
     """How far this machine's clock is from the store's. Raises what obstore raises."""
     name = f"probe/{secrets.token_hex(16)}"
     before = datetime.datetime.now(datetime.UTC)

@@ -223,7 +223,7 @@ class SlabIndex:
         view = self._current()
         taken = np.zeros(len(hashes), np.int64)
         for identity in self.identities(view):
-            rows = self.rows(view, PageKeys(identity, b"".join(hashes)))
+            rows = self.rows(view, PageKeys.of_joined(identity, b"".join(hashes)))
             slabs = np.searchsorted(view.rows[:, slot_code.NUMBER], view.records[rows, slot_code.PLACE] >> 32)
             sizes = np.append(view.rows[:, slot_code.SLOT_SIZE], 0)[slabs]
             taken += np.where(rows >= 0, sizes, 0)
