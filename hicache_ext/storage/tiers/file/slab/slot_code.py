@@ -67,8 +67,8 @@ _priority_of = helper(eviction.priority_of)
 # -- the hash table ----------------------------------------------------------------------------------------------------
 #
 # Open addressing with linear probing, at most half full. No loop goes around more than once: a damaged table may have
-# no empty place. An entry is the low 31 bits of the hash, then the row + 1. Removing an entry moves those behind it that
-# would no longer be found.
+# no empty place. An entry is the low 31 bits of the hash, then the row + 1. Removing an entry moves those behind it
+# that would no longer be found.
 
 
 @helper
