@@ -205,7 +205,8 @@ class Clearing:
         try:
             sweep(cleared)
         except ClearLaterError as error:
-            logger.warning("tier %s: removing cleared pages: %s; tried again", self._name, error)
+            level = logging.DEBUG if cleared._tried else logging.WARNING
+            logger.log(level, "tier %s: removing cleared pages: %s; tried again", self._name, error)
             return False
         except Exception:
             logger.exception("tier %s: removing cleared pages ended in an error that nobody expected", self._name)

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate
 from hicache_ext.storage.contract.reports import OF_ANSWERS
 from hicache_ext.storage.contract.store import (
     GetResult,

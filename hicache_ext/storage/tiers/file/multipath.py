@@ -27,8 +27,9 @@ import lmdb
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.abilities import Resizable
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
@@ -126,7 +127,7 @@ class SpreadStore:
         try:
             self._open_all()
             # Each path's own threads do the work; these only wait for them.
-            self._workers = Workers(f"hicache-{name}-paths", len(paths)) if len(paths) > 1 else None
+            self._workers = ThreadPool(f"hicache-{name}-paths", len(paths)) if len(paths) > 1 else None
         except BaseException:
             self._stop_probing()
             self._close_stores()

@@ -18,7 +18,7 @@ import numpy as np
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker
-from hicache_ext.runtime.call_threads import CallThreads
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, OK, Engine
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Attachment:
         self._abandoned = 0
         """Calls that went on after their caller had left; they touch memory of the store alone."""
         self._closed = False
-        self._threads = CallThreads(f"hicache-{name}-call", _NICENESS)
+        self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
         self._memory: list[tuple[int, int]] = []
         """(address, bytes) of memory to register."""
         self._registered: list[int] = []

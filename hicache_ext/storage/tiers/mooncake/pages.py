@@ -22,7 +22,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import Workers
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
@@ -93,7 +93,7 @@ class MooncakeStore:
         self._scratch = ScratchPool(attachment.register)
         self._trusted_until = 0.0
         try:
-            self._copying = Workers(f"hicache-{name}-copy", COPY_THREADS)
+            self._copying = ThreadPool(f"hicache-{name}-copy", COPY_THREADS)
         except RuntimeError as error:
             attachment.close()
             raise StoreSetupError(name, f"no threads: {error}") from None

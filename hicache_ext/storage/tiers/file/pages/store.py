@@ -20,7 +20,7 @@ from typing import Any
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import Workers
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
@@ -111,7 +111,7 @@ class PageFileStore(TierStore):
         )
         self._clearing = Clearing(name, self._directory, self._usage, self.metrics)
         self._threads = threads or self._plan.threads
-        self._workers = Workers(f"hicache-{name}", self._threads)
+        self._workers = ThreadPool(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
         self._pages = 0
         self._count_pages_at = 0.0

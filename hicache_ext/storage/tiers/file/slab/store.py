@@ -27,8 +27,9 @@ import numpy.typing as npt
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted, identity_of
 from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
@@ -112,7 +113,7 @@ class SlabStore:
                 self._count_error,
                 evicted_age or RecentMean(),
             )
-            self._workers = Workers(f"hicache-{name}", self._threads)
+            self._workers = ThreadPool(f"hicache-{name}", self._threads)
         except BaseException:
             self._resources.close()
             raise
