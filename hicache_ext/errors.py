@@ -9,6 +9,7 @@
     |-- MissingPackageError    a command needs a package that is not installed (packages.py)
     `-- StoreError             a tier could not be opened or used
         |-- StoreClosedError   a call after close()
+        |-- TierTypeError      a type of tier that is not known, or that another package brings and that cannot be used
         `-- StoreSetupError    a tier cannot start (directory, server, credentials)
 
 Only constructors and the command line raise these. Calls that SGLang makes at run time never raise: they answer with
@@ -68,6 +69,15 @@ class StoreClosedError(StoreError):
 
     def __init__(self, store: str) -> None:
         super().__init__(f"store {store!r} is closed")
+
+
+class TierTypeError(StoreError):
+    """A type of tier that cannot be used. ``problem`` follows its name in the sentence."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        self.name = name
+        self.problem = problem
+        super().__init__(f"the tier type {name!r} {problem}")
 
 
 class StoreSetupError(StoreError):

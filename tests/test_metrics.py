@@ -238,14 +238,17 @@ _MADE_NAMES = {
     ("storage/tiers/file/multipath.py", "event"): ("get", "set"),
     ("storage/guards/deadline.py", "event"): ("timeout", "late", "rejected"),
     ("kernels/selection.py", "str(direction)"): tuple(Direction),
-    ("sglang/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
+    ("pd/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
 }
 _PREFIXES = {
     "pd/": "pd_write_",
+    "sglang/decode_writer": "pd_write_",
+    "sglang/pd_hooks": "pd_write_",
     "kernels/": "copy_",
-    "storage/pulling/": "pull_",
-    "storage/hints/sender": "pd_write_",
-    "storage/hints/": "hints_",
+    "sglang/kernel_hooks": "copy_",
+    "storage/tiering/pulling/": "pull_",
+    "storage/serving/hints/sender": "pd_write_",
+    "storage/serving/hints/": "hints_",
 }
 
 
@@ -253,7 +256,7 @@ def counted_in_the_package():
     """The names of everything that the package counts, as exported."""
     for path in sorted((ROOT / "hicache_ext").rglob("*.py")):
         file = path.relative_to(ROOT / "hicache_ext").as_posix()
-        if file.startswith(("testing/", "metrics")):
+        if file.startswith(("testing/", "runtime/metrics", "storage/serving/metrics")):
             continue
         prefix = next((own for room, own in _PREFIXES.items() if file.startswith(room)), "")
         if file == "storage/contract/reports.py":
@@ -449,7 +452,7 @@ def test_an_exporter_that_fails_goes_on(sources, exporter, monkeypatch, caplog):
     trouble.clear()
     wait_until(lambda: exported_value(_counter("get"), tier="afterwards") == 1, "the export")
     broken.close()
-    assert all(thread.name != "hicache-metrics" or thread is exporter._thread for thread in threading.enumerate())
+    assert all(thread.name != "hicache-metrics" or thread is exporter._loop._thread for thread in threading.enumerate())
 
 
 def test_without_an_endpoint_nothing_is_begun():

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.rivals.ours import ours, package
 from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.bench.pool_measuring import Contender, Engine, Pages
-from hicache_ext.storage.tiers.file.vectored import IOV_MAX, after
+from hicache_ext.runtime.vectored import IOV_MAX, after
 from tests.rigs.redis_servers import RedisServer, redis_program
 
 REDIS_CONNECTIONS = 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hicache_ext.bench.file_contenders import NO_LOOKUP, TRANSFER_MODES, Contender, FileContender, Workplace, leading
 from hicache_ext.bench.file_memory import HostBatch
-from hicache_ext.storage.tiers.file import vectored
+from hicache_ext.runtime import vectored
 
 _LARGEST_RUN = 1 << 20
 """Bytes the raw limit moves by one call at most."""

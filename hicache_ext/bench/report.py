@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.packages import need
-from hicache_ext.storage.tiers.file.file_system import file_system_of
+from hicache_ext.runtime.file_systems import file_system_of
 
 # -- the arguments that name files to write ----------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from hicache_ext.config.render import as_inline_json, as_yaml, launch_flags
 from hicache_ext.config.sources import read_text
 from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.contract.sharing import sharing_of
 from hicache_ext.storage.tiering.tier_use import tier_use
 
 _FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
@@ -67,7 +66,7 @@ def _render(arguments: argparse.Namespace) -> int:
         file, document = _RENDERED_FILE, _from_options(arguments)
     else:
         file, document = _RENDERED_FILE, read_text(example_config(), "the example")
-    # Checked as it would be at start, printed as it was written: templates stay, for the node that reads them.
+    # Checked as at a start, printed as written: templates are expanded by the node that reads the file.
     role = check_document(document).hicache_ext.role
     if arguments.inline:
         print(as_inline_json(document))
@@ -85,15 +84,15 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 
 def _file_to_name(file: str) -> str:
-    """The file that the printed flags name: the given one, or the one in which the output is to be kept."""
+    """The file named in the printed flags: the given one, or the one to which the output goes."""
     return _RENDERED_FILE if file == "-" or file.lstrip().startswith("{") else file.removeprefix("@")
 
 
 def _from_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.path or arguments.capacity is None:
         raise ConfigError("", "--path and --capacity are both needed to make a tier", "--path PATH --capacity SIZE")
-    # A relative path means one below where the command runs, as in any command; the server runs elsewhere. A template
-    # that begins a path stands for the whole beginning.
+    # A relative path is relative to where this command runs; the server runs elsewhere. A path that begins with a
+    # template is left as it is.
     paths = [path if path.startswith("{") else os.path.abspath(path) for path in arguments.path]
     path = paths if len(paths) > 1 else paths[0]
     name = arguments.name or "disk"
@@ -114,7 +113,7 @@ def _summary(checked: ExtraConfig) -> Iterator[str]:
     yield f"  role: {config.role}"
     for name, tier in config.tiers.items():
         needed = "" if tier.required else " (not required)"
-        yield f"  tier {name}: {tier.summary()}{needed}, {sharing_of(tier)}"
+        yield f"  tier {name}: {tier.summary()}{needed}, {tier.sharing()}"
     yield f"  retrieve from: {', '.join(config.retrieve_locations) or 'nowhere'}"
     yield f"  store to: {use.store_words()}"
     yield f"  promote to: {use.promotion_words()}"

@@ -1,7 +1,7 @@
-"""``hicache-ext demo``: the main job, seen with one's own eyes.
+"""``hicache-ext demo``: a conversation continues from disk after a restart.
 
-A real SGLang server without any cache holds a conversation; another one with the file tier holds the same conversation,
-is restarted in the middle, and goes on from disk. Every answer is compared.
+A real SGLang server without any cache holds a conversation. Another one with the file tier holds the same conversation,
+is restarted in the middle, and goes on from disk. All answers are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROUNDING = """In 16 bits that can be rounding alone: a prefix computed in other
 SGLang's own cache as well. Compare again with --dtype float32 or --enable-deterministic-inference after `--`."""
 
 _START_TIMEOUT = 1800
-"""Seconds; a large model takes its time to load."""
+"""Seconds, for the load of a large model."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the conversation: what was asked (the whole prompt so far) and how it was answered."""
+    """One turn of the conversation: the whole prompt and the answer."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -124,8 +124,8 @@ def _model(given: str | None, directory: Path) -> tuple[str, tuple[str, ...]]:
     from hicache_ext.testing.tiny_model import make_tiny_model  # torch
 
     made = make_tiny_model(directory / "model-8x512", layers=8, hidden_size=512, heads=8, kv_heads=4, head_dim=64)
-    # In 16 bits a prefix computed in other batch shapes rounds differently, and random weights turn that into other
-    # tokens, with any cache or none of ours. In 32 bits equal answers can be demanded.
+    # In 16 bits other batch shapes round differently, and random weights turn that into other tokens, whatever the
+    # cache. In 32 bits answers must be equal.
     return str(made), ("--dtype", "float32")
 
 
@@ -161,7 +161,7 @@ class _Rig:
 
 
 def _warm_up(server: SglangServer) -> None:
-    """Something else first: the first request of a server pays for what is compiled and loaded once."""
+    """A first request, which pays for what is compiled and loaded once."""
     generator = random.Random("warm-up")
     server.generate([generator.randrange(10, 250) for _ in range(USER_TOKENS)], max_new_tokens=2, timeout=600)
 
@@ -179,14 +179,14 @@ def _ask(server: SglangServer, prompt: Sequence[int]) -> Turn:
 
 
 def _next_prompt(turns: Sequence[Turn], number: int) -> list[int]:
-    """The conversation so far, the last answer, and what the user says next (tokens that every tokenizer has)."""
+    """The conversation so far, the last answer, and the user's next message (tokens that every tokenizer has)."""
     before = [*turns[-1].prompt, *turns[-1].output] if turns else []
     generator = random.Random(number)
     return [*before, *(generator.randrange(10, 250) for _ in range(USER_TOKENS))]
 
 
 class _Steps:
-    """Says what is going on, and how long it took."""
+    """Prints each step and how long it took."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -1,6 +1,6 @@
 """``hicache-ext ls``, ``stat``, ``verify``, ``gc``, ``clear``: tools over a directory of the file tier.
 
-They may be used while servers run. They speak of models, dtypes, ages and bytes; files and slots are their business.
+They may be used while servers run. They print models, dtypes, ages and bytes, not files and slots.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Group:
     size: int = 0
     hits: int | None = None
     written: float | None = None
-    """When the newest one was."""
+    """When the newest page was written."""
     used: float | None = None
 
     @property
@@ -183,7 +183,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _look_at(inspector: Inspector, page: StoredPage) -> str:
     """Why a page is bad, ``_GONE``, or nothing. Raises OSError where that is not known."""
     reason = ""
-    # Twice: a server may have been writing there the first time.
+    # Twice: a server may have written there during the first read.
     for _ in range(2):
         stored = inspector.read(page)
         if stored is None:
@@ -205,7 +205,7 @@ def _gc(arguments: argparse.Namespace) -> int:
             print(f"{len(over)} pins whose time is up would be removed")
         return 0
     with closing(open_editor(arguments.path)) as editor:
-        # Opening it has taken some away already.
+        # Opening the directory has removed some already.
         cleaned = max(left_over, editor.clean_up())
     pins = sum(remove_pin(arguments.path, name) for name in over)
     with closing(open_inspector(arguments.path)) as inspector:
@@ -244,7 +244,7 @@ def _clear(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(groups: list[_Group], arguments: argparse.Namespace) -> list[_Group]:
-    """What ``clear`` was asked to remove. Raises ConfigError where that is not clear."""
+    """What ``clear`` is to remove. Raises ConfigError if that is ambiguous."""
     if arguments.all:
         return groups
     if arguments.model is not None:
@@ -265,7 +265,7 @@ def _models(groups: list[_Group]) -> str:
 
 
 def _agrees(question: str) -> bool:
-    """What somebody at a terminal answers. A script has nobody to ask, and has said what it wants."""
+    """Ask at a terminal; a script, which has nobody to ask, agrees."""
     if not sys.stdin.isatty():
         return True
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -273,7 +273,7 @@ def _agrees(question: str) -> bool:
 
 
 def _opened(path: Path) -> Inspector:
-    """The directory to look at, and a word where it cannot tell all. Raises StoreError."""
+    """An inspector of the directory; prints a warning if it cannot see everything. Raises StoreError."""
     inspector = open_inspector(path)
     if inspector.remark:
         print(f"{path}: {inspector.remark}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``hicache-ext doctor``: look at a configuration and at everything it stands on, and say what to do.
+"""``hicache-ext doctor``: examine a configuration and everything it depends on, and say what to do.
 
 Exit codes: 0 nothing is wrong (notes and warnings may be there), 1 at least one error was found, 2 wrong usage or wrong
 configuration.
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         for section in examine(checked, inline=inline, only=arguments.tier):
             sections.append(section)
             if not arguments.json:
-                # As they come: a tier that hangs until its timeout must not hide what was found before.
+                # Printed one by one: a tier that hangs until its timeout must not hide earlier findings.
                 print(_text(section), flush=True)
     level = worst(sections)
     if arguments.json:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Ending is an interruption: what a trial has made is taken away first."""
+    """Signals that end the process interrupt it instead, so that a trial removes its files first."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

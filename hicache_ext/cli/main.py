@@ -68,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def without_traceback(run: Callable[[], int]) -> int:
-    """The exit code of a command line. What users meet (wrong input, a missing package, a full disk, a reader of the
-    output who has gone, Ctrl-C) is a sentence on stderr or silence; a traceback is a bug of this package."""
+    """The exit code of a command line. Wrong input, a missing package or a full disk is a sentence on stderr; a closed
+    output or Ctrl-C is silent; a traceback is a bug of this package."""
     try:
         try:
             return run()
         finally:
-            # Flushed here, so that a reader who has gone is met inside this try and not while the interpreter exits.
-            # Also for SystemExit: argparse ends with it after --help.
+            # Flushed here, so that a closed output raises inside this try and not while the interpreter exits. Also
+            # after SystemExit, with which argparse ends --help.
             sys.stdout.flush()
     except HicacheExtError as error:
         print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The arguments of commands that compute page hashes: what a request carries beside its tokens."""
+"""Arguments of commands that compute page hashes: what a request has beside its tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def seed_of(arguments: argparse.Namespace) -> bytes:
-    """What the chain of page hashes starts with. Raises ConfigError."""
+    """The seed of the chain of page hashes. Raises ConfigError."""
     adapter = arguments.adapter or ""
     if adapter and not _DIGEST.fullmatch(adapter):
         raise ConfigError("--adapter", f"{adapter!r} is not an adapter digest", "32 hexadecimal digits")

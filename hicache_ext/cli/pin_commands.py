@@ -12,10 +12,11 @@ from pathlib import Path
 
 from hicache_ext.cli.namespace import add_namespace_arguments, seed_of
 from hicache_ext.cli.tables import print_table
-from hicache_ext.config import FileTierConfig, load_config, parse_duration, rounded_size
+from hicache_ext.config import load_config, parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.page.hashes import page_hashes
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
@@ -125,7 +126,7 @@ def _directories(target: str) -> list[Path]:
 
 
 def _page_size(directories: Sequence[Path]) -> int:
-    """The page size of all pages here, as the documents behind their identities give it."""
+    """The page size of all pages here, by the documents of their identities."""
     sizes: set[int] = set()
     for directory in directories:
         for file in (directory / "identities").glob("*.json"):

@@ -29,7 +29,7 @@ def _reload(arguments: argparse.Namespace) -> int:
         print(f"no running server of this user was started with @{file}", file=sys.stderr)
         print("(a server that was given its configuration inline has to be restarted)", file=sys.stderr)
         return 1
-    # All ranks are asked before the first one changes anything, so that they stay alike.
+    # All ranks are asked before the first one changes, so that they stay equal.
     refused = sum(not _asked(path, only_check=True) for path in chosen)
     if refused:
         print(f"refused by {refused} of {len(chosen)} processes; nothing was changed", file=sys.stderr)

@@ -1,8 +1,8 @@
 """``hicache-ext stats URL``: what the tiers of a running server do, as a table that renews itself.
 
-Reads SGLang's Prometheus endpoint, so the server must run with ``--enable-metrics``; a server's ranks are summed. First
-comes what counts: the share of prompt tokens that was not computed, by where it came from. SGLang itself counts that,
-when a request ends.
+Reads SGLang's Prometheus endpoint, so the server must run with ``--enable-metrics``; a server's ranks are summed. The
+first line is the share of prompt tokens that was not computed, by source. SGLang itself counts that when a request
+ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 _TIMEOUT = 10.0
 _CLEAR = "\x1b[H\x1b[2J"
 _BESIDE = ("pull", "pd_write", "hints", "kernels")
-"""The label ``tier`` of what is no tier."""
+"""Values of the label ``tier`` that are no tiers."""
 _BREAKER_STATES = ("closed", "half open", "open")
 _PROMPT_TOKENS = "sglang:prompt_tokens_total"
 _CACHED_TOKENS = "sglang:cached_tokens_total"
@@ -37,7 +37,7 @@ _SOURCES = {
     "device": "on the device",
     "total": "cached somewhere",
 }
-"""SGLang's label ``cache_source``, in words; "total" where it did not find out which."""
+"""SGLang's label ``cache_source`` in words; "total": SGLang did not find out which."""
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -45,12 +45,12 @@ _ESCAPES = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
 
 
 class StatsError(HicacheExtError):
-    """No metrics to show, and why."""
+    """Why there are no metrics to show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of this package, and SGLang's of prompt tokens, at one moment: (name, labels) -> value."""
+    """Samples at one moment, this package's and SGLang's of prompt tokens: (name, labels) -> value."""
 
     values: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
     when: float
@@ -77,7 +77,7 @@ class Samples:
 
 
 def read_samples(text: str) -> Samples:
-    """What the table is made of, in an answer of ``/metrics`` (Prometheus text format)."""
+    """The samples for the table, from an answer of ``/metrics`` (Prometheus text format)."""
     values = {}
     for line in text.splitlines():
         wanted = line.startswith((PREFIX, _PROMPT_TOKENS, _CACHED_TOKENS))
@@ -116,9 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def fetch(url: str) -> Samples:
-    """The samples that the server at ``url`` answers. Raises StatsError with a sentence."""
+    """The samples of the server at ``url``. Raises StatsError with a sentence."""
     try:
-        # Proxies of the environment are not for an operator's own servers.
+        # An operator's own servers are not behind the proxies of the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=_TIMEOUT) as response:
             text = str(response.read(), "utf-8", "replace")
@@ -135,7 +135,7 @@ def fetch(url: str) -> Samples:
 
 
 def table(before: Samples | None, now: Samples) -> list[str]:
-    """The lines of the table: rates between two looks, or the totals of one."""
+    """The lines of the table: rates between two samples, or the totals of one."""
     seconds = now.when - before.when if before is not None else 1.0
     unit = "/s" if before is not None else ""
     header: tuple[str, ...] = (
@@ -203,7 +203,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
 
 
 def _prompt_tokens(before: Samples | None, now: Samples) -> str:
-    """The first line: where the prompt tokens of the requests that have ended came from."""
+    """The first line: the sources of the prompt tokens of ended requests."""
     looks = [look for look in (before, now) if look is not None]
     tokens = _difference([look.total(_PROMPT_TOKENS) for look in looks])
     if not tokens:
@@ -227,7 +227,7 @@ def _not_serving(now: Samples) -> list[str]:
 
 
 def _up(now: Samples, tier: str) -> str:
-    """Whether every rank reaches the tier, and asks it."""
+    """Whether every rank reaches the tier and uses it."""
     ups = [up for up in now.each(f"{PREFIX}tier_up", tier=tier) if not math.isnan(up)]
     if not ups:
         return "" if tier == "all" else "-"
@@ -239,7 +239,7 @@ def _up(now: Samples, tier: str) -> str:
 
 
 def _full(now: Samples, tier: str) -> str:
-    """Ranks share a directory or a pool; where each has its own, the fullest counts."""
+    """How full the tier is. Ranks mostly share a directory or pool; where each has its own, the fullest counts."""
     used = now.by("tp_rank", f"{PREFIX}used_bytes", tier=tier)
     capacity = now.by("tp_rank", f"{PREFIX}capacity_bytes", tier=tier)
     known = [
@@ -249,12 +249,12 @@ def _full(now: Samples, tier: str) -> str:
 
 
 def _difference(values: Sequence[float]) -> float:
-    # A server that was started anew counts from 0 again.
+    # After a restart a server counts from 0 again.
     return sum(max(0.0, later - earlier) for earlier, later in pairwise(values)) if len(values) > 1 else values[0]
 
 
 class _Growth:
-    """What one tier's counters grew by between two looks, or from 0."""
+    """The growth of one tier's counters between two samples, or from 0."""
 
     def __init__(self, before: Samples | None, now: Samples, tier: str) -> None:
         self._looks = [look for look in (before, now) if look is not None]
@@ -269,7 +269,7 @@ class _Growth:
         return self._by("reason", f"{PREFIX}{event}_total")
 
     def quantile(self, operation: str, share: float) -> float:
-        """Seconds below which ``share`` of the calls stayed: the bound of a bucket. NaN without calls."""
+        """The quantile ``share`` of the seconds of calls: the bound of a bucket. NaN without calls."""
         buckets = self._by("le", f"{CALL_SECONDS}_bucket", operation=operation)
         ordered = sorted((float(bound), count) for bound, count in buckets.items())
         if not ordered or not ordered[-1][1]:
@@ -287,7 +287,7 @@ def _tiers(samples: Samples) -> list[str]:
 
 
 def _beside(before: Samples | None, now: Samples, seconds: float, unit: str) -> list[str]:
-    """A line for everything that counts beside the tiers: the pull rule, the decode writer, the copy engines."""
+    """One line each for what counts beside the tiers: the pull rule, the decode writer, the copy engines."""
     lines = []
     for name in _BESIDE:
         grown = _Growth(before, now, name)

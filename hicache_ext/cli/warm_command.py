@@ -1,4 +1,4 @@
-"""``hicache-ext warm``: bring the pages of a prompt from the pool to this node's disk ahead of any request."""
+"""``hicache-ext warm``: copy the pages of a prompt from the pool to this node's disk before any request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Warm and say what was done; 1 when a page that is there could not be brought."""
+    """Warm and print the result; 1 when a page that exists could not be copied."""
     config = load_config(arguments.config).for_role(arguments.role)
     if arguments.tokens is not None:
         prompts = parse_tokens(_read(arguments.tokens, "--tokens"), "--tokens")

@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, Role, RoleConfig, ServerRole
-from hicache_ext.config.mooncake_tier import MooncakeTierConfig
-from hicache_ext.config.object_tier import ObjectTierConfig
 from hicache_ext.config.problems import ConfigErrors
-from hicache_ext.config.redis_tier import RedisTierConfig
 from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.secrets import Secret
 from hicache_ext.config.templates import expand_templates
@@ -24,14 +20,10 @@ from hicache_ext.config.units import format_duration, format_size, parse_duratio
 __all__ = [
     "ConfigErrors",
     "ExtraConfig",
-    "FileTierConfig",
     "GuardsConfig",
     "HicacheExtConfig",
     "KernelsConfig",
     "ModelConfig",
-    "MooncakeTierConfig",
-    "ObjectTierConfig",
-    "RedisTierConfig",
     "RemoteTierConfig",
     "Role",
     "RoleConfig",

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from hicache_ext.config.file_tier import FileTierConfig, directory_relation
 from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.pd import HintsConfig, PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
@@ -31,8 +30,9 @@ from hicache_ext.config.tiering import (
     parse_policies,
     refuse_unknown_tiers,
 )
-from hicache_ext.config.tiers import AnyTier
+from hicache_ext.config.tiers import AnyTier, tier_types
 from hicache_ext.config.units import LONGEST_DURATION
+from hicache_ext.config.values import directory_relation
 from hicache_ext.errors import ConfigError
 
 BACKEND_NAME = "hicache_ext"
@@ -400,9 +400,6 @@ class HicacheExtConfig(ConfigModel):
         return roles
 
 
-_CARRIES_HINTS = ("redis", "file")
-
-
 def _refuse_hints_that_go_nowhere(hints: HintsConfig, values: Mapping[str, Any]) -> None:
     role = values["role"]
     place = "store_locations" if role == "decode" else "retrieve_locations"
@@ -413,11 +410,12 @@ def _refuse_hints_that_go_nowhere(hints: HintsConfig, values: Mapping[str, Any])
     if over is None or over not in locations:
         problem = f"{quoted(over or '')} is not in {place} of the role {role}, so that no hint passes there"
         raise as_pydantic_error(ConfigError(".hints.over", problem, listed(locations) or f"a tier of {place}"))
-    if tiers[over].type not in _CARRIES_HINTS:
+    if not tiers[over].carries_hints:
         problem = f"tier {quoted(over)} is of type {tiers[over].type}, which carries no hints"
-        allowed = [name for name in locations if tiers[name].type in _CARRIES_HINTS]
+        allowed = [name for name in locations if tiers[name].carries_hints]
+        types = [name for name, model in tier_types().items() if model.carries_hints]
         raise as_pydantic_error(
-            ConfigError(".hints.over", problem, listed(allowed) or f"a tier of type {listed(_CARRIES_HINTS)}")
+            ConfigError(".hints.over", problem, listed(allowed) or f"a tier of type {listed(types)}")
         )
     nearer = [tiers[name] for name in locations[:-1] if name in values.get("store_locations", ())]
     if role == "prefill" and not _may_promote(values["promote_to"], nearer):
@@ -429,7 +427,7 @@ def _may_promote(promote_to: str | None, nearer: Sequence[TierConfig]) -> bool:
     """Whether there is a tier to promote to; where none is named it takes a private one that others are behind of."""
     if promote_to is not None:
         return promote_to != PROMOTE_NOTHING
-    return any(isinstance(tier, FileTierConfig) and not tier.shared for tier in nearer)
+    return any(tier.may_be_private for tier in nearer)
 
 
 def hints_over(hints: HintsConfig, locations: Sequence[str]) -> str | None:

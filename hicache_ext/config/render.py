@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
+from pydantic.json_schema import models_json_schema
 
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.config.tiers import TIER_CLASSES
+from hicache_ext.config.tiers import tier_types
 
 _STORAGE_FLAGS = "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config"
 _DECODE_FLAGS = "--disaggregation-mode decode --disaggregation-decode-enable-offload-kvcache"
@@ -58,13 +59,14 @@ def json_schema() -> dict[str, Any]:
     schema = ExtraConfig.model_json_schema()
     definitions = schema["$defs"]
     definitions.pop("TierConfig", None)
-    for model in TIER_CLASSES:
-        tier = model.model_json_schema()
-        definitions.update(tier.pop("$defs", {}))
+    models = tier_types().values()
+    # All at once: pydantic keeps classes of one name apart.
+    references, tiers = models_json_schema([(model, "validation") for model in models])
+    definitions.update(tiers["$defs"])
+    for reference in references.values():
+        tier = definitions[reference["$ref"].rpartition("/")[2]]
         tier["required"] = ["type", *tier.get("required", [])]
-        definitions[model.__name__] = tier
-    references = [{"$ref": f"#/$defs/{model.__name__}"} for model in TIER_CLASSES]
-    definitions["HicacheExtConfig"]["properties"]["tiers"]["additionalProperties"] = {"oneOf": references}
+    definitions["HicacheExtConfig"]["properties"]["tiers"]["additionalProperties"] = {"oneOf": [*references.values()]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "hicache_ext"}
 
 

@@ -21,7 +21,7 @@ _OUR_ERROR = "hicache_ext"
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a field takes, in the words that end its error sentences. Every field of a ``ConfigModel`` carries one."""
+    """What a field takes, in the words that end its error sentences. Every field of ours carries one."""
 
     text: str
 
@@ -105,8 +105,8 @@ def as_config_error(error: ValidationError) -> ConfigError:
 
 
 def allowed_for(model: type[BaseModel], field: str) -> str:
-    """The ``Allowed`` text of a field."""
-    return next(note.text for note in model.model_fields[field].metadata if isinstance(note, Allowed))
+    """The ``Allowed`` text of a field; "" of one that another package has left without."""
+    return next((note.text for note in model.model_fields[field].metadata if isinstance(note, Allowed)), "")
 
 
 def _custom_error(problem: str, allowed: str | None, below: str = "") -> PydanticCustomError:

@@ -10,6 +10,7 @@ from pydantic import Field, WithJsonSchema
 from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.problems import listed
 from hicache_ext.config.schema import Allowed, ConfigModel, checked, true_or_false
+from hicache_ext.config.sharing import Sharing, sharing_of_directories
 from hicache_ext.config.values import duration, or_auto, or_off
 
 READ_TIMEOUT = 1.0
@@ -48,12 +49,32 @@ class TierConfig(ConfigModel):
     """Whether the store of this type ends each call within ``timeout`` by itself, on every path, and then leaves the
     batch's memory alone. Other stores are given memory of the deadline guard instead of SGLang's host pages."""
 
+    remote: ClassVar[bool] = False
+    """Whether its pages are reached over the network. Then it is shared, and the guards take it for slow."""
+
+    carries_hints: ClassVar[bool] = False
+    """Whether its store is a board for the hints between decode and prefill nodes (contract/hint_board.py)."""
+
+    keeps_identities: ClassVar[bool] = False
+    """Whether the documents of its identities are kept beside its pages, where tools find them."""
+
     live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "guards"})
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
 
     def directories(self) -> tuple[str, ...]:
         """The local directories this tier owns; no two tiers may share one."""
         return ()
+
+    @property
+    def may_be_private(self) -> bool:
+        """Whether it may turn out, by ``sharing``, that no other machine has its pages. Looks at nothing."""
+        return not self.remote
+
+    def sharing(self) -> Sharing:
+        """Whether other machines have its pages, on this node. Asks no server."""
+        if directories := self.directories():
+            return sharing_of_directories(directories)
+        return Sharing(self.remote, "reached over the network" if self.remote else "of this machine")
 
     def for_rank(self, tp_rank: int) -> Self:
         """This tier as the tensor-parallel rank ``tp_rank`` uses it. Raises ConfigError, its key below the tier's."""
@@ -66,6 +87,8 @@ class TierConfig(ConfigModel):
 
 class RemoteTierConfig(TierConfig):
     """A tier that is reached over the network."""
+
+    remote: ClassVar[bool] = True
 
     timeout: Annotated[
         float | None,

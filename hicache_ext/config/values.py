@@ -102,4 +102,13 @@ def absolute_path(allowed: str) -> Parser[str]:
     return parse
 
 
+def directory_relation(path: str, other: str) -> str:
+    """How normalised ``path`` collides with ``other``, in words, or ""."""
+    if path == other:
+        return "is the same directory as"
+    if path.startswith(other + "/"):
+        return "is inside"
+    return "contains" if other.startswith(path + "/") else ""
+
+
 NO_LIMIT = math.inf

@@ -1,4 +1,4 @@
-"""The examination: the installation, SGLang's settings, then every tier, opened and asked for its own findings."""
+"""The examination: the installation, SGLang's settings, then the findings of every tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ORDER = (Level.OK, Level.NOTE, Level.WARNING, Level.ERROR)
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Findings about one thing."""
+    """Findings on one subject."""
 
     title: str
     findings: tuple[Finding, ...]

@@ -9,10 +9,9 @@ import platform
 from collections.abc import Iterator
 
 from hicache_ext import __version__
+from hicache_ext.sglang.releases import TESTED_SGLANG
 from hicache_ext.storage.contract.diagnosis import Finding, Level
-
-TESTED_SGLANG = "0.5.23"
-"""As plugin.py says, which cannot be asked where torch is missing."""
+from hicache_ext.storage.contract.registry import broken_tier_types
 
 _PLUGIN_GROUP = "sglang.srt.plugins"
 
@@ -28,6 +27,8 @@ def installation_findings() -> Iterator[Finding]:
     else:
         yield Finding("torch", Level.OK, torch)
     yield _plugin()
+    for error in broken_tier_types():
+        yield Finding("tier types", Level.ERROR, str(error), "servers start without it while no tier is of that type")
 
 
 def _sglang() -> Finding:

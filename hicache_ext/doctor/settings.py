@@ -1,4 +1,4 @@
-"""What is right in the configuration and still not what people expect: SGLang's own settings, roles, unused tiers."""
+"""Valid settings that may surprise: SGLang's own settings, roles, unused tiers."""
 
 from __future__ import annotations
 

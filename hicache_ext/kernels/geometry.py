@@ -6,7 +6,7 @@ A *row* is what one token keeps in one layer of one component (K, V, or the MLA 
 
 and a row is one run of bytes everywhere but in the ``page_head`` host layout, which cuts it in one *segment* per KV
 head, ``segment_stride`` bytes apart. Nothing here copies, and nothing here knows SGLang: engines take a
-:class:`LayerStack`, ``sglang_hooks.py`` makes it from a pool.
+:class:`LayerStack`, ``sglang/kernel_hooks.py`` makes it from a pool.
 
 All strides, addresses and sizes are in bytes, all indices in tokens.
 """

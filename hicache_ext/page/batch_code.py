@@ -1,6 +1,6 @@
-"""What a batch of SGLang's costs before it reaches a tier: compiled by numba where it is there (jit.py).
+"""The work on a batch before it reaches a tier: keys, page numbers, addresses. Compiled by numba (runtime/jit.py).
 
-Not called without it: what numpy and ``bytes`` do is faster than these functions are then.
+Without numba these functions are not called: numpy and ``bytes`` are faster then.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any, Final
 from hicache_ext.runtime.jit import helper, kernel
 
 _EACH: Final = 0x0101010101010101
-"""Times a byte: that byte eight times."""
+"""Multiplied by a byte: that byte eight times."""
 _HASH_WORDS, _TEXT_WORDS = 4, 9
 _IDENTITY_WORDS = 2
 
 SEPARATOR: Final = 8 * " "
-"""Between page hashes in what ``decode_hashes`` takes: makes each begin at a word."""
+"""Between page hashes in the text of ``decode_hashes``: each hash begins at a word."""
 
 
 @helper
 def _decode(digits: Any) -> Any:
-    """Eight characters below 128, as a word: the four bytes that these hexadecimal digits are, and a word that is not 0
-    unless each is one, and no capital."""
+    """Eight characters below 128, given as a word. Returns the four bytes that they spell in hexadecimal, and a word
+    that is 0 only if each character is a lower-case hexadecimal digit."""
     letters = digits >> 6 & _EACH
     values = (digits & 0x0F * _EACH) + 9 * letters
-    # Letters from 10 to 15, others up to 9; and what is made of that again must be what there was.
+    # Letters must be 10 to 15 and the others at most 9.
     wrong = (values & 0x10 * _EACH) | (((values + 6 * _EACH) >> 4 & _EACH) ^ letters)
     wrong |= (values + 0x30 * _EACH + 0x27 * letters) ^ digits
     pairs = (values << 4 | values >> 8) & 0x00FF00FF00FF00FF
@@ -34,8 +34,11 @@ def _decode(digits: Any) -> Any:
 
 @kernel("int64(int64[::1], int64[::1], int64[:, ::1])")
 def decode_hashes(text: Any, identity: Any, keys: Any) -> Any:
-    """``text``: as many page hashes as ``keys`` has rows, as SGLang writes them, 64 lower-case digits, with SEPARATOR
-    between them; characters below 128. With ``identity`` they are the keys. 0 when the text is something else."""
+    """Writes ``identity`` and a page hash of ``text`` into each row of ``keys``; returns 0 when ``text`` is malformed.
+
+    ``text``: one page hash per row, 64 lower-case hexadecimal digits each, SEPARATOR between them; characters below
+    128.
+    """
     if len(text) + 1 != len(keys) * _TEXT_WORDS:
         return 0
     wrong = 0
@@ -55,7 +58,7 @@ def decode_hashes(text: Any, identity: Any, keys: Any) -> Any:
 
 @kernel("void(int64[::1], int64[::1], int64[::1], int64[:, ::1])")
 def address_pages(numbers: Any, starts: Any, strides: Any, addresses: Any) -> None:
-    """``addresses[n, m]``: where run ``m`` of page ``numbers[n]`` is, page 0 having it at ``starts[m]``."""
+    """Sets ``addresses[n, m]`` to where run ``m`` of page ``numbers[n]`` begins; page 0 has it at ``starts[m]``."""
     for page in range(len(numbers)):
         for run in range(len(starts)):
             addresses[page, run] = starts[run] + numbers[page] * strides[run]
@@ -63,8 +66,8 @@ def address_pages(numbers: Any, starts: Any, strides: Any, addresses: Any) -> No
 
 @kernel("int64(int64[::1], int64, int64, int64[::1])")
 def number_pages(indices: Any, page_size: Any, page_count: Any, numbers: Any) -> Any:
-    """``numbers[n]``: the page of a pool of ``page_count`` pages that the ``n``th ``page_size`` token indices begin in;
-    of how many they are that page's tokens, in order."""
+    """Sets ``numbers[n]`` to the page in which the ``n``th group of ``page_size`` token indices begins, in a pool of
+    ``page_count`` pages. Returns how many groups are exactly the tokens of their page, in order."""
     sound = 0
     for page in range(len(numbers)):
         number = indices[page * page_size] // page_size

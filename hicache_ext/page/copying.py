@@ -24,5 +24,5 @@ def scatter(source: memoryview, target: Sequence[memoryview]) -> None:
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    # numpy lets go of the GIL meanwhile; assigning memoryviews would hold up SGLang's scheduler.
+    # numpy releases the GIL while it copies; assigning memoryviews would not, and delay SGLang's scheduler.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,9 +1,9 @@
 """The envelope: the header in front of every stored page, and the checks that make a stored page a hit.
 
-``docs/page-format.md`` specifies the bytes. A page object is ``header || payload``. The header is 128 bytes of fields,
-little-endian, followed by zeros up to ``header_length``. Slabs keep headers apart from payloads (slab/shapes.py).
+``docs/page-format.md`` specifies the bytes. A stored page is ``header || payload``. The header is 128 bytes of fields,
+little-endian, then zeros up to ``header_length``. Slabs keep headers apart from payloads (slab/shapes.py).
 
-Everything here is pure: no I/O, safe from any thread. Checksums are xxh3-128; xxhash releases the GIL on large buffers.
+Everything here is pure: no I/O, any thread. Checksums are xxh3-128; xxhash releases the GIL on large buffers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MAGIC = b"HICACHEX"
 FORMAT_VERSION = 1
 
 FIELDS_LENGTH = 128
-"""Bytes of the header that carry fields, and the smallest header_length."""
+"""Bytes of the fields; the smallest header_length."""
 
 MAX_HEADER_LENGTH = 65536
 
 _SEALED_LENGTH = 88
-"""Bytes of the header, from its start, that follow from the page and not from when it was written."""
+"""Leading bytes of the header that depend on the page alone, not on when it was written."""
 
 SEAL_LENGTH = 16
 
@@ -35,7 +35,7 @@ PAGE_HASH_LENGTH = 32
 KEY_LENGTH = IDENTITY_LENGTH + PAGE_HASH_LENGTH
 
 FLAG_PAYLOAD_CHECKSUM = 1
-"""The payload checksum is present. Without it a reader that asks for checksums refuses the page."""
+"""The payload checksum is present. A reader that asks for checksums refuses a page without it."""
 
 # magic, version, flags, header_length, identity, page_hash, payload_length, payload_checksum, created_ms, reserved
 _FIELDS = struct.Struct("<8sHHI16s32sQ16sQ16s")
@@ -106,8 +106,8 @@ def encode_header(
 
 
 def encode_page(key: bytes, segments: Segments, payload_length: int, created_ms: int) -> bytes:
-    """``encode_header`` with 128 bytes, for a caller that has checked its arguments and counted the payload:
-    stores do it per page."""
+    """``encode_header`` with 128 bytes and no checks, for stores that do it per page: the caller has checked the
+    arguments and counted the payload."""
     checksum = payload_checksum(segments)
     return _encoded(key, FLAG_PAYLOAD_CHECKSUM, FIELDS_LENGTH, payload_length, checksum, created_ms)
 
@@ -144,7 +144,7 @@ def decode_header(header: Buffer) -> Envelope:
         raise FormatError("magic")
     if fields[_FIELDS_BEFORE_CHECKSUM:] != xxhash.xxh3_128_digest(fields[:_FIELDS_BEFORE_CHECKSUM]):
         raise FormatError("header_checksum")
-    # The version is looked at only once the checksum holds: a flipped bit in it is damage, not a newer format.
+    # Checksum before version: a flipped bit in the version is damage, not a newer format.
     if version != FORMAT_VERSION:
         raise FormatError("version", f"version {version}, this reader knows {FORMAT_VERSION}")
     if not FIELDS_LENGTH <= header_length <= MAX_HEADER_LENGTH:
@@ -160,7 +160,7 @@ def decode_header(header: Buffer) -> Envelope:
 
 
 def _is_page(fields: bytes, key: bytes, payload_length: int, segments: Segments) -> bool:
-    """Whether the page with this header, of 128 bytes, is the page ``key``, checksum and all, in one comparison."""
+    """Whether a page with this header of 128 bytes is the page ``key``, checksum included, by one comparison."""
     expected = _sealed(key, payload_length, segments)
     return fields.startswith(expected) and fields[_FIELDS_BEFORE_CHECKSUM:] == xxhash.xxh3_128_digest(
         fields[:_FIELDS_BEFORE_CHECKSUM]
@@ -168,13 +168,13 @@ def _is_page(fields: bytes, key: bytes, payload_length: int, segments: Segments)
 
 
 def page_seal(key: bytes, payload_length: int, segments: Segments) -> bytes:
-    """What binds a payload to its page where no header is read with it: the same 16 bytes only for the same key, length
-    and payload. ``seal_of`` of the page's header."""
+    """16 bytes that bind a payload to its page where the header is not read: equal only for the same key, length and
+    payload. Equals ``seal_of`` of the page's header."""
     return xxhash.xxh3_128_digest(_sealed(key, payload_length, segments))
 
 
 def seal_of(fields: Buffer) -> bytes:
-    """The ``page_seal`` of the page with this header, which holds (``decode_header``) and has 128 bytes."""
+    """The ``page_seal`` of the page with this header, which is valid (``decode_header``) and has 128 bytes."""
     return xxhash.xxh3_128_digest(fields[:_SEALED_LENGTH])
 
 
@@ -184,14 +184,14 @@ def _sealed(key: bytes, payload_length: int, segments: Segments) -> bytes:
 
 
 def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum: bool = True) -> str | None:
-    """Why the page just read is not the page ``key``; None when it is.
+    """Why what was just read is not the page ``key``; None when it is.
 
-    ``header`` is what was read in front of the payload, all of it; ``segments`` the memory the payload was read into.
-    The reasons are those of ``decode_header`` (``header_length`` also where the header says that the payload begins
-    elsewhere) and ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
+    ``header``: all bytes read in front of the payload; ``segments``: the memory the payload was read into.
+    The reasons are those of ``decode_header`` (``header_length`` also where the payload begins elsewhere) and
+    ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
     """
     payload_length = sum([segment.nbytes for segment in segments])
-    # Nearly every page is right. A longer header is looked at whole.
+    # The fast path for a good page with a header of 128 bytes.
     if checksum and len(header) == FIELDS_LENGTH and _is_page(bytes(header), key, payload_length, segments):
         return None
     try:

@@ -1,20 +1,17 @@
-"""A digest of every byte of a model's weight files, made on threads of its own while the model loads.
+"""A digest of every byte of a model's weight files, computed on threads of its own while the model loads.
 
-Two models served under one name must not share KV, also where only a few rows of one tensor differ (trained tokens, an
-edited head): so nothing is sampled. Reading all bytes takes a while (docs/decisions/weights-identity.md has the rates),
-hence three things:
+Every byte, because models that differ in a few rows of one tensor must not share KV. That takes a while, so:
 
 - It runs in the background. Until it has ended, the backend stores and serves nothing.
-- What was read once is remembered until the machine is started again: a record per file, found by the file's file
-  system, device, inode, size, mtime and ctime. The kernel sets the ctime of a file whenever its bytes or its times are
-  changed; nothing is remembered of file systems where something else may say what it is (FUSE, images, tmpfs).
-- The ranks of a node share the work: each locks the record of the file it reads, and takes another file meanwhile.
+- A file's digest is remembered until the next boot: a record found by file system, device, inode, size, mtime and
+  ctime. The kernel sets the ctime at every change of a file. On file systems where something else may set it (FUSE,
+  images, tmpfs) nothing is remembered.
+- The ranks of a node share the work: each locks the record of the file it reads; the others take another file.
 
-The digest must be of the bytes that SGLang loads. So the files' facts are noted before the load begins (``__init__``)
-and compared afterwards (``loaded``) and when a file is read: one that changed meanwhile leaves the model unidentified.
+The digest must be of the bytes that SGLang loads. So the files' facts are noted before the load (``__init__``) and
+compared after it (``loaded``) and when a file is read. If one changed, the model stays unidentified.
 
-SHA-256 and not a faster checksum: whoever may publish a model or an adapter must not be able to make one whose digest
-is that of somebody else's.
+Why SHA-256, rates, and what was tried: docs/decisions/weights-identity.md.
 """
 
 from __future__ import annotations
@@ -33,26 +30,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hicache_ext.runtime.access import make_directory, open_file
-from hicache_ext.storage.tiers.file.file_system import file_system_of
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.file_systems import file_system_of
 
 logger = logging.getLogger(__name__)
 
 PIECE = 8 * 1024 * 1024
-"""Bytes that are read and hashed at once; part of the format of a digest."""
+"""Bytes hashed at once; part of the definition of the digest."""
 
 _DOMAIN = b"hicache_ext/weights/2\0"
 _THREADS = 8
 _NICENESS = 10
-"""Of the threads that read: the model's own loading goes first."""
+"""Of the reading threads: the load of the model goes first."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _SHAPING_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _SHAPING_SUFFIXES = (".index.json", ".py")
-"""Beside weights: what says how they become KV, which of them are loaded, and modelling code."""
+"""Files beside the weights that decide how they become KV, which are loaded, and modelling code."""
 _SETTLED = 10.0
-"""Seconds for which a file must have been left alone before its digest is remembered: within the granularity of a
-clock two versions of a file may have equal times."""
+"""Seconds since the last change of a file before its digest is remembered: two versions within the granularity of a
+clock may have equal times."""
 _TICK = 0.1
-"""More than that granularity on a local file system: a file is not read sooner after its last change."""
+"""Seconds since the last change before a file is read: more than that granularity on a local file system."""
 _KEEPS_CTIME = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "nfs", "nfs4", "lustre", "ceph"}
 )
@@ -60,7 +58,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
 _OTHERS_TURN = 0.2
 _LONGEST_TURN = 60.0
-"""Seconds without any progress after which a file is read although another process is said to be reading it."""
+"""Seconds without progress after which a file is read although another process holds its record."""
 
 
 class WeightsError(Exception):
@@ -69,7 +67,7 @@ class WeightsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What changes whenever the bytes of a file do."""
+    """Facts that change whenever the bytes of a file change."""
 
     device: int
     inode: int
@@ -82,13 +80,13 @@ class FileFacts:
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def settled(self, seconds: float) -> bool:
-        """Whether the last change is so long ago. A file system that keeps no ctime has no settled files."""
+        """Whether the last change is at least ``seconds`` ago. Never where the file system keeps no ctime."""
         return 0 < self.ctime_ns < (time.time() - seconds) * 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """``name`` is what counts of its path: equal models have equal digests wherever they lie."""
+    """``name``: the part of its path that counts; equal models have equal digests in any directory."""
 
     name: str
     path: Path
@@ -102,9 +100,9 @@ class ModelFingerprint:
     """
 
     def __init__(self, model_path: str, revision: str | None = None, *, weights: bool = True) -> None:
-        """Notes which files there are. ``model_path``: a directory, a GGUF file, or a name in the local hub cache.
+        """Notes the files. ``model_path``: a directory, a GGUF file, or a name in the local hub cache.
 
-        Without ``weights`` the files that hold them do not count, and may be absent (``--load-format dummy``).
+        Without ``weights`` the weight files do not count and may be absent (``--load-format dummy``).
         """
         self.model_path = model_path
         self.revision = revision
@@ -130,23 +128,23 @@ class ModelFingerprint:
         return bool(self._files)
 
     def start(self, remember_in: Path | None = None) -> None:
-        """Begin to read, once; later calls may still say where to remember. Does not wait."""
+        """Begin to read, once; a later call may still set where to remember. Does not wait."""
         with self._lock:
             if self._records is None and remember_in is not None:
                 self._records = RememberedDigests(remember_in)
             first, self._started = not self._started, True
         if first and self.problem is None:
-            threading.Thread(target=self._run, name="hicache-weights", daemon=True).start()
+            BackgroundLoop("hicache-weights", self._run).wake()
         elif first:
             self._end()
         elif self.done.is_set():
             self._remember_all()
 
     def loaded(self) -> bool:
-        """The load of the model has ended: what was noted before it must still hold, now and when it was read.
+        """The load of the model has ended: the files must be as noted before it, now and when they were read.
 
-        False where all that was noted holds and there are more files by now: this is not the digest of the model then,
-        and another one is to be made.
+        False where they are, but there are more files by now: this digest is then incomplete, and a new one must be
+        made.
         """
         try:
             now = {file.path: file.facts for file in _files_of(self.model_path, self.revision, self._weights)}
@@ -162,9 +160,9 @@ class ModelFingerprint:
         return bool(changed) or self.problem is None
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when it is known: now, or later on the thread that reads. It must not raise.
+        """Call ``callback`` when the result is known: now, or later on the reading thread. It must not raise.
 
-        It is called once more where ``loaded`` finds afterwards that the digest is not of what was loaded.
+        It is called again if ``loaded`` finds later that the digest is not of what was loaded.
         """
         with self._lock:
             self._callbacks.append(callback)
@@ -209,7 +207,7 @@ class ModelFingerprint:
             callback()
 
     def _digests(self) -> dict[str, bytes]:
-        """Of every file, by its name."""
+        """The digest of every file, by its name."""
         digests: dict[str, bytes] = {}
         waiting = self._files
         last_progress = time.monotonic()
@@ -228,7 +226,7 @@ class ModelFingerprint:
         return digests
 
     def _digest_of(self, file: _File, *, patient: bool) -> bytes | None:
-        """None where another process is reading this file and ``patient``."""
+        """None if ``patient`` and another process is reading this file."""
         name = None if self._records is None else _record_name(file)
         if self._records is None or name is None:
             return self._read_whole(file)
@@ -255,7 +253,7 @@ class ModelFingerprint:
         return digest
 
     def _remember_all(self) -> None:
-        """What was read before it was known where to remember it."""
+        """Record the digests computed before the directory for records was known."""
         for file, digest in list(self._read.items()):
             name = _record_name(file)
             if self._records is None or name is None or not file.facts.settled(_SETTLED + self._seconds):
@@ -267,13 +265,13 @@ class ModelFingerprint:
 
 @contextmanager
 def _opened(file: _File) -> Iterator[int]:
-    """The file that was noted, with all that was written to it so far. Raises WeightsError and OSError."""
+    """The noted file, open, its dirty pages synced. Raises WeightsError and OSError."""
     if not file.facts.settled(_TICK):
         time.sleep(_TICK)
     fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
-            # Whoever has the file mapped and goes on writing to it changes its ctime again from here on.
+            # After the sync any further write through a mapping changes the ctime again.
             os.fsync(fd)
         except OSError as error:
             logger.debug("%s cannot be synced: %s", file.path.name, error)
@@ -285,7 +283,7 @@ def _opened(file: _File) -> Iterator[int]:
 
 
 def _record_name(file: _File) -> str | None:
-    """Like no other file's on this machine since it was started. None where a file is not to be remembered."""
+    """Unique on this machine during this boot. None for a file that must not be remembered."""
     if file.facts.size <= PIECE or file_system_of(file.path.resolve()).type not in _KEEPS_CTIME:
         return None
     try:
@@ -298,8 +296,8 @@ def _record_name(file: _File) -> str | None:
 class RememberedDigests:
     """Records of file digests in a directory, shared by processes. Errors of the medium mean: nothing remembered.
 
-    A record is one small file, locked by who reads the weights file it is about; the kernel takes the lock back when
-    that process dies. A record that is torn or damaged does not pass its check and counts as empty.
+    A record is one small file, locked by the process that reads the weights file. The kernel releases the lock when
+    that process dies. A torn or damaged record fails its check and counts as empty.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -307,7 +305,7 @@ class RememberedDigests:
 
     @contextmanager
     def claim(self, name: str) -> Iterator[_Record | None]:
-        """The record of a file for this process alone; None while another process has it."""
+        """The record of a file, locked by this process; None while another process has it."""
         try:
             make_directory(self._directory)
             fd = open_file(self._directory / name, os.O_RDWR)
@@ -322,14 +320,14 @@ class RememberedDigests:
                 yield None
                 return
             except OSError:
-                pass  # a file system without locks: the worst is that two ranks read the same file
+                pass  # a file system without locks: two ranks may read the same file
             yield _Record(fd, name)
         finally:
             os.close(fd)
 
 
 class _Record:
-    """``<64 hex digits of the digest> <16 of a check>``; the check is over the record's own name, too."""
+    """``<digest, 64 hex digits> <check, 16 hex digits>``; the check covers the record's name, too."""
 
     _LENGTH = 64 + 1 + 16
 
@@ -362,7 +360,7 @@ class _Record:
 
 
 def digest_of_file(fd: int, size: int) -> bytes:
-    """SHA-256 over the size and the SHA-256 of each piece of ``PIECE`` bytes, which threads read and hash at once.
+    """SHA-256 over the size and the SHA-256 of each piece of ``PIECE`` bytes; threads hash pieces in parallel.
 
     Raises OSError, and WeightsError for a file that is shorter than ``size``.
     """
@@ -432,7 +430,7 @@ def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_Fil
 
 
 def _parts_of(path: Path) -> dict[str, Path]:
-    """A GGUF file counts by its content alone; it may be one of several parts."""
+    """The parts of a GGUF model; they count by their content alone."""
     part = _PART.fullmatch(path.name)
     if part is None:
         return {path.suffix: path}

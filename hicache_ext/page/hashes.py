@@ -2,9 +2,9 @@
 
 A page's hash is SHA-256 over the hash of the page before it (32 bytes; none for the first) and its token ids as
 little-endian unsigned 32-bit numbers. Requests with an ``extra_key`` (LoRA) or a ``cache_salt`` start the chain with a
-seed instead. Source: ``sglang.srt.mem_cache.utils`` (``get_storage_hash_str``, ``storage_namespace_seed``); the tests
-compare the two. What this package makes of the ``extra_key`` beforehand is ``namespaced_extra_key``.
-Not served: EAGLE's bigram chains.
+seed instead. Source: ``sglang.srt.mem_cache.utils`` (``get_storage_hash_str``, ``storage_namespace_seed``); tests
+compare the two. ``namespaced_extra_key`` is what this package passes to SGLang as ``extra_key``. Not served: EAGLE's
+bigram chains.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LIKE_AN_ADAPTER = re.compile(r"[0-9a-f]{32}-*\Z")
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
-    """32 bytes per whole page of ``tokens``; what does not fill a page has no hash.
+    """32 bytes per whole page of ``tokens``; a last, partial page has no hash.
 
-    Raises HicacheExtError for a number that is no token id.
+    Raises HicacheExtError for a number that cannot be a token id.
     """
     for position, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _LARGEST_TOKEN:
@@ -40,7 +40,7 @@ def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> lis
 
 
 def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """What a chain starts with for requests that carry an extra key or a salt; empty for those without."""
+    """The start of a chain for requests with an extra key or a salt; empty without both."""
     if extra_key is None and cache_salt is None:
         return b""
     digest = hashlib.sha256(_NAMESPACE_DOMAIN)
@@ -56,9 +56,9 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
 def namespaced_extra_key(extra_key: str | None, adapter: str = "") -> str | None:
     """The extra key under which the pages of a request are hashed, where this package's plug-in is in force.
 
-    ``adapter`` is the digest of the LoRA adapter's content ("" without one): it stands where SGLang puts a name of its
-    own for the adapter. A request without an adapter must not be able to ask for an adapter's pages, or to write them:
-    an extra key that ends like a digest is marked. Two different requests never have one key.
+    ``adapter``: the digest of the LoRA adapter's content, "" without one; it replaces SGLang's own name of the adapter.
+    A request without an adapter must not reach an adapter's pages, to read or to write them: an extra key that ends
+    like a digest is marked. Different pairs never give one key.
     """
     if adapter:
         return (extra_key or "") + adapter

@@ -1,11 +1,10 @@
-"""What a page IS: every fact that shapes its bytes, in one digest.
+"""Every fact that shapes the bytes of a page, in one digest.
 
 Two deployments may share stored bytes only if all these facts agree. ``PageIdentity`` holds them; ``digest()`` is the
-first half of every page key (envelope.py, docs/page-format.md) and is repeated inside the stored page. A fact that
-differs gives another digest, hence a miss: never a wrong answer.
+first part of every page key (envelope.py, docs/page-format.md) and is repeated inside the stored page. Another fact
+gives another digest, hence a miss, never a wrong answer.
 
-Incidents behind the fields (docs/architecture.md): bf16 and fp8 runs that read each other's bytes, an online weight
-update after which L3 served the old weights' KV, TP 2 and TP 4 meeting in one store, two models under one served name.
+Why each fact is in it: docs/decisions/identity-of-a-page.md.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 
 IDENTITY_SCHEMA = 2
-"""Raised when the meaning of a field changes; part of the digest."""
+"""Incremented when the meaning of a field changes; part of the digest."""
 
 _DIGEST_DOMAIN = b"hicache_ext/identity\0"
 _TEXT_KEY_DOMAIN = b"hicache_ext/text-key\0"
 _DIGITS = 2 * PAGE_HASH_LENGTH
-"""Of a page hash, as SGLang writes it."""
+"""Hexadecimal digits of a page hash, as SGLang writes it."""
 
 DIGEST_LENGTH = 16
 
@@ -34,11 +33,10 @@ DIGEST_LENGTH = 16
 class ModelIdentity:
     """Which weights computed the KV, and how.
 
-    ``fingerprint`` is a digest of every byte of the weight files (equal for equal content under different paths) or ""
-    when it is switched off, ``draft`` the same of draft models. ``weights_epoch`` is the configured epoch, extended
-    when SGLang updates weights online. ``compute`` holds launch facts that change KV values without changing the
-    weights (dtype, quantization, rope overrides, KV scales). LoRA adapters are part of the page hashes instead
-    (sglang/adapters.py).
+    ``fingerprint``: digest of every byte of the weight files, equal under any path; "" when it is switched off.
+    ``draft``: the same of draft models. ``weights_epoch``: the configured epoch, extended when SGLang updates weights
+    online. ``compute``: launch facts that change KV values without changing the weights (dtype, quantization, rope
+    overrides, KV scales). LoRA adapters are part of the page hashes instead (sglang/adapters.py).
     """
 
     id: str
@@ -53,8 +51,8 @@ class ModelIdentity:
 class Shard:
     """The parallel coordinates of a page's bytes, each with its size: rank 0 of 2 is not rank 0 of 4.
 
-    Replicated bytes (MLA latents) carry tp (0, 1). ``tp`` counts shards of the split-heads layout where SGLang is given
-    ``tp_lcm_size``, so that deployments of different TP meet on the same objects.
+    Replicated bytes (MLA latents) have tp (0, 1). With SGLang's ``tp_lcm_size``, ``tp`` counts shards of the
+    split-heads layout, so that deployments of different TP share pages.
     """
 
     tp: tuple[int, int] = (0, 1)
@@ -67,9 +65,9 @@ class Shard:
 class PoolIdentity:
     """One pool's page: logical dtype, byte order and geometry.
 
-    ``dtype`` is logical ("float8_e4m3fn", not the uint8 it is stored as). ``layout`` names the host layout's byte
-    order. ``segments`` are the sizes in bytes of the page's contiguous runs, in payload order. ``geometry`` holds
-    whatever else shapes the bytes: layers, heads, head dims, scales.
+    ``dtype``: logical ("float8_e4m3fn", not the uint8 it is stored as). ``layout``: byte order of the host layout.
+    ``segments``: bytes of each contiguous run of the page, in payload order. ``geometry``: whatever else shapes the
+    bytes (layers, heads, head dims, scales).
     """
 
     name: str
@@ -90,14 +88,14 @@ class PageIdentity:
     shard: Shard
 
     def document(self) -> dict[str, Any]:
-        """The facts as a JSON-able dict; what tools print and what tiers keep beside their pages."""
+        """The facts as JSON: tools print it, and tiers keep it beside their pages."""
         document = dataclasses.asdict(self)
         document["pool"]["geometry"] = dict(self.pool.geometry)
         document["schema"] = IDENTITY_SCHEMA
         return document
 
     def canonical(self) -> bytes:
-        """The one byte string that is digested: JSON, keys sorted, no blanks, UTF-8."""
+        """The bytes that are digested: JSON, keys sorted, no blanks, UTF-8."""
         return _canonical(self.document())
 
     def digest(self) -> bytes:
@@ -106,7 +104,7 @@ class PageIdentity:
 
 
 def digest_of_document(document: Mapping[str, Any]) -> bytes:
-    """The digest of the identity that ``PageIdentity.document()`` described, also after a way through JSON."""
+    """The digest of the identity with this ``PageIdentity.document()``, also after a round trip through JSON."""
     return hashlib.sha256(_DIGEST_DOMAIN + _canonical(document)).digest()[:DIGEST_LENGTH]
 
 
@@ -115,14 +113,14 @@ def _canonical(document: Mapping[str, Any]) -> bytes:
 
 
 def joined_page_hashes(keys: Sequence[str]) -> bytes:
-    """``page_hash_bytes`` of each key, one behind the other; SGLang's page hashes are converted all at once."""
+    """``page_hash_bytes`` of all keys, concatenated; SGLang's page hashes are converted in one step."""
     text = " ".join(keys)
     try:
-        # Skips the blanks.
+        # fromhex skips blanks.
         raw = bytes.fromhex(text)
     except ValueError:
         raw = b""
-    # Every blank is one that was put between two keys, and stands behind 64 digits; none of them is a capital.
+    # Each blank separates two keys of 64 digits each, and no digit is a capital.
     are_hashes = len(text) == (_DIGITS + 1) * len(keys) - 1 and len(raw) == PAGE_HASH_LENGTH * len(keys)
     are_hashes = are_hashes and text[_DIGITS :: _DIGITS + 1] == " " * (len(keys) - 1)
     if are_hashes and not any(capital in text for capital in "ABCDEF"):
@@ -133,8 +131,8 @@ def joined_page_hashes(keys: Sequence[str]) -> bytes:
 def page_hash_bytes(key: str) -> bytes:
     """The 32 bytes under which SGLang's key is stored.
 
-    SGLang's page hashes are 64 lower-case hex digits of a SHA-256 chain: those are taken as they are. Any other string
-    (the generic get/set calls allow it) is hashed in a domain of its own and so can never meet a page hash.
+    SGLang's page hashes are 64 lower-case hex digits and are taken as they are. Any other string (generic get and set
+    allow it) is hashed in a domain of its own, so it never equals a page hash.
     """
     if len(key) == 64:
         try:

@@ -1,4 +1,4 @@
-"""Where the pages of a batch are in memory, as addresses: what compiled code takes instead of memoryviews."""
+"""Addresses of the pages of a batch, for compiled code, which takes no memoryviews."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Segments = Sequence[memoryview]
 
 
 class Addresses(NamedTuple):
-    """Pages with segments of the same sizes: ``pages[n, m]`` is where segment ``m`` of page ``n`` begins."""
+    """Pages with segments of equal sizes: ``pages[n, m]`` is the address of segment ``m`` of page ``n``."""
 
     pages: npt.NDArray[np.int64]
     segment_sizes: npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ class Addresses(NamedTuple):
 
 
 class PageMemory(Sequence[Segments]):
-    """The segments of pages whose addresses are known: a memoryview is made of one only when it is asked for."""
+    """The segments of pages whose addresses are known; memoryviews are made only when they are asked for."""
 
     def __init__(self, addresses: Addresses, views: Callable[[], list[Segments]]) -> None:
         """``views`` makes the memoryviews of all pages, and keeps their memory alive."""
@@ -56,13 +56,13 @@ class PageMemory(Sequence[Segments]):
 
 
 def address_of(segment: memoryview) -> int:
-    """Where a segment, which is not empty, begins."""
+    """The address of a segment that is not empty."""
     return np.frombuffer(segment, np.uint8).ctypes.data
 
 
 def addresses_of(buffers: Sequence[Segments], *, writable: bool) -> Addresses | None:
-    """The addresses of these pages; None when their segments are not of the same sizes, or, where they are to be
-    ``writable``, not all are: behind an address nobody would notice."""
+    """The addresses of these pages. None when their segments differ in size, or when ``writable`` is asked and one is
+    read-only: code that writes to an address would not notice."""
     if isinstance(buffers, PageMemory):
         return buffers.addresses
     sizes = [segment.nbytes for segment in buffers[0]] if buffers else []

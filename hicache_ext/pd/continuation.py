@@ -1,6 +1,6 @@
-"""One request on a decode node, seen as pages: what was copied to host memory and what of that reached the pool.
+"""One request on a decode node as pages: which were copied to host memory, and which of them reached the pool.
 
-Everything here belongs to the scheduler thread, but ``chain``: while a write is under way the storage thread has it.
+Everything belongs to the scheduler thread, except ``chain``: the storage thread has it while a write is under way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hicache_ext.pd.page_chain import PageChain
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A run of pages in host memory: being copied there, waiting, or being written."""
+    """A run of pages in host memory: being copied, waiting, or being written."""
 
     continuation: Continuation
     first_page: int
@@ -23,9 +23,9 @@ class Piece:
     host_indices: Any
     """CPU int64 tensor, one index per token."""
     tokens: Sequence[int]
-    """What ``PageChain.tokens_for`` names for these pages."""
+    """The tokens ``PageChain.tokens_for`` of these pages."""
     epoch: int
-    """The continuation's epoch when the copy began: a piece of an older one is dropped on arrival."""
+    """The continuation's epoch when the copy began; a piece of an older epoch is dropped on arrival."""
 
     @property
     def end_page(self) -> int:
@@ -44,19 +44,19 @@ class Continuation:
     """Whole pages of the prompt: what the prefill node writes."""
     priority: int
     copied_pages: int
-    """Pages of the whole sequence from 0 on that were copied or need no copy."""
+    """Leading pages of the whole sequence that were copied or need no copy."""
     next_copy_at: int
     """Length of ``output_ids`` at which the next copy is due."""
     born: int
     """Milliseconds on the ranks' common clock."""
     prefix_known: bool = False
-    """The prompt's pages are in the pool, or nobody asked."""
+    """The prompt's pages are in the pool, or need not be."""
     finished: bool = False
     closed: bool = False
     """Nothing more of this request will be written."""
     epoch: int = 0
     started_over: int = 0
-    """Runs of pieces from before this epoch are not tried again."""
+    """Pieces from before this epoch are not tried again."""
     generated: int = 0
     attempts: int = 0
     first_failure: int = 0

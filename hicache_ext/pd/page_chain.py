@@ -1,4 +1,4 @@
-"""The page hashes of one request, computed as SGLang's prefill node computes them.
+"""The page hashes of one request, computed as a prefill node computes them.
 
 A page hash chains: sha256(hash before || token ids of the page), the first one seeded from extra_key and cache_salt.
 Under EAGLE a prefill node keys its radix tree by bigrams: page k covers the pairs (t[i], t[i+1]) for its positions i,
@@ -7,18 +7,20 @@ so it needs the first token of page k + 1. SGLang's decode offload hashes plain 
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+HashPages = Callable[[Sequence[int], str | None], list[str]]
+"""Hashes of the whole pages of some tokens of a request; the second argument is the hash of the page before them."""
 
 
 class PageChain:
     """Hashes of the pages 0, 1, 2, ... of a growing sequence of tokens. For one thread at a time."""
 
-    def __init__(self, page_size: int, *, bigrams: bool, extra_key: str | None, cache_salt: str | None) -> None:
+    def __init__(self, page_size: int, hash_pages: HashPages, *, bigrams: bool) -> None:
+        """``hash_pages`` knows what the request's hashes are seeded from; ``bigrams`` is as it hashes."""
         self.page_size = page_size
         self.bigrams = bigrams
-        self._extra_key = extra_key
-        self._cache_salt = cache_salt
+        self._hash_pages = hash_pages
         self._hashes: list[str] = []
 
     def __len__(self) -> int:
@@ -35,20 +37,10 @@ class PageChain:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash the next pages from exactly their tokens: ``tokens_for(len(self), ...)``."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-        from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-        pages = (len(tokens) - self.bigrams) // self.page_size
-        if pages <= 0:
-            return
-        ids = tokens if isinstance(tokens, array) else array("q", tokens)
-        key = RadixKey(
-            ids[: pages * self.page_size + self.bigrams],
-            extra_key=self._extra_key,
-            is_bigram=self.bigrams,
-            cache_salt=self._cache_salt,
-        )
-        self._hashes += get_storage_hash_str(key, self._hashes[-1] if self._hashes else None, page_size=self.page_size)
+        pages = self.pages_in(len(tokens))
+        if pages:
+            whole = tokens[self.tokens_for(0, pages)]
+            self._hashes += self._hash_pages(whole, self._hashes[-1] if self._hashes else None)
 
     def hashes(self, first_page: int, end_page: int) -> list[str]:
         """Hashes of pages already hashed."""

@@ -1,14 +1,13 @@
-"""The thread that writes a decode node's pages to the pool: hashing, looking, writing. Nothing else waits on a store.
+"""The thread that writes a decode node's pages to the pool: hash, look up, write. No other thread waits on a store.
 
-Jobs are done in the order in which they come, and reported in that order: ranks compare how many each has finished.
+Jobs are done and reported in the order of arrival: ranks compare how many each has finished.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-import queue
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hicache_ext.pd.continuation import Continuation, Piece
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import SetResult
 
@@ -46,7 +46,7 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """Consecutive pieces of one continuation, to be written at once."""
+    """Consecutive pieces of one continuation, written together."""
 
     continuation: Continuation
     pieces: list[Piece]
@@ -63,44 +63,42 @@ class Finished:
     job: WriteJob
     outcome: Outcome
     prefix_pages: int
-    """With PREFIX_MISSING: the leading pages that are there."""
+    """With PREFIX_MISSING: how many leading pages are there."""
 
 
 class PoolWriter:
-    """``submit`` and ``finished`` belong to the scheduler thread and never wait; everything else to the own thread."""
+    """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
+    own."""
 
     def __init__(self, pool: Pool, metrics: TierMetrics, *, writes: bool = True) -> None:
         """``writes=False``: a rank whose pages another rank writes; its jobs end at once."""
         self._pool = pool
         self._metrics = metrics
         self._writes = writes
-        self._jobs: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
+        self._jobs: deque[WriteJob] = deque()
         self._finished: deque[Finished] = deque()
-        self._stopping = False
         self._last_log = 0.0
-        self._thread = threading.Thread(target=self._run, name="hicache-ext-pd-writer", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
 
     def submit(self, job: WriteJob) -> None:
-        self._jobs.put(job)
+        self._jobs.append(job)
+        self._loop.wake()
 
     @property
     def finished_jobs(self) -> int:
-        """Jobs that ended and were not taken yet."""
+        """Jobs that ended and were not taken."""
         return len(self._finished)
 
     def take_finished(self, count: int) -> list[Finished]:
         return [self._finished.popleft() for _ in range(count)]
 
     def stop(self, timeout: float) -> bool:
-        """End the thread after the job under way; whether it ended. If not, host memory must stay."""
-        self._stopping = True
-        self._jobs.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        """End the thread after the job under way. False: it did not end, and host memory must not be freed."""
+        return self._loop.stop(timeout)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._stopping:
+    def _work(self) -> float:
+        while self._jobs and not self._loop.stopping:
+            job = self._jobs.popleft()
             try:
                 finished = self._write(job)
             except (Exception, SystemExit) as error:  # without this thread nothing is ever written again
@@ -110,6 +108,7 @@ class PoolWriter:
                     logger.exception("hicache_ext: a decode node's write failed")
                 finished = Finished(job, Outcome.FAILED, 0)
             self._finished.append(finished)
+        return math.inf
 
     def _write(self, job: WriteJob) -> Finished:
         if not self._writes:
@@ -138,7 +137,7 @@ class PoolWriter:
         return Finished(job, Outcome.WRITTEN, 0)
 
     def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> bool:
-        """Write those pages that are not in the pool; whether all of them are there now."""
+        """Write the pages that the pool lacks; whether it has all of them now."""
         absent = [page for page, known in enumerate(self._pool.stored(keys)) if not known]
         self._metrics.add("page", "present", len(keys) - len(absent))
         if not absent:

@@ -1,12 +1,12 @@
-"""What a request may say about its own KV, in ``sampling_params.custom_params``.
+"""Options of a request for its own KV, in ``sampling_params.custom_params``.
 
 ::
 
     {"sampling_params": {"custom_params": {"hicache_ext": {"store": false, "priority": 2}}}, ...}
 
-That field is the one free mapping which SGLang carries from every entry point (/generate and the OpenAI calls, which
-have it at the top level) to the scheduler's Req and otherwise gives only to custom logit processors. The others will
-not do: extra_key and cache_salt change the page hashes, and ``priority`` reorders scheduling.
+This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls, which
+have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key and
+cache_salt change the page hashes, and ``priority`` changes the scheduling.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class RequestOptions:
     store: bool = True
     """False: nothing this request generates is written."""
     priority: int = 0
-    """When host memory is full, what has the lowest priority is dropped first."""
+    """When host memory is full, the lowest priority is dropped first."""
 
 
 def options_of(request: Any) -> RequestOptions:
-    """The options of SGLang's ``Req``; what is absent or makes no sense is as if not said."""
+    """The options of SGLang's ``Req``; absent or invalid ones have their defaults."""
     parameters = getattr(getattr(request, "sampling_params", None), "custom_params", None)
     ours = parameters.get(FIELD) if isinstance(parameters, Mapping) else None
     if not isinstance(ours, Mapping):

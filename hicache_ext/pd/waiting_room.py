@@ -1,7 +1,7 @@
-"""Pages in host memory that are not being written yet, and which of them go when there is no room.
+"""Pages in host memory that wait to be written, and which of them are dropped when host memory is full.
 
-Only the scheduler thread is here, and every choice depends on nothing but what all ranks agree on: the ranks of a
-deployment keep equal waiting rooms without talking about them.
+Used by the scheduler thread only. Every choice depends only on facts that are equal on all ranks, so that ranks drop
+the same pages without communication.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hicache_ext.pd.continuation import Continuation, Piece
 
 
 class WaitingRoom:
-    """Continuations with pieces to write, in the order in which they came."""
+    """Continuations with pieces to write, in order of arrival."""
 
     def __init__(self, policy: DropPolicy) -> None:
         self._policy = policy
@@ -24,13 +24,13 @@ class WaitingRoom:
         return len(self._waiting)
 
     def add(self, piece: Piece) -> None:
-        """A piece that follows the ones of its continuation that wait already."""
+        """Append a piece to those of its continuation."""
         piece.continuation.waiting.append(piece)
         self._waiting.setdefault(piece.continuation.number, piece.continuation)
         self.pages += piece.pages
 
     def put_back(self, pieces: list[Piece]) -> None:
-        """Pieces whose write failed, to the front of their continuation and the end of the room."""
+        """Return pieces whose write failed: first of their continuation, which goes to the end of the queue."""
         continuation = pieces[0].continuation
         continuation.waiting.extendleft(reversed(pieces))
         self._waiting.pop(continuation.number, None)
@@ -38,9 +38,9 @@ class WaitingRoom:
         self.pages += sum(piece.pages for piece in pieces)
 
     def take_run(self, now: int, most_pages: int) -> list[Piece]:
-        """The next consecutive pieces of one continuation, together at most ``most_pages`` (or one piece); [] if none.
+        """The next consecutive pieces of one continuation, at most ``most_pages`` together (or one piece); [] if none.
 
-        Of one continuation one run is under way at a time: its pages must reach the pool in the order of the chain.
+        A continuation has one run under way at a time: its pages must reach the pool in the order of the chain.
         """
         for continuation in self._waiting.values():
             if continuation.in_flight or continuation.not_before > now:
@@ -57,7 +57,7 @@ class WaitingRoom:
         return []
 
     def empty(self, continuation: Continuation) -> list[Piece]:
-        """Take out all that waits of one continuation."""
+        """Take all waiting pieces of one continuation."""
         if self._waiting.pop(continuation.number, None) is None:
             return []
         pieces = list(continuation.waiting)
@@ -66,9 +66,9 @@ class WaitingRoom:
         return pieces
 
     def victims(self, spare: Continuation) -> Iterator[Continuation]:
-        """Who loses its waiting pieces, worst first: lowest priority, then the policy; ``spare`` is not among them.
+        """Continuations that lose their waiting pieces, first to go first: by priority, then by the policy.
 
-        Nobody goes who has a higher priority than the one for whom room is made.
+        Never ``spare``, for which memory is freed, nor one of a higher priority than ``spare``.
         """
         candidates = [
             (order, continuation)

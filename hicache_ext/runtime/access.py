@@ -1,9 +1,9 @@
-"""Who may use the files of a tier: the account that made them alone, or the members of one group as well.
+"""Who may use the files of a tier: the account that made them, or also the members of one group.
 
-What is in PATH is KV of prompts, so it is private unless the configuration says ``mode: group``: directories 0700 and
-files 0600, or 02770 and 0660, whatever the umask. Who makes a file looks at the mode of ``PATH/identities``, which is
-always the tier's own (PATH may be somebody else's, such as a mount point): so servers and tools agree without asking
-the configuration. The server's start puts right what is older or was made with another mode.
+PATH holds KV of prompts, so it is private (directories 0700, files 0600) unless the configuration says ``mode: group``
+(02770, 0660), whatever the umask. Whoever makes a file takes the mode from ``PATH/identities``, which is always the
+tier's own (PATH itself may be a mount point). So servers and tools agree without the configuration.
+Reasons: docs/decisions/access-to-files.md.
 """
 
 from __future__ import annotations
@@ -11,53 +11,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import stat
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache_ext.errors import StoreSetupError
-
 logger = logging.getLogger(__name__)
 
 IDENTITIES = "identities"
-_PAGES = "pages"
-
-INDEX_FILE = re.compile(r"(data|lock)\.mdb|header|records|seals|groups|(buckets|ghosts)-[0-9]+")
-TEMPORARY_FILE = re.compile(r"(.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
-"""In PATH/tmp; its first group is the writer (``writer_name``)."""
-_FILES = re.compile(
-    r"hicache_ext\.json|usage|lock|trust|ttl\.json|expiry\.lock|io_probe\.(json|lock)"
-    r"|\.(hicache_ext\.json|trust|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+"
-)
-_DIRECTORIES = {
-    IDENTITIES: re.compile(r"[0-9a-f]{32}\.(json|cleared)|\.[0-9a-f]{32}\.(json|cleared)\.[0-9]+\.[0-9]+"),
-    "pins": re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+"),
-    "hints": re.compile(r".+\.(hint|new)"),
-    "index": INDEX_FILE,
-    "slabs": re.compile(r"[0-9a-f]{8}-[0-9]+\.(slab|headers)"),
-    "tmp": TEMPORARY_FILE,
-    _PAGES: re.compile(r"[0-9a-f]{32}"),
-    "weights": re.compile(r"[0-9a-f]{32}"),
-}
-"""Of a tier's directories, the names of what is ours in each. A stranger's file keeps its mode, and a directory that
-holds one does, too."""
-_FAN_OUT = re.compile(r"[0-9a-f]{2}")
-_PAGE = re.compile(r"[0-9a-f]{64}\.page")
-_NOBODYS = re.compile(r"lost\+found|\.hicache-ext-trial-.+")
-"""What neither is ours nor is harmed where PATH is closed."""
-
-_PAGE_FILES_SECONDS = 10.0
-"""How long a start goes through page files whose directory has just been closed to others: nobody gets at them any
-more, so their own mode matters little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``gid``: the group of ``mode: group``; None keeps the one that the directory has. ``uid``: the account to which
-    root leaves what it makes; None keeps it."""
+    """``gid``: the group of ``mode: group``; None keeps the directory's. ``uid``: the owner of files that root makes;
+    None keeps root."""
 
     group: bool = False
     gid: int | None = None
@@ -65,7 +32,7 @@ class Access:
 
     @property
     def directory_mode(self) -> int:
-        # With the set-group-ID bit: what is made in it gets its group.
+        # The set-group-ID bit gives new entries the directory's group.
         return 0o2770 if self.group else 0o700
 
     @property
@@ -80,7 +47,7 @@ PRIVATE = Access()
 
 
 def access_in(directory: Path) -> Access:
-    """What is made in ``directory``, which is a tier's PATH or a directory below it, is for."""
+    """Who may use new entries of ``directory``, which is a tier's PATH or a directory below it."""
     for place in (directory / IDENTITIES, directory):
         try:
             status = place.stat()
@@ -93,9 +60,9 @@ def access_in(directory: Path) -> Access:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """A descriptor of the file ``path``, made with the mode that belongs there if it is missing. Raises OSError."""
+    """Open ``path``; a missing file is made with the mode of its directory (``access_in``). Raises OSError."""
     access = access_in(path.parent)
-    # Not through a link: where others may write into the directory, it could lead to any file of this account.
+    # No link: where others may write into the directory, it could lead to any file of this account.
     flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd, made = os.open(path, flags | os.O_EXCL, access.file_mode), True
@@ -115,21 +82,21 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def settle(file: int | Path, mode: int) -> None:
-    """Give an open file, or one at a path, this mode if it is this account's and the umask left it another one."""
+    """Give an open file, or one at a path, this mode where the umask gave another. Files of others are left alone."""
     status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
     if stat.S_IMODE(status.st_mode) == mode or status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         return
     try:
         os.chmod(file, mode)
     except OSError as error:
-        # Some file systems have one mode for all files. What that means is said when the tier starts.
+        # Some file systems have one mode for all files. The tier warns of that at its start.
         logger.debug("mode of %s: %s", file, error)
 
 
 def make_directory(path: Path, access: Access | None = None) -> None:
-    """Make ``path``, unless it is there, so that a power loss does not take it back. Raises OSError.
+    """Make ``path`` if it is missing; it survives a power loss. Raises OSError.
 
-    ``access``: what it is for; left out, what its parent is for.
+    ``access``: left out, that of its parent.
     """
     wanted = access or access_in(path.parent)
     try:
@@ -148,248 +115,20 @@ def make_directory(path: Path, access: Access | None = None) -> None:
 
 
 def make_tier_directory(path: Path, access: Access = PRIVATE) -> None:
-    """Make PATH and what is above it, where missing. Raises OSError."""
+    """Make PATH and its missing parents. Raises OSError."""
     for place in (*reversed(path.parents), path):
         if not place.exists():
             make_directory(place, access)
 
 
 def sync_directory(path: Path) -> None:
-    """To the disk: the names in a directory. Raises OSError."""
+    """Sync the names in a directory to the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some file systems (SMB, FUSE) cannot, and write names at once or as they like.
+        # Some file systems (SMB, FUSE) cannot sync a directory.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:
         os.close(fd)
-
-
-def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -> None:
-    """Make PATH and what is above it, and give what is in it the modes of ``access``; one line in the log if that
-    changed anything. Raises OSError where PATH cannot be made, StoreSetupError where its group cannot be had.
-
-    ``is_tier``: whether PATH has been a tier's before (manifest.py). Otherwise what is in it is somebody else's,
-    whatever its name: ``index`` and ``weights`` are everybody's words.
-    """
-    try:
-        make_tier_directory(path, access)
-        make_directory(path / IDENTITIES, access)
-    except PermissionError as error:
-        if access.gid is not None and path.exists() and os.access(path, os.W_OK | os.X_OK):
-            raise _no_such_right(path, access, tier) from error
-        raise
-    _Modes(path, access, tier).put_right(is_tier=is_tier)
-
-
-def _no_such_right(path: Path, access: Access, tier: str) -> StoreSetupError:
-    return StoreSetupError(
-        tier,
-        f"{str(path)!r} cannot be given to the group {access.gid}: this account (uid {os.geteuid()}) is not a member",
-        ["add it to the group, or name another group"],
-    )
-
-
-class _Modes:
-    """The modes below one PATH, put right once."""
-
-    def __init__(self, path: Path, access: Access, tier: str) -> None:
-        self._path = path
-        self._access = access
-        self._tier = tier
-        self._changed = 0
-        self._theirs: list[str] = []
-        self._failed: list[str] = []
-
-    def put_right(self, *, is_tier: bool) -> None:
-        entries = _entries(self._path)
-        strangers = [stranger for entry in entries if (stranger := self._stranger(entry, is_tier))]
-        mode = stat.S_IMODE(self._path.stat().st_mode)
-        # Closed from outside inwards, opened from inside outwards: cut off at any point, nothing is open that should
-        # not be, and the next start goes on where this one ended.
-        if not self._access.group:
-            self._put_shared(self._path, strangers)
-        for entry in entries if is_tier else ():
-            if not _has_our_name(entry):
-                continue
-            if not entry.is_dir(follow_symlinks=False):
-                self._put(entry)
-            elif entry.name == _PAGES:
-                self._put_pages_right(entry)
-            else:
-                inside, of_others = _ours_and_others(entry)
-                self._put_shared(Path(entry.path), of_others)
-                for inner in inside:
-                    self._put(inner)
-        if self._access.group:
-            self._put_shared(self._path, strangers)
-        self._say(mode)
-
-    def _stranger(self, entry: os.DirEntry[str], is_tier: bool) -> str:
-        """What is not this tier's of something in PATH; mostly nothing."""
-        if _NOBODYS.fullmatch(entry.name):
-            return ""
-        if not _has_our_name(entry):
-            return entry.name
-        if not is_tier:
-            # What another process of this start has made by now is right already.
-            return "" if self._is_right(entry) else entry.name
-        others = _ours_and_others(entry)[1] if entry.is_dir(follow_symlinks=False) else []
-        return f"{entry.name}/{others[0]}" if others else ""
-
-    def _put_shared(self, directory: Path, strangers: list[str]) -> None:
-        """PATH, or a directory in it, unless it is also others'."""
-        try:
-            status = directory.lstat() if directory != self._path else directory.stat()
-        except OSError:
-            return
-        if not self._is_wrong(status):
-            return
-        if not strangers and not status.st_mode & stat.S_ISVTX:
-            self._change(str(directory), status)
-            return
-        logger.warning(
-            "tier %s: %s %s and keeps its mode %04o%s",
-            self._tier,
-            directory,
-            f"holds other things than this tier ({strangers[0]!r})"
-            if strangers
-            else "has the sticky bit of a place that accounts share",
-            stat.S_IMODE(status.st_mode),
-            ": whoever may write there can take the tier's directories away"
-            if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
-            else "",
-        )
-
-    def _put_pages_right(self, pages: os.DirEntry[str]) -> None:
-        """Page files are many: they are gone through only when their directory was open, or closed, to others."""
-        status = pages.stat(follow_symlinks=False)
-        if not self._is_wrong(status):
-            return
-        until = float("inf") if self._access.group else time.monotonic() + _PAGE_FILES_SECONDS
-        identities, strangers = _ours_and_others(pages)
-        if not self._access.group:
-            self._put_shared(Path(pages.path), strangers)
-        for identity in identities:
-            if strangers and self._is_right(identity):
-                # Their directory never tells that all has been done.
-                continue
-            if not self._access.group:
-                self._put(identity)
-            for fan_out in _entries(identity.path):
-                if not _FAN_OUT.fullmatch(fan_out.name):
-                    continue
-                self._put(fan_out)
-                for page in _entries(fan_out.path) if time.monotonic() < until else ():
-                    if _PAGE.fullmatch(page.name):
-                        self._put(page)
-            if self._access.group:
-                self._put(identity)
-        if self._access.group:
-            self._put_shared(Path(pages.path), strangers)
-
-    def _put(self, entry: os.DirEntry[str]) -> None:
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except OSError:
-            return
-        if self._is_wrong(status):
-            self._change(entry.path, status)
-
-    def _is_right(self, entry: os.DirEntry[str]) -> bool:
-        """Or gone."""
-        try:
-            return not self._is_wrong(entry.stat(follow_symlinks=False))
-        except OSError:
-            return True
-
-    def _is_wrong(self, status: os.stat_result) -> bool:
-        if self._access.gid is not None and status.st_gid != self._access.gid:
-            return True
-        if stat.S_ISDIR(status.st_mode):
-            # The set-group-ID bit that a private directory has from its parent says nothing.
-            mask = 0o2777 if self._access.group else 0o777
-            return status.st_mode & mask != self._access.directory_mode & mask
-        return stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) != self._access.file_mode
-
-    def _change(self, path: str, seen: os.stat_result) -> None:
-        """Change the file or directory that was seen, and nothing that has its name by now."""
-        if seen.st_uid != os.geteuid():
-            self._theirs.append(path)
-            return
-        try:
-            fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            status = os.fstat(fd)
-            if (status.st_dev, status.st_ino) != (seen.st_dev, seen.st_ino):
-                return
-            opened = f"/proc/self/fd/{fd}"
-            if self._access.gid is not None and status.st_gid != self._access.gid:
-                os.chown(opened, -1, self._access.gid)
-            is_directory = stat.S_ISDIR(status.st_mode)
-            os.chmod(opened, self._access.directory_mode if is_directory else self._access.file_mode)
-            # Some file systems say yes and change nothing.
-            if self._is_wrong(os.fstat(fd)):
-                self._failed.append(path)
-            else:
-                self._changed += 1
-        except PermissionError as error:
-            if self._access.gid is not None:
-                raise _no_such_right(self._path, self._access, self._tier) from error
-            self._failed.append(path)
-        except OSError:
-            self._failed.append(path)
-        finally:
-            os.close(fd)
-
-    def _say(self, mode: int) -> None:
-        if self._changed:
-            logger.warning(
-                "tier %s: %s had mode %04o: %d files and directories in it have modes %s now",
-                self._tier,
-                self._path,
-                mode,
-                self._changed,
-                self._access,
-            )
-        for paths, why in (
-            (self._theirs, f"belong to another account than this one (uid {os.geteuid()})"),
-            (self._failed, "are on a file system that does not change modes"),
-        ):
-            if paths:
-                logger.warning(
-                    "tier %s: %d files and directories, the first of them %s, %s and keep their mode; others may be "
-                    "able to read them",
-                    self._tier,
-                    len(paths),
-                    paths[0],
-                    why,
-                )
-
-
-def _entries(directory: str | Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as listing:
-            return list(listing)
-    except OSError:
-        return []
-
-
-def _has_our_name(entry: os.DirEntry[str]) -> bool:
-    if entry.is_dir(follow_symlinks=False):
-        return entry.name in _DIRECTORIES
-    return entry.is_file(follow_symlinks=False) and _FILES.fullmatch(entry.name) is not None
-
-
-def _ours_and_others(directory: os.DirEntry[str]) -> tuple[list[os.DirEntry[str]], list[str]]:
-    """What is ours in a directory of a tier, and the names of what is not."""
-    ours = _DIRECTORIES[directory.name]
-    inside = _entries(directory.path)
-    return (
-        [entry for entry in inside if ours.fullmatch(entry.name)],
-        [entry.name for entry in inside if not ours.fullmatch(entry.name)],
-    )

@@ -1,7 +1,7 @@
-"""By when the call at hand must have ended: a guard says so, the store below asks.
+"""By when the current call must have ended: a guard sets it, the store below reads it.
 
-A context variable, so that the guards in between need not pass it on. A store asks on the thread that was called,
-before it gives work to other threads. Where no guard has said anything, the store's own timeout counts.
+A context variable, so that the guards in between need not pass it on. A store reads it on the thread that was called,
+before it gives work to other threads. Where no guard has set it, the store's own timeout counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CallLimit:
     deadline: float
     """By time.monotonic()."""
     learnt: bool
-    """Shorter than configured, because the tier's calls have taken less lately (guards/learnt_limit.py)."""
+    """Shorter than configured, because recent calls of the tier took less (guards/learnt_limit.py)."""
 
 
 _limit: ContextVar[CallLimit | None] = ContextVar("hicache_ext_call_limit", default=None)
@@ -29,7 +29,7 @@ _limit: ContextVar[CallLimit | None] = ContextVar("hicache_ext_call_limit", defa
 
 @contextmanager
 def ending_within(seconds: float, *, learnt: bool = False) -> Iterator[CallLimit]:
-    """Calls inside end within ``seconds``; takes the place of what was said further out."""
+    """Calls inside end within ``seconds``; replaces a limit set further out."""
     limit = CallLimit(seconds, time.monotonic() + seconds, learnt)
     token = _limit.set(limit)
     try:
@@ -39,12 +39,12 @@ def ending_within(seconds: float, *, learnt: bool = False) -> Iterator[CallLimit
 
 
 def call_limit() -> CallLimit | None:
-    """What was said about the call at hand."""
+    """The limit of the current call, if a guard has set one."""
     return _limit.get()
 
 
 def call_deadline(longest: float) -> float:
-    """The time.monotonic() by which the call at hand must have ended: ``longest`` seconds from now at the latest."""
+    """The time.monotonic() by which the current call must have ended: ``longest`` seconds from now at the latest."""
     limit = _limit.get()
     own = time.monotonic() + longest
     return own if limit is None else min(own, limit.deadline)

@@ -1,7 +1,7 @@
-"""Waiting for a lock between processes (flock), but never for ever.
+"""flock between processes with a bound on the wait.
 
-Who holds it may be stopped, or stand before a disk that hangs, and never let it go. A holder that has much to do says
-that it goes on (``show_progress``), so that others wait for work and not for nobody.
+The holder may be stopped (SIGSTOP, freezer) or hang on its disk. A holder with much to do calls ``show_progress``;
+others wait as long as it does, and ``PATIENCE`` seconds more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 PATIENCE = 90.0
-"""Seconds without a sign of life of the holder after which a start gives up: NFS shows one up to 60 s late."""
+"""Seconds without progress of the holder after which a start gives up. NFS shows an mtime up to 60 s late."""
 _SAID_AFTER = 2.0
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
@@ -56,7 +56,7 @@ def try_lock(fd: int, operation: int) -> bool:
 
 
 def show_progress(fd: int) -> None:
-    """Tell who waits for the lock on ``fd``, which is held, that something is being done. Raises OSError."""
+    """Show those who wait for the lock on ``fd`` that its holder works. Raises OSError."""
     os.utime(fd)
 
 

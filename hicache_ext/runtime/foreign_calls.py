@@ -1,7 +1,7 @@
-"""Calls of C functions from code that numba compiles: by address, so that the compiled code can be kept on disk.
+"""C functions called by address from code that numba compiles, so that the compiled code can be cached on disk.
 
-A module of its own, because importing it imports numba. ``find_functions()`` gives the addresses: the system
-calls of the C library, and XXH3 of the ``xxhash`` package's own extension module, which exports it.
+``find_functions()`` gives the addresses: system calls of the C library, and XXH3, which the extension module of the
+``xxhash`` package exports. Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREADV2, PWRITEV2, ERRNO, HASH, RESET, UPDATE, DIGEST = range(7)
 
 def find_functions() -> npt.NDArray[np.int64]:
     """Addresses of the C functions. Raises ImportError with the reason."""
-    # Where two words are returned in two registers, and the fields of a page are in the order of memory.
+    # Two words are returned in two registers, and fields of a header are little-endian.
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or sys.byteorder != "little":
         raise ImportError(f"{sys.platform} on {platform.machine()} is not supported")
     if numba.config.DISABLE_JIT:
@@ -57,7 +57,7 @@ def find_functions() -> npt.NDArray[np.int64]:
 
 
 class HashState:
-    """Memory for a checksum over several pieces, of one thread."""
+    """Memory for a checksum over several pieces. One thread at a time."""
 
     def __init__(self) -> None:
         self._library = _xxhash_library()
@@ -80,7 +80,7 @@ def _xxhash_library() -> ctypes.CDLL:
 
 
 def _address(library: ctypes.CDLL, *names: str) -> int:
-    """Of the first of these names that there is. Raises AttributeError."""
+    """The address of the first of these names that exists. Raises AttributeError."""
     for name in names:
         if hasattr(library, name):
             return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
@@ -89,7 +89,7 @@ def _address(library: ctypes.CDLL, *names: str) -> int:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call(_: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-    """The C function at this address, with up to five words; its answer as a word."""
+    """Call the C function at this address with up to five words; returns a word."""
 
     def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         pointer = ir.FunctionType(_WORD, [_WORD] * 5).as_pointer()
@@ -100,7 +100,7 @@ def call(_: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def call_for_two(_: Any, function: Any, a: Any, b: Any) -> Any:
-    """The C function at this address, which answers with a struct of two words."""
+    """Call the C function at this address, which returns a struct of two words."""
     answer = types.UniTuple(types.uint64, 2)
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -124,7 +124,7 @@ def int_at(_: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_add(_: Any, address: Any, amount: Any) -> Any:
-    """Add to the word at an address, which other threads do as well; what it was before."""
+    """Add atomically to the word at an address; returns the value before."""
 
     def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(values[0], _WORD.as_pointer()), values[1], "monotonic")
@@ -134,7 +134,7 @@ def fetch_add(_: Any, address: Any, amount: Any) -> Any:
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def swapped(word: Any) -> Any:
-    """The bytes of a word in the other order: the canonical form of a checksum is big-endian."""
+    """A word with its bytes reversed: the canonical form of a checksum is big-endian."""
     word = ((word & np.uint64(0x00FF00FF00FF00FF)) << np.uint64(8)) | (
         (word >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
     )
@@ -155,7 +155,7 @@ def _hash_into(functions: Any, state: Any, address: Any, length: Any, into: Any)
 
 
 def _check_hash(functions: npt.NDArray[np.int64]) -> None:
-    """Raises ImportError when the checksums are not those of the format."""
+    """Raises ImportError when the checksums differ from those of the page format."""
     hash_into = compiled("void(int64[::1], int64, int64, int64, uint64[::1])", _hash_into)
     data = np.frombuffer(os.urandom(5000), np.uint8)
     state = HashState()

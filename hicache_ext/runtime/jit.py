@@ -1,7 +1,7 @@
-"""Functions as they are, and the same functions compiled by numba (extra ``compiled``).
+"""The same functions in Python and compiled by numba (extra ``compiled``).
 
-A module whose functions are marked with ``helper`` and ``kernel`` is imported as it is. ``compiled_kernels`` executes
-it once more, compiling what is marked; ``use`` puts those kernels in the place of the others.
+Functions are marked with ``helper`` and ``kernel``; importing their module leaves them in Python. ``compiled_kernels``
+executes the module once more and compiles what is marked; ``use`` puts those kernels in place of the Python ones.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from typing import Any
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 Function = Callable[..., Any]
 
+_PACKAGE = Path(__file__).parent.parent
+
 _SOURCES = (
-    "jit.py",
-    "batch_code.py",
-    "file/eviction.py",
-    "file/vectored.py",
-    "file/slab/slot_code.py",
-    "file/slab/compiled_runs.py",
-    "file/slab/foreign.py",
+    "runtime/jit.py",
+    "runtime/vectored.py",
+    "runtime/foreign_calls.py",
+    "page/batch_code.py",
+    "storage/tiers/file/eviction.py",
+    "storage/tiers/file/slab/slot_code.py",
+    "storage/tiers/file/slab/compiled_runs.py",
 )
-"""Files that what is compiled depends on."""
+"""Files of the package that what is compiled depends on."""
 
 _compiling: dict[str, Function] | None = None
 """The kernels of the module that is being compiled."""
@@ -34,41 +36,41 @@ _compiling: dict[str, Function] | None = None
 
 @functools.cache
 def sources_digest() -> str:
-    """Another one for every version of what is compiled. Raises OSError."""
-    sources = [(Path(__file__).parent / name).read_bytes() for name in _SOURCES]
+    """A digest of all sources of compiled code. Raises OSError."""
+    sources = [(_PACKAGE / name).read_bytes() for name in _SOURCES]
     return hashlib.sha256(b"-".join(sources)).hexdigest()[:16]
 
 
 def compiled(signature: str, function: Function) -> Function:
-    """``function`` compiled now, to run without the GIL; from the cache of an earlier process where there is one.
+    """``function`` compiled now, to run without the GIL; taken from numba's cache where it has it.
 
     Raises whatever numba does."""
     import numba
 
     compiled_function: Function
     try:
-        # What names it in the cache, which else notices no change but in the function's own file.
+        # The name in numba's cache, which by itself notices changes in the function's own file only.
         function.__qualname__ = f"{function.__name__}_{sources_digest()}"
         compiled_function = numba.njit(signature, cache=True, **_OPTIONS)(function)
     except Exception:  # noqa: BLE001 - what the function itself is at fault for is raised once more
-        # No directory that a cache could be kept in, a full disk, files that a power loss has left of one; no sources.
+        # No directory for the cache, a full disk, damaged cache files, or no sources: compile without the cache.
         compiled_function = numba.njit(signature, **_OPTIONS)(function)
     return compiled_function
 
 
 def helper(function: Function) -> Function:
-    """For a function that kernels call."""
+    """Marks a function that kernels call."""
     if _compiling is None:
         return function
     import numba
 
-    # Inlined: a call with arrays costs more than most helpers do.
+    # Inlined: a call counts references of every array, which costs more than most helpers.
     made: Function = numba.njit(forceinline=True, **_OPTIONS)(function)
     return made
 
 
 def kernel(signature: str) -> Callable[[Function], Function]:
-    """For a function that is called from Python."""
+    """Marks a function that Python calls."""
 
     def decorate(function: Function) -> Function:
         if _compiling is None:
@@ -95,7 +97,7 @@ def compiled_kernels(module: ModuleType) -> Mapping[str, Function]:
 
 
 def use(module: ModuleType, kernels: Mapping[str, Function]) -> Mapping[str, Function]:
-    """Put kernels into a module; those that were there."""
+    """Put kernels into a module; returns those that were there."""
     before = {name: getattr(module, name) for name in kernels}
     for name, function in kernels.items():
         setattr(module, name, function)

@@ -1,7 +1,7 @@
 """Counters of one tier and the bridge to SGLang's StorageMetrics.
 
-Counting happens once per batch on SGLang's storage threads. Reading is free of work, since SGLang's scheduler asks
-thousands of times a second: ``TransferSamples.drain`` swaps two lists.
+Counting happens once per batch on SGLang's storage threads. Reading must cost nearly nothing, since SGLang's scheduler
+asks thousands of times a second: ``TransferSamples.drain`` swaps two lists.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Latencies:
 class TierMetrics:
     """Monotonic counters of one tier, keyed (event, reason), e.g. ("get", "hit") or ("corrupt", "checksum").
 
-    Beside them levels (bytes in a queue) and latency histograms of whole calls. Thread-safe. ``add`` costs about a
+    Also levels (bytes in a queue) and latency histograms of whole calls. Thread-safe. ``add`` costs about a
     microsecond; callers add per batch, not per page, where they can.
 
-    What is no tier and yet counts (the pull rule, the decode writer) has a ``prefix`` for the exported names.
+    Counters of something that is no tier (the pull rule, the decode writer) have a ``prefix`` for the exported names.
     """
 
     def __init__(self, tier: str, *, prefix: str = "") -> None:
@@ -52,9 +52,9 @@ class TierMetrics:
         self._observers: tuple[Observer, ...] = ()
 
     def declare(self, counts: Mapping[str, Iterable[str]], operations: Iterable[str] = ()) -> None:
-        """Have these counts, event -> reasons, and the latencies of these operations at 0 until something happens.
+        """Create these counts (event -> reasons) and the latencies of these operations at 0.
 
-        A rate is blind to the first event of a series that begins with it.
+        A rate does not see the first event of a series that begins with it.
         """
         with self._lock:
             for event, reasons in counts.items():
@@ -85,9 +85,9 @@ class TierMetrics:
             return dict(self._counts)
 
     def take_growth(self) -> dict[tuple[str, str], int]:
-        """What was counted since the last call, for the one who passes it on; nothing is handed out twice.
+        """What was counted since the last call. For one exporter: nothing is returned twice.
 
-        A count that is new is among them also where it is 0: whoever shows it has it from the start.
+        A new count is among them even at 0, so that its series exists from the start.
         """
         with self._lock:
             before, self._taken = self._taken, dict(self._counts)
@@ -136,9 +136,9 @@ class TierMetrics:
 
 
 class TransferSamples:
-    """Pages and bandwidth of finished transfers since the last look, as SGLang's StorageMetrics wants them.
+    """Pages and bandwidth of transfers finished since the last ``drain``, as SGLang's StorageMetrics wants them.
 
-    Written by storage threads, drained by the scheduler thread. Bounded: with nobody draining, the oldest half goes.
+    Written by storage threads, drained by the scheduler thread. Bounded: undrained, the oldest half is dropped.
     """
 
     _LIMIT = 4096

@@ -1,6 +1,6 @@
-"""The kernel's table of mounts: on which file system a path is, found without touching the path.
+"""Which file system a path is on, by the kernel's table of mounts, without touching the path.
 
-That matters where the path is on a server that is dead: to look at it would wait for the server.
+To touch a path on a dead server would wait for that server.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NETWORK_FILE_SYSTEMS = {
     "virtiofs": "virtiofs, another machine's directory",
     "wekafs": "WekaFS",
 }
-"""Types as the kernel spells them where a server or other machines stand between a read and its bytes, and their names
-for people. FUSE counts, too: ``fuse``, ``fuseblk``, ``fuse.*``."""
+"""File system types, as the kernel spells them, whose bytes come from a server or other machines; and their names for
+people. FUSE (``fuse``, ``fuseblk``, ``fuse.*``) counts too: ``Mount.is_network``."""
 
 _LOCAL_FUSE = frozenset(
     [
@@ -62,11 +62,11 @@ _LOCAL_FUSE = frozenset(
         "fuse.zfs",
     ]
 )
-"""FUSE file systems over a disk or another directory of this machine. What else speaks FUSE is mostly a client (3FS,
-JuiceFS, GlusterFS, s3fs, sshfs)."""
+"""FUSE file systems over a disk or directory of this machine. Others are mostly clients (3FS, JuiceFS, GlusterFS,
+s3fs, sshfs)."""
 
 _MOST_LINKS = 40
-"""As the kernel has it."""
+"""The kernel's own limit."""
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -116,16 +116,16 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
     wanted = os.path.normpath(path).rstrip("/") + "/"
     found: Mount | None = None
     for mount in mounts:
-        # Of two mounts over one point the later one is seen.
+        # The later one of two mounts over one point hides the other.
         if wanted.startswith(_directory(mount.point)) and (found is None or len(mount.point) >= len(found.point)):
             found = mount
     return found
 
 
 def followed(path: str, mounts: Sequence[Mount]) -> str:
-    """The absolute ``path`` without the symbolic links in it, as far as local file systems go.
+    """The absolute ``path`` with its symbolic links resolved, as far as local file systems go.
 
-    Behind the first directory that is on the network nothing is looked at.
+    Nothing behind the first directory on the network is touched.
     """
     done, links = "/", 0
     parts = path.split("/")[::-1]
@@ -159,7 +159,7 @@ def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RootFileSystem:
-    """The file system of ``/``, on which a directory is that should be on a disk of its own."""
+    """The file system of ``/``, for a directory on it that should be on a disk of its own."""
 
     type: str
 
@@ -170,10 +170,9 @@ class RootFileSystem:
 
 
 def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> RootFileSystem | None:
-    """Whether the absolute ``path`` is, or will be, on the file system of ``/``: no mount is at it or above it, or one
-    that shows another part of that file system. None where it is not, or where nothing can be known.
+    """The file system of ``/`` if the absolute ``path`` is, or will be, on it; None if not, or if that is unknown.
 
-    Symbolic links are followed, and no server is asked.
+    Bind mounts of that file system count. Symbolic links are followed; no server is asked.
     """
     try:
         mounts = read_mounts(mountinfo)
@@ -191,5 +190,5 @@ def _directory(point: str) -> str:
 
 
 def _unescaped(text: str) -> str:
-    """Blanks and the like are written as octal numbers."""
+    """Undoes the octal escapes of blanks and the like."""
     return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)

@@ -1,9 +1,9 @@
-"""Small files that are there whole or not at all, also after a power loss.
+"""Small files that are whole or absent, also after a power loss.
 
-A rename alone is not enough: the disk may have the new name before the bytes behind it, and the file is empty then. So
-the bytes go to the disk first, then the file gets its name, then the directory that has the name goes there. That costs
-two round trips to the disk (milliseconds, under load more), which is why nothing here is written per page, and nothing
-on SGLang's scheduler thread but with ``sync=False``.
+A rename alone is not enough: the disk may have the new name before the bytes, and the file is then empty. So the bytes
+are synced first, then the file gets its name, then the directory is synced. That costs two round trips to the disk
+(milliseconds, more under load): nothing is written so per page, and on SGLang's scheduler thread only with
+``sync=False``. Reasons: docs/decisions/power-loss-of-small-files.md.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from hicache_ext.runtime.access import open_file, sync_directory
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK)
-"""What file systems without hard links answer."""
+"""Errors of file systems without hard links."""
 
 
 def write_whole(path: Path, text: str, *, sync: bool = True) -> None:
-    """Put ``text`` in place of what is at ``path``; readers see the old file or the new one. Raises OSError.
+    """Replace the file at ``path`` by ``text``; readers see the old file or the new one. Raises OSError.
 
     Without ``sync`` a power loss within half a minute may leave an empty file, unless ``sync_whole`` comes after.
     """
@@ -38,9 +38,9 @@ def write_whole(path: Path, text: str, *, sync: bool = True) -> None:
 
 
 def create_whole(path: Path, text: str) -> bool:
-    """``write_whole`` unless there is something at ``path``: then False. Raises OSError.
+    """``write_whole``, unless ``path`` exists: then False. Raises OSError.
 
-    Of two processes one creates it, where the file system has hard links.
+    Of two processes exactly one creates it, where the file system has hard links.
     """
     temporary = _write_beside(path, text, sync=True)
     try:
@@ -60,7 +60,7 @@ def create_whole(path: Path, text: str) -> bool:
 
 
 def sync_whole(path: Path) -> None:
-    """What ``write_whole`` left out without ``sync``. Raises OSError."""
+    """Sync what ``write_whole`` wrote with ``sync=False``. Raises OSError."""
     with suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -71,14 +71,14 @@ def sync_whole(path: Path) -> None:
 
 
 def remove_whole(path: Path) -> None:
-    """Remove a file, if there is one, so that it does not come back after a power loss. Raises OSError."""
+    """Remove a file, if it exists; it does not come back after a power loss. Raises OSError."""
     with suppress(FileNotFoundError):
         path.unlink()
         sync_directory(path.parent)
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a small file; None where there is none, or something that cannot be read as one."""
+    """The JSON object in a small file; None where the file is missing or holds no JSON object."""
     try:
         return parsed(path.read_bytes())
     except OSError:
@@ -86,7 +86,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
 
 
 def parsed(content: bytes) -> dict[str, Any] | None:
-    """The JSON object in the bytes of a file; None where something else is there, whatever it is."""
+    """The JSON object in the bytes of a file; None for anything else."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):
@@ -96,7 +96,7 @@ def parsed(content: bytes) -> dict[str, Any] | None:
 
 def _write_beside(path: Path, text: str, sync: bool) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    # Left by a process that had this number before; or a trap, where others may write into the directory.
+    # Left by an earlier process with this number; or a link made by others who may write into the directory.
     temporary.unlink(missing_ok=True)
     fd = open_file(temporary, os.O_WRONLY | os.O_EXCL | os.O_NOFOLLOW)
     try:

@@ -4,7 +4,7 @@ SGLang tells adapters apart by a ``lora_id``: a digest of name and path, or a ra
 HTTP. It is part of a request's ``extra_key``, which every page hash of the request starts from. So an adapter that was
 trained again into the same directory found the old one's KV in storage, and one that was loaded again found nothing.
 
-One of the rooms that know SGLang. Two hooks: where an adapter has been loaded, its content is digested; where a request
+Two hooks: where an adapter has been loaded, its content is digested; where a request
 is made, that digest takes the place of the ``lora_id`` in its ``extra_key``. Everything behind it follows: the radix
 tree, host memory, storage, decode nodes.
 
@@ -31,11 +31,6 @@ from hicache_ext.page.hashes import namespaced_extra_key
 from hicache_ext.sglang.launch_facts import uses_storage
 
 logger = logging.getLogger(__name__)
-
-_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
-START_TARGET = f"{_MANAGER}.init_state"
-LOAD_TARGETS = (f"{_MANAGER}.load_lora_weights", f"{_MANAGER}.load_lora_weights_from_tensors")
-REQUEST_TARGET = "sglang.srt.managers.schedule_batch.Req.__init__"
 
 _DOMAIN = b"hicache_ext/adapter/1\0"
 _NOT_SHAPING = ("base_model_name_or_path", "inference_mode", "revision", "task_type", "auto_mapping", "peft_version")
@@ -83,15 +78,6 @@ def after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
         digest = _digests[lora_id] = _unheard_of()
         logger.error("hicache_ext: LoRA adapter %s was loaded unseen; its KV is not reused", lora_id)
     request.extra_key = namespaced_extra_key(request.extra_key.removesuffix(lora_id), digest)
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(START_TARGET, after_start, HookType.AFTER)
-    for target in LOAD_TARGETS:
-        HookRegistry.register(target, after_load, HookType.AFTER)
-    HookRegistry.register(REQUEST_TARGET, after_request, HookType.AFTER)
 
 
 def adapter_digest(adapter: Any, server_modules: Collection[str]) -> str:

@@ -17,7 +17,6 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,13 +49,14 @@ from hicache_ext.page.identity import (
     page_hash_bytes,
 )
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
-from hicache_ext.sglang import kernel_hooks as sglang_hooks
-from hicache_ext.sglang import weights_hooks
+from hicache_ext.sglang import kernel_hooks, weights_hooks
+from hicache_ext.sglang.attached import attach, detach
+from hicache_ext.sglang.hooks import ADAPTERS, DECODE_WRITER, FEATURES, not_in_force
 from hicache_ext.sglang.host_pool import HostPages, address_segments, has_page_bytes, tensor_segments
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype, read_launch_facts
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
-from hicache_ext.sglang.plugin import check_sglang_version, missing_adapter_hooks, missing_decode_hooks, missing_hooks
 from hicache_ext.sglang.prefill_cost import prefill_cost
+from hicache_ext.sglang.releases import check_sglang_version
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
@@ -83,15 +83,8 @@ only a few: most chains that end do so at once."""
 
 _UNHURRIED = nullcontext()
 
-_LIVE: weakref.WeakSet[HiCacheExtBackend] = weakref.WeakSet()
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-def live_backends() -> list[HiCacheExtBackend]:
-    """The backends of this process that are not closed; the hooks of plugin.py find them here."""
-    return list(_LIVE)
 
 
 def _answering(
@@ -174,7 +167,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._backed_up = TransferSamples()
         self._closed = False
         self._found_all = False
-        sglang_hooks.configure(self._config.kernels)
+        kernel_hooks.configure(self._config.kernels)
         # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
         self._store = open_tiers(self._config)
@@ -182,7 +175,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
         self._hints = self._hint_receiver()
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
-        _LIVE.add(self)
+        attach(self)
         self._warn_about_missing_hooks()
         logger.info(
             "hicache_ext: role %s, model %r revision %r epoch %s, tiers %s",
@@ -347,12 +340,9 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
         """
         if self._facts.model_path is None:
             return None
-        if self._facts.lora and (missing := missing_adapter_hooks()):
-            raise UnsupportedError(
-                "--enable-lora",
-                f"the hook on {missing[0]} is not in force, so adapters cannot be told apart",
-                "leave SGLANG_PLUGINS unset, or let it name hicache_ext",
-            )
+        if self._facts.lora and (missing := not_in_force([ADAPTERS])):
+            remedy = "leave SGLANG_PLUGINS unset, or let it name hicache_ext"
+            raise UnsupportedError("--enable-lora", missing[ADAPTERS], remedy)
         if self._config.model.fingerprint != "auto" or weights_hooks.updated_to() is not None:
             # The files do not hold what an update has put in their place, and its epoch is like no other.
             return None
@@ -762,7 +752,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     # -- weights updates -------------------------------------------------------------------------------------------
 
     def suspend(self, reason: str) -> None:
-        """Answer everything as a miss and store nothing until ``resume``; called by plugin.py's hooks [scheduler]."""
+        """Answer everything as a miss and store nothing until ``resume``; called by hooks [scheduler]."""
         self._suspended_because = reason
 
     def resume(self) -> None:
@@ -816,7 +806,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     @_answering(lambda *_, **__: None)
     def close(self) -> None:
         self._closed = True
-        _LIVE.discard(self)
+        detach(self)
         if self._hints is not None:
             self._hints.close(_HINTS_TIMEOUT)
         if self._config_file is not None:
@@ -841,15 +831,9 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     def _warn_about_missing_hooks(self) -> None:
         if self._facts.model_path is None:
             return
-        for target in missing_hooks():
-            logger.warning(
-                "hicache_ext: the hook on %s is not in force (is SGLANG_PLUGINS set?); do not update weights online",
-                target,
-            )
-        if self._config.role != "prefill" and (missing := missing_decode_hooks()):
-            logger.warning(
-                "hicache_ext: the hook on %s is not in force; a decode node writes as SGLang does", missing[0]
-            )
+        unused = {ADAPTERS: not self._facts.lora, DECODE_WRITER: self._config.role == "prefill"}
+        for sentence in not_in_force([feature for feature in FEATURES if not unused.get(feature)]).values():
+            logger.warning("hicache_ext: %s", sentence)
 
     def _patience(self) -> AbstractContextManager[None]:
         """Around a call of the store: on the scheduler's thread, guards answer it from what is known."""

@@ -4,8 +4,6 @@ A host pool answers ``get_page_buffer_meta(indices)`` with the addresses and siz
 For every pool SGLang has, those addresses are linear in the page number; that is measured once at registration, so that
 a batch costs slices of a few memoryviews instead of SGLang's Python loops. A pool whose addresses are not linear, or
 that has none, is refused with one sentence.
-
-This is one of the rooms that know SGLang (its attribute names, not its modules).
 """
 
 from __future__ import annotations

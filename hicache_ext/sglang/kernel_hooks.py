@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import pkgutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 _Layouts = Mapping[str, tuple[str, ...]]  # I/O backend -> host layouts
 
-_MHA = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
-_MLA = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
+MHA = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
+MLA = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
 _MHA_LAYOUTS: _Layouts = {
     "kernel": ("layer_first", "page_first", "page_head"),
     "direct": ("layer_first", "page_first_direct"),
@@ -89,38 +88,6 @@ def has_accelerator() -> bool:
 def wants_hooks() -> bool:
     """Whether this machine is one that the hooks are for: with a CUDA device, or without any accelerator."""
     return not has_accelerator() or (torch.cuda.is_available() and torch.version.hip is None)
-
-
-def register() -> None:
-    """Register the hooks with SGLang's HookRegistry where they are wanted; once per process.
-
-    They take effect when SGLang applies its hooks (``load_plugins``); :func:`verify` tells whether they did.
-    """
-    if not wants_hooks():
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, hook in _hooks().items():
-        if not any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ())):
-            HookRegistry.register(target, hook, HookType.AROUND)
-
-
-def verify() -> list[str]:
-    """The dotted names of hook targets that are not wrapped; empty when all hooks took or none is wanted.
-
-    Call after SGLang applied its hooks: a hook that failed to apply is only logged by SGLang.
-    """
-    if not wants_hooks():
-        return []
-    missing = []
-    for target in _hooks():
-        try:
-            wrapped = hasattr(pkgutil.resolve_name(target), "__wrapped__")
-        except (ImportError, AttributeError):
-            wrapped = False
-        if not wrapped:
-            missing.append(target)
-    return missing
 
 
 def load_mha_layer(
@@ -197,22 +164,13 @@ def back_up_mla_layers(
         original(pool, device_pool, host_indices, device_indices, io_backend)
 
 
-def _hooks() -> dict[str, Callable[..., None]]:
-    return {
-        f"{_MHA}.load_to_device_per_layer": load_mha_layer,
-        f"{_MHA}.backup_from_device_all_layer": back_up_mha_layers,
-        f"{_MLA}.load_to_device_per_layer": load_mla_layer,
-        f"{_MLA}.backup_from_device_all_layer": back_up_mla_layers,
-    }
-
-
 def _dotted_name(pool_class: type) -> str:
     return f"{pool_class.__module__}.{pool_class.__qualname__}"
 
 
 def _mha_refusal(pool: Any, io_backend: str) -> str | None:
     """Why no engine may serve ``pool``, as a metric label; None if one may."""
-    if _dotted_name(type(pool)) != _MHA:
+    if _dotted_name(type(pool)) != MHA:
         return "pool_class"
     if pool.layout not in _MHA_LAYOUTS.get(io_backend, ()):
         return f"layout_{pool.layout}_{io_backend}"
@@ -227,7 +185,7 @@ def _mha_refusal(pool: Any, io_backend: str) -> str | None:
 
 
 def _mla_refusal(pool: Any, io_backend: str, layouts: _Layouts) -> str | None:
-    if _dotted_name(type(pool)) != _MLA:
+    if _dotted_name(type(pool)) != MLA:
         return "pool_class"
     if pool._is_dummy:
         return "no_buffer"
@@ -257,7 +215,7 @@ class _Binding:
     """What is known of one pool: its stack, which layer of it each controller's layer is, and the loads under way."""
 
     def __init__(self, pool: Any) -> None:
-        is_mla = _dotted_name(type(pool)) == _MLA
+        is_mla = _dotted_name(type(pool)) == MLA
         if is_mla:
             drafts = range(pool._device_layer_num, pool._device_layer_num + pool._draft_layer_num)
             layer_ids = [*pool._target_layer_indices, *drafts]

@@ -1,6 +1,6 @@
 """What SGLang's storage config does not carry, read from the launch arguments of the running server.
 
-One of the rooms that know SGLang: ``sglang.srt.runtime_context`` holds arguments and what they were resolved to, in
+``sglang.srt.runtime_context`` holds arguments and what they were resolved to, in
 every scheduler, and the runner of the model what it found out while it loaded it.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from hicache_ext.config import ServerRole
 from hicache_ext.errors import UnsupportedError
+from hicache_ext.sglang import loaded_models
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def _facts_of_server() -> LaunchFacts:
         weights_from_elsewhere=tuple(elsewhere),
         drafts=((draft, resolved("speculative_draft_model_revision")),) if draft else (),
         lora=bool(resolved("enable_lora")),
-        kv_cache_dtype=_kv_cache_dtype(_target()) or resolved("kv_cache_dtype"),
+        kv_cache_dtype=_kv_cache_dtype(_target_runner()) or resolved("kv_cache_dtype"),
         compute=_compute(),
         role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
         metrics=bool(resolved("enable_metrics")),
@@ -136,16 +137,9 @@ def resolved(argument: str) -> Any:
     return getattr(bag, argument)
 
 
-_runners: list[tuple[Any, bool]] = []
-
-
-def note_runner(runner: Any, *, draft: bool) -> None:
-    """SGLang's runner of a model that was loaded in this process: it alone knows some of what was resolved."""
-    _runners.append((runner, draft))
-
-
-def _target() -> Any:
-    return next((runner for runner, draft in _runners if not draft), None)
+def _target_runner() -> Any:
+    target = loaded_models.target()
+    return target and target.runner
 
 
 def _kv_cache_dtype(runner: Any) -> str | None:
@@ -164,14 +158,14 @@ def _compute() -> str:
     for name in _COMPUTE_FILES:
         if path := resolved(name):
             compute[name] = _digest_of_small_file(path)
-    target = _target()
+    target = _target_runner()
     if target is None:
         computed = {"dtype": resolved("dtype"), "quantization": resolved("quantization")}
     else:
         computed = _computed_as(target)
     compute |= {name: value for name, value in computed.items() if value is not None}
     # Drafts may be kept and computed in another dtype, in pools that look like the target's.
-    if drafts := sorted({json.dumps(_computed_as(runner), sort_keys=True) for runner, draft in _runners if draft}):
+    if drafts := sorted({json.dumps(_computed_as(model.runner), sort_keys=True) for model in loaded_models.drafts()}):
         compute["drafts"] = ",".join(drafts)
     return json.dumps(compute, sort_keys=True)
 

@@ -1,6 +1,6 @@
 """Which weights this server computes its KV with: the target model's and the draft models', as SGLang loads them.
 
-One of the rooms that know SGLang. Every model of a server, target or draft, goes through ``ModelRunner.load_model``.
+Every model of a server, target or draft, goes through ``ModelRunner.load_model``.
 The hook on it notes the files before the load, lets them be read meanwhile (fingerprint.py), and looks once more
 afterwards. It also says what SGLang has resolved the launch arguments to: dtypes and quantisation live in the runner.
 
@@ -15,22 +15,19 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import load_document
-from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.config.model import HicacheExtConfig
 from hicache_ext.errors import HicacheExtError, UnsupportedError
 from hicache_ext.page.fingerprint import ModelFingerprint
-from hicache_ext.sglang.launch_facts import LaunchFacts, note_runner, resolved
+from hicache_ext.sglang import loaded_models
+from hicache_ext.sglang.launch_facts import LaunchFacts, resolved
+from hicache_ext.sglang.loaded_models import LoadedModel
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 
 logger = logging.getLogger(__name__)
-
-LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-LATE_LOAD_TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.finalize_startup_weight_load"
-"""Where SGLang loads weights while it does other things at the start."""
 
 RECORDS = "weights"
 """The directory beside a tier's pages in which digests of weight files are remembered."""
@@ -42,13 +39,6 @@ _FROM_FILES = frozenset(
 """Values of ``--load-format`` with which the weights are what lies in the files at ``--model-path``."""
 _DUMMY = "dummy"
 """No files: random weights, the same in every server."""
-
-
-@dataclass(slots=True)
-class _Loaded:
-    runner: Any
-    draft: bool
-    fingerprint: ModelFingerprint
 
 
 class ModelWeights:
@@ -96,10 +86,6 @@ class ModelWeights:
             model.when_done(one_done)
 
 
-_loaded: list[_Loaded] = []
-"""What the hooks saw in this process, in the order of loading."""
-
-
 def around_load(original: Callable[..., Any], runner: Any, *arguments: Any, **named: Any) -> Any:
     """AROUND hook on ModelRunner.load_model [scheduler thread, before the server answers anything]."""
     before = _quietly(_noted, runner)
@@ -110,16 +96,9 @@ def around_load(original: Callable[..., Any], runner: Any, *arguments: Any, **na
 
 def after_late_load(_: Any, runner: Any, *__: Any, **___: Any) -> None:
     """AFTER hook on ModelRunner.finalize_startup_weight_load [scheduler thread]."""
-    for loaded in _loaded:
-        if loaded.runner is runner:
-            _quietly(loaded.fingerprint.loaded)
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(LOAD_TARGET, around_load, HookType.AROUND)
-    HookRegistry.register(LATE_LOAD_TARGET, after_late_load, HookType.AFTER)
+    for model in loaded_models.loaded:
+        if model.runner is runner:
+            _quietly(model.fingerprint.loaded)
 
 
 def weights_of_server(facts: LaunchFacts) -> ModelWeights:
@@ -136,9 +115,10 @@ def weights_of_server(facts: LaunchFacts) -> ModelWeights:
             "the weights come from elsewhere than the files at the model's path, so nothing tells which they are",
             "set hicache_ext.model.fingerprint to a text that changes whenever the weights do",
         )
-    target = next((loaded.fingerprint for loaded in _loaded if not loaded.draft), None)
-    drafts = [loaded.fingerprint for loaded in _loaded if loaded.draft]
-    if target is None:
+    drafts = [model.fingerprint for model in loaded_models.drafts()]
+    if (loaded := loaded_models.target()) is not None:
+        target = loaded.fingerprint
+    else:
         target = ModelFingerprint(facts.model_path or "", facts.revision, weights=facts.load_format != _DUMMY)
         weights = (facts.draft_load_format or facts.load_format) != _DUMMY
         drafts = [
@@ -161,9 +141,9 @@ def records_directory(config: HicacheExtConfig) -> Path | None:
 def _noted(runner: Any) -> ModelFingerprint:
     config = runner.model_config
     path, revision = str(config.model_path), getattr(config, "revision", None)
-    for loaded in _loaded:
-        if (loaded.fingerprint.model_path, loaded.fingerprint.revision) == (path, revision):
-            return loaded.fingerprint
+    for model in loaded_models.loaded:
+        if (model.fingerprint.model_path, model.fingerprint.revision) == (path, revision):
+            return model.fingerprint
     load_format = resolved("load_format")
     if getattr(runner, "is_draft_worker", False):
         load_format = resolved("speculative_draft_load_format") or load_format
@@ -179,8 +159,7 @@ def _look_again(runner: Any, before: ModelFingerprint | None) -> None:
     if before is None or not before.found or not before.loaded():
         before = _noted(runner)  # SGLang has fetched files meanwhile
     draft = bool(getattr(runner, "is_draft_worker", False))
-    _loaded.append(_Loaded(runner, draft, before))
-    note_runner(runner, draft=draft)
+    loaded_models.loaded.append(LoadedModel(runner, draft, before))
 
 
 def _configured() -> HicacheExtConfig | None:

@@ -22,10 +22,13 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import BACKEND_NAME
 from hicache_ext.config.pd import WriteConfig
 from hicache_ext.errors import UnsupportedError
+from hicache_ext.pd.decode_writer import DecodeWriter
 from hicache_ext.pd.pool_writer import PoolWriter
+from hicache_ext.pd.stopwatch import Stopwatch
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.sglang.decode_writer import DecodeWriter
+from hicache_ext.sglang.attached import attached_backends
 from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.offload import ManagerOffload
 
 logger = logging.getLogger(__name__)
 
@@ -34,47 +37,8 @@ _CONFIG_FIELD = "hicache_storage_backend_extra_config"
 _WRITER = "_hicache_ext_writer"
 _STOPWATCH = "_hicache_ext_stopwatch"
 _STOP_TIMEOUT = 20.0
-_LOG_INTERVAL = 60.0
 
 _last_trouble = 0.0
-
-
-class Stopwatch:
-    """Scheduler-thread seconds spent in the manager, by step with running requests; for either implementation."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = 0.0
-        self.longest = 0.0
-        self._this_step = 0.0
-        self._requests = 0
-        self._last_log = time.monotonic()
-
-    def add(self, seconds: float, requests: int = 0) -> None:
-        self._this_step += seconds
-        self._requests += requests
-
-    def step_ends(self) -> None:
-        """Count a step in which requests advanced; an idle scheduler's turns are no steps."""
-        seconds, self._this_step = self._this_step, 0.0
-        requests, self._requests = self._requests, 0
-        if not requests:
-            return
-        self.steps += 1
-        self.seconds += seconds
-        self.longest = max(self.longest, seconds)
-        if time.monotonic() - self._last_log >= _LOG_INTERVAL:
-            self._last_log = time.monotonic()
-            self.log()
-
-    def log(self) -> None:
-        if self.steps:
-            logger.info(
-                "hicache_ext: decode offload took the scheduler %.1f us a step on average, %.1f us at most (%d steps)",
-                self.seconds / self.steps * 1e6,
-                self.longest * 1e6,
-                self.steps,
-            )
 
 
 def around_init(original: Callable[..., None], manager: Any, *arguments: Any, **keywords: Any) -> None:
@@ -150,29 +114,6 @@ def around_release(original: Callable[..., None], manager: Any) -> None:
     original(manager)
 
 
-def register() -> None:
-    """Put the hooks into SGLang's registry; once a process."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, hook in _hooks().items():
-        HookRegistry.register(target, hook, HookType.AROUND)
-
-
-def targets() -> list[str]:
-    """Dotted names of everything hooked, for the check that they took."""
-    return list(_hooks())
-
-
-def _hooks() -> dict[str, Callable[..., Any]]:
-    return {
-        f"{MANAGER}.__init__": around_init,
-        f"{MANAGER}.offload_kv_cache": around_offload,
-        f"{MANAGER}.check_offload_progress": around_check,
-        f"{MANAGER}.drain_before_retraction": around_drain,
-        f"{MANAGER}.release_host_resources": around_release,
-    }
-
-
 def _without_trouble(advanced: Callable[[Any], bool], req: Any) -> bool:
     try:
         return advanced(req)
@@ -232,12 +173,10 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, config: WriteConfig, bigrams:
 def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWriter:
     import torch
 
-    from hicache_ext.sglang.backend import live_backends
-
     # Not through the controller: SGLang's fault injector may be wrapped around its reference.
     backend = next(
         backend
-        for backend in live_backends()
+        for backend in attached_backends()
         if getattr(backend, "mem_pool_host", None) is manager.cache_controller.storage_host_pool
     )
     metrics = TierMetrics("pd_write", prefix="pd_write_")
@@ -249,11 +188,10 @@ def _make_writer(manager: Any, config: WriteConfig, bigrams: bool) -> DecodeWrit
         return [int(number) for number in tensor.tolist()]
 
     return DecodeWriter(
-        manager,
+        ManagerOffload(manager, bigrams=bigrams),
         config,
         PoolWriter(backend, metrics, writes=not manager.cache_controller.backup_skip),
         metrics,
-        bigrams=bigrams,
         minimum=minimum if manager.tp_world_size > 1 else None,
         hints=backend.hint_sender(metrics),
     )

@@ -14,9 +14,6 @@ from typing import Any
 
 from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
 
-RUN_TARGET = "sglang.srt.managers.scheduler.Scheduler.run_batch"
-RESULT_TARGET = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
-
 prefill_cost = SizedCost()
 """Of this process's scheduler, in tokens."""
 
@@ -44,13 +41,6 @@ def around_result(original: Callable[..., Any], scheduler: Any, batch: Any, *arg
             prefill_cost.observe(tokens, now - max(started, _last_result))
     _last_result = now
     return answer
-
-
-def register() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(RUN_TARGET, around_run, HookType.AROUND)
-    HookRegistry.register(RESULT_TARGET, around_result, HookType.AROUND)
 
 
 def _is_prefill(batch: Any) -> bool:

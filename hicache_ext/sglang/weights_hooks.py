@@ -15,19 +15,9 @@ import logging
 import uuid
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from hicache_ext.sglang.attached import attached_backends
 
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-UPDATE_TARGETS = tuple(
-    f"{_MANAGER}.{name}"
-    for name in (
-        *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
-        # Between begin and end somebody else may write the weights, with no call at all (P2P, RDMA).
-        *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
-    )
-)
-RELEASE_TARGET = f"{_MANAGER}.release_memory_occupation"
-FLUSH_TARGET = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
+logger = logging.getLogger(__name__)
 
 NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
 
@@ -42,7 +32,7 @@ def before_update(manager: Any, *_: Any, **__: Any) -> None:
     global _nonce, _flushed
     _nonce = _agreed(getattr(manager, "tp_cpu_group", None))
     _flushed = False
-    for backend in _backends():
+    for backend in attached_backends():
         backend.suspend(NOT_FLUSHED)
 
 
@@ -59,7 +49,7 @@ def after_flush(result: Any, *_: Any, **__: Any) -> None:
     if not result or _nonce is None or _flushed:
         return
     _flushed = True
-    for backend in _backends():
+    for backend in attached_backends():
         if backend.flushes_with_cache:
             backend.advance_weights_epoch(_nonce)
             backend.resume()
@@ -76,16 +66,6 @@ def updated_to() -> str | None:
 def caches_are_flushed() -> bool:
     """Whether everything in SGLang's caches was computed with the weights of now."""
     return _flushed
-
-
-def register() -> None:
-    """Put the hooks into SGLang's registry."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target in UPDATE_TARGETS:
-        HookRegistry.register(target, before_update, HookType.BEFORE)
-    HookRegistry.register(RELEASE_TARGET, before_release, HookType.BEFORE)
-    HookRegistry.register(FLUSH_TARGET, after_flush, HookType.AFTER)
 
 
 def _agreed(group: Any) -> str:
@@ -110,11 +90,3 @@ def _backed_up() -> bool:
     except Exception as error:  # noqa: BLE001 - not known means no
         logger.debug("whether weights are backed up is not known: %s", error)
         return False
-
-
-def _backends() -> list[Any]:
-    import sys
-
-    # A process without a backend (tokenizer, detokenizer) must not import SGLang's storage modules for this.
-    module = sys.modules.get("hicache_ext.storage.backend")
-    return module.live_backends() if module is not None else []

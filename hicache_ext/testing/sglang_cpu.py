@@ -40,7 +40,8 @@ from typing import Any
 
 import torch
 
-from hicache_ext.sglang import kernel_hooks as sglang_hooks
+from hicache_ext.sglang.hooks import COPIES, not_in_force, register
+from hicache_ext.sglang.kernel_hooks import has_accelerator
 
 MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
 
@@ -83,7 +84,7 @@ def prepare_process() -> None:
     For tests and tools, from the main thread, before their first import of SGLang. Unlike in a server, the hooks are
     applied at once. Calling it again is free.
     """
-    if sglang_hooks.has_accelerator():
+    if has_accelerator():
         return
     install_mends()
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -109,7 +110,7 @@ def install_mends() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the server until it is told to stop."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if sglang_hooks.has_accelerator():
+    if has_accelerator():
         sys.argv[1:] = arguments
         runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
         return
@@ -123,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    if missing := sglang_hooks.verify():
-        raise SystemExit(f"SGLang did not take the hooks on {', '.join(missing)}: its log above says why")
+    if missing := not_in_force([COPIES]):
+        raise SystemExit(f"{missing[COPIES]}; SGLang's log above says why")
     server_args = prepare_server_args(arguments)
     try:
         run_server(server_args)
@@ -221,7 +222,7 @@ def _missing_cpu_kernel(name: str) -> Callable[..., None]:
 def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    sglang_hooks.register()
+    register([COPIES])
     for name in filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")):
         importlib.import_module(name).register()
     for target, hook in (
@@ -245,7 +246,7 @@ def _without_pinned_page_indices(scheduler: Any, req: Any, *args: Any, **kwargs:
         req.disagg_kv_sender.supports_host_tensor_indices = False
 
 
-if __name__ == "__mp_main__" and not sglang_hooks.has_accelerator():
+if __name__ == "__mp_main__" and not has_accelerator():
     install_mends()
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should
 
 
 def test_a_version_that_is_too_old_is_refused_and_a_newer_one_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    from hicache_ext.sglang.plugin import check_sglang_version
+    from hicache_ext.sglang.releases import check_sglang_version
 
     check_sglang_version("0.5.23")
     with pytest.raises(UnsupportedError, match=r"SGLang 0\.5\.9 cannot be served: this package needs 0\.5\.23"):

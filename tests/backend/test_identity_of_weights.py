@@ -18,8 +18,9 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.page import fingerprint
 from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.page.hashes import namespaced_extra_key
-from hicache_ext.sglang import adapters, launch_facts, model_weights
+from hicache_ext.sglang import adapters, hooks, launch_facts, loaded_models, model_weights
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
+from hicache_ext.sglang.loaded_models import LoadedModel
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 from hicache_ext.testing.tiny_model import make_tiny_model
@@ -33,8 +34,7 @@ INDICES = page_indices(PAGE_SIZE, [0, 1])
 
 @pytest.fixture(autouse=True)
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_weights, "_loaded", [])
-    monkeypatch.setattr(launch_facts, "_runners", [])
+    monkeypatch.setattr(loaded_models, "loaded", [])
     monkeypatch.setattr(adapters, "_digests", {})
 
 
@@ -171,7 +171,7 @@ def test_other_draft_weights_are_another_identity(
     load(make_tiny_model(tmp_path / "draft", seed=2), draft=True)
     assert serve(target).batch_set_v1(KEYS, INDICES) == [True, True]
     assert serve(target).batch_exists(KEYS) == 2
-    model_weights._loaded[1].fingerprint = ModelFingerprint(str(make_tiny_model(tmp_path / "other draft", seed=3)))
+    loaded_models.loaded[1].fingerprint = ModelFingerprint(str(make_tiny_model(tmp_path / "other draft", seed=3)))
     assert serve(target).batch_exists(KEYS) == 0
 
 
@@ -237,7 +237,7 @@ def test_a_closed_backend_is_not_kept_alive(
     model = make_tiny_model(tmp_path / "model")
     load(model)
     gone = weakref.ref(serve(model)._weights_known.__self__)
-    for callback in model_weights._loaded[0].fingerprint._callbacks:
+    for callback in loaded_models.loaded[0].fingerprint._callbacks:
         assert all(cell.cell_contents is not gone() for cell in callback.__closure__ or ())
 
 
@@ -247,7 +247,7 @@ def test_an_incomplete_model_that_sglang_completes_is_identified_by_what_is_ther
     model = make_tiny_model(tmp_path / "model", seed=1)
     load(model, meanwhile=lambda: shutil.copy(model / "model.safetensors", model / "more.safetensors"))
     assert serve(model).batch_set_v1(KEYS, INDICES) == [True, True]
-    model_weights._loaded.clear()
+    loaded_models.loaded.clear()
     (model / "more.safetensors").unlink()
     assert serve(model).batch_exists(KEYS) == 0
 
@@ -294,10 +294,8 @@ def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
 def test_adapters_that_cannot_be_told_apart_stop_the_start(
     tmp_path: Path, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hicache_ext.sglang import backend as module
-
-    monkeypatch.setattr(module, "missing_adapter_hooks", lambda: ["sglang.some.target"])
-    with pytest.raises(UnsupportedError, match=r"sglang\.some\.target is not in force"):
+    monkeypatch.setattr(hooks, "_is_hooked", lambda target: False)
+    with pytest.raises(UnsupportedError, match=r"LoRAManager\.init_state is not in force .* cannot be told apart"):
         serve(make_tiny_model(tmp_path / "model"), lora=True)
 
 
@@ -318,7 +316,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LaunchFacts]:
 
         monkeypatch.setattr(runtime_context, "get_server_args", lambda: arguments)
         monkeypatch.setattr(launch_facts, "resolved", {"model_path": "m", **arguments}.get)
-        monkeypatch.setattr(launch_facts, "_runners", [(runner, False)] + ([(draft, True)] if draft else []))
+        files = ModelFingerprint("m", None)
+        models = [LoadedModel(runner, False, files)] + ([LoadedModel(draft, True, files)] if draft else [])
+        monkeypatch.setattr(loaded_models, "loaded", models)
         return launch_facts.read_launch_facts()
 
     return launched_
@@ -511,16 +511,10 @@ def test_no_request_without_an_adapter_can_ask_for_an_adapters_pages() -> None:
     assert without[:3] == keys[:3]
 
 
-def test_sglang_has_what_the_hooks_are_on() -> None:
+def test_a_request_of_sglang_has_what_the_hook_on_it_reads() -> None:
     import inspect
 
-    from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
     assert {"lora_id", "extra_key"} <= set(inspect.signature(Req.__init__).parameters)
-    for method in ("init_state", "load_lora_weights", "load_lora_weights_from_tensors"):
-        assert hasattr(LoRAManager, method)
-    for method in ("load_model", "finalize_startup_weight_load"):
-        assert hasattr(ModelRunner, method)
     assert dataclasses.is_dataclass(LaunchFacts)

@@ -18,7 +18,7 @@ from hicache_ext.bench.harness import BenchmarkError, Sample
 from hicache_ext.bench.pool_measuring import Case, Contender, Engine, OurClient, Pages, measure
 from hicache_ext.cli.main import main, without_traceback
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing.memory_store import MemoryPageStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.rigs.s3_server import missing_s3_server
 
 POINT = pool_command.point("redis", "read", 1 << 20, 4)

@@ -36,8 +36,8 @@ from pathlib import Path
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import GetResult, PageBatch
-from hicache_ext.storage.tiers.file import open_file_tier
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
+from hicache_ext.storage.tiers.file.opening import open_file_tier
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, payload_of
 from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python

@@ -15,8 +15,8 @@ import yaml
 from hicache_ext import __version__
 from hicache_ext.cli.main import COMMANDS, main
 from hicache_ext.config import ExtraConfig, example_config, load_config
+from hicache_ext.runtime import file_systems
 from hicache_ext.runtime.mounts import Mount
-from hicache_ext.storage.tiers.file import file_system
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 def _local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the tests run on, in the eyes of the command all paths are on one local disk."""
     table = [Mount("/", "ext4", "/dev/root", {})]
-    monkeypatch.setattr(file_system, "read_mounts", lambda _: table)
+    monkeypatch.setattr(file_systems, "read_mounts", lambda _: table)
 
 
 def test_check_says_ok_and_what_the_file_means(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.config import ExtraConfig, FileTierConfig, HicacheExtConfig, ModelConfig, RedisTierConfig, load_config
+from hicache_ext.config import ExtraConfig, HicacheExtConfig, ModelConfig, load_config
 from hicache_ext.errors import ConfigError
+from hicache_ext.storage.tiers.file.config import FileTierConfig
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 
 PASSWORD = "hunter2"
 

@@ -15,12 +15,8 @@ from pydantic import ValidationError
 
 from hicache_ext.config import (
     ExtraConfig,
-    FileTierConfig,
     GuardsConfig,
     HicacheExtConfig,
-    MooncakeTierConfig,
-    ObjectTierConfig,
-    RedisTierConfig,
     RoleConfig,
     example_config,
     json_schema,
@@ -30,6 +26,10 @@ from hicache_ext.config import (
 )
 from hicache_ext.config.tiering import BackgroundConfig, PrefetchConfig
 from hicache_ext.errors import ConfigError
+from hicache_ext.storage.tiers.file.config import FileTierConfig
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 
 TWO_TIERS = {
     "nvme": {"type": "file", "path": ["/mnt/a", "/mnt/b"], "capacity": "2TiB", "threads": 8, "io": "direct"},

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ext.config import MooncakeTierConfig, load_config
+from hicache_ext.config import load_config
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.opening import server_view
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 ADDRESS = "host:port, such as 10.0.0.1:50051"
 DEVICES = (

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config import ObjectTierConfig, load_config
+from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.tiers.object.client import explain, make_client
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
 SECRET = "hunter2-is-the-secret"
 

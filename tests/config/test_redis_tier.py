@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ext.config import ExtraConfig, RedisTierConfig, load_config
+from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import ConfigError
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 
 P = "hicache_ext.tiers.pool"
 URL = "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH, or a list of nodes of one cluster"

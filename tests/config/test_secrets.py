@@ -12,10 +12,13 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import TypeAdapter
 
-from hicache_ext.config import ExtraConfig, Secret, TierConfig, json_schema, load_config, tiers
+from hicache_ext.config import ExtraConfig, Secret, TierConfig, json_schema, load_config
 from hicache_ext.config.problems import looks_secret, shown
 from hicache_ext.config.schema import Allowed
 from hicache_ext.errors import ConfigError
+from hicache_ext.storage.contract import registry
+from hicache_ext.storage.contract.registry import TierType
+from hicache_ext.storage.contract.store import PageStore
 
 VALUE = "hunter2"
 
@@ -27,9 +30,16 @@ class PoolTierConfig(TierConfig):
     password: Annotated[Secret, Allowed("{env: NAME} or {file: /path}")]
 
 
+class PoolTier(TierType):
+    config = PoolTierConfig
+
+    def open(self, name: str, tier: PoolTierConfig) -> PageStore:
+        raise NotImplementedError
+
+
 @pytest.fixture
 def _pool_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "TIER_CLASSES", (*tiers.TIER_CLASSES, PoolTierConfig))
+    monkeypatch.setitem(registry._OURS, "pool", f"{__name__}:PoolTier")
 
 
 def document(password: object) -> dict[str, Any]:

@@ -33,11 +33,11 @@ REPOSITORY = Path(__file__).parents[2]
 # Imported by every process of the server at its start: its file tier hangs as long as the flag is there.
 _HOOK = """
 import hicache_ext.storage.contract.registry as registry
-registry._OPENERS["file"] = ("hanging_file_tier", "open_tier", None)
+registry._OURS["file"] = "hanging_file_tier:HangingFileTier"
 """
 _STORE = """
 import os, time
-from hicache_ext.storage.tiers.file import open_file_tier
+from hicache_ext.storage.tiers.file.tier_type import FileTier
 from hicache_ext.testing.faults import BeforeEachCall
 
 class Hanging(BeforeEachCall):
@@ -45,8 +45,9 @@ class Hanging(BeforeEachCall):
         while os.path.exists(os.environ["HANGING_FLAG"]):
             time.sleep(0.01)
 
-def open_tier(name, tier):
-    return Hanging(open_file_tier(name, tier))
+class HangingFileTier(FileTier):
+    def open(self, name, tier):
+        return Hanging(super().open(name, tier))
 """
 
 

@@ -14,7 +14,8 @@ import yaml
 import hicache_ext
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import Samples, read_samples
-from hicache_ext.storage.contract.reports import OF_EVERY_TIER, OF_TYPE, UNKNOWN
+from hicache_ext.storage.contract.registry import series_of_type
+from hicache_ext.storage.contract.reports import OF_EVERY_TIER, UNKNOWN
 from hicache_ext.testing.server import Generation, SglangServer, free_port
 from tests.e2e.conftest import file_tier_config
 
@@ -117,7 +118,7 @@ def the_series_are_there_before_the_first_request(server: SglangServer) -> None:
     now = samples(server)
     assert now.by("version", "hicache_ext_build_info") == {hicache_ext.__version__: 1}
     for tier, kind in (("disk", "file"), ("pool", "redis")):
-        for event, reasons in [*OF_EVERY_TIER.items(), *OF_TYPE[kind].items()]:
+        for event, reasons in [*OF_EVERY_TIER.items(), *series_of_type(kind).items()]:
             told = now.by("reason", f"hicache_ext_{event}_total", tier=tier)
             assert set(reasons) <= set(told), (tier, event)
             # The pool has already been told of the pages to come, in vain.

@@ -19,10 +19,10 @@ prepare_process()
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 
 from hicache_ext.config.pd import WriteConfig  # noqa: E402
-from hicache_ext.pd.page_chain import PageChain  # noqa: E402
+from hicache_ext.pd.decode_writer import DecodeWriter  # noqa: E402
 from hicache_ext.pd.pool_writer import PoolWriter  # noqa: E402
 from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402
-from hicache_ext.sglang.decode_writer import DecodeWriter  # noqa: E402
+from hicache_ext.sglang.offload import ManagerOffload, page_chain  # noqa: E402
 from hicache_ext.storage.contract.store import SetResult  # noqa: E402
 from hicache_ext.testing.host_pools import mha_pools  # noqa: E402
 
@@ -156,7 +156,9 @@ class Node:
         self.metrics = TierMetrics("pd_write")
         config = WriteConfig(**{"stride": 8, "prefix_grace": 0.0, "retry_within": 60.0, **settings})
         self._pool_writer = PoolWriter(self.pool, self.metrics)
-        self.writer = DecodeWriter(self.manager, config, self._pool_writer, self.metrics, minimum=minimum, hints=hints)
+        self.writer = DecodeWriter(
+            ManagerOffload(self.manager), config, self._pool_writer, self.metrics, minimum=minimum, hints=hints
+        )
 
     def prefilled(self, request: FakeRequest) -> FakeRequest:
         """The prefill node has written the prompt."""
@@ -204,7 +206,7 @@ class FINISH_ABORT:
 
 
 def hashes(tokens: list[int]) -> list[str]:
-    chain = PageChain(PAGE_SIZE, bigrams=False, extra_key=None, cache_salt=None)
+    chain = page_chain(PAGE_SIZE, bigrams=False, extra_key=None, cache_salt=None)
     chain.extend(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE])
     return chain.hashes(0, len(chain))
 

@@ -14,7 +14,7 @@ prepare_process()
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
-from hicache_ext.pd.page_chain import PageChain  # noqa: E402
+from hicache_ext.sglang.offload import page_chain  # noqa: E402
 
 PAGE_SIZE = 16
 
@@ -38,7 +38,7 @@ def test_a_chain_grown_piece_by_piece_equals_the_next_turns_prefill(
 ) -> None:
     generator = random.Random(prompt_length)
     conversation = [generator.randrange(150_000) for _ in range(prompt_length + 200)]
-    chain = PageChain(PAGE_SIZE, bigrams=eagle, extra_key=extra_key, cache_salt=cache_salt)
+    chain = page_chain(PAGE_SIZE, bigrams=eagle, extra_key=extra_key, cache_salt=cache_salt)
     prompt_pages = chain.pages_in(prompt_length)
     if prompt_pages:
         chain.extend(conversation[chain.tokens_for(0, prompt_pages)])
@@ -59,14 +59,14 @@ def test_eagle_and_plain_hashes_never_meet_and_neither_do_namespaces() -> None:
     for eagle in (False, True):
         for extra_key in (None, "", "a"):
             for salt in (None, "a", "b"):
-                chain = PageChain(PAGE_SIZE, bigrams=eagle, extra_key=extra_key, cache_salt=salt)
+                chain = page_chain(PAGE_SIZE, bigrams=eagle, extra_key=extra_key, cache_salt=salt)
                 chain.extend(tokens[chain.tokens_for(0, 4)])
                 seen.update(chain.hashes(0, 4))
     assert len(seen) == 2 * 3 * 3 * 4
 
 
 def test_hashes_that_are_not_there_yet_are_refused() -> None:
-    chain = PageChain(PAGE_SIZE, bigrams=False, extra_key=None, cache_salt=None)
+    chain = page_chain(PAGE_SIZE, bigrams=False, extra_key=None, cache_salt=None)
     chain.extend(list(range(PAGE_SIZE)))
     with pytest.raises(IndexError):
         chain.hashes(0, 2)

@@ -14,7 +14,7 @@ from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.path_choice import PathChoice
 from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.testing.memory_store import MemoryPageStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 
 
 class RawFiles:

@@ -18,7 +18,7 @@ import pytest
 
 from hicache_ext.page import fingerprint as module
 from hicache_ext.page.fingerprint import PIECE, ModelFingerprint, digest_of_file
-from hicache_ext.storage.tiers.file.file_system import FileSystem
+from hicache_ext.runtime.file_systems import FileSystem
 
 LONG_AGO = 1_600_000_000_000_000_000
 SIZE = 2 * PIECE + 12345

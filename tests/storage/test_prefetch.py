@@ -10,6 +10,7 @@ from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiering.io_priority import DemandGate
 from hicache_ext.storage.tiering.prefetch import Prefetcher, PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     HostPages,
@@ -19,7 +20,6 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import eventually as wait_until
 from tests.storage.test_tiered import Recording
 

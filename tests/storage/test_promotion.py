@@ -11,8 +11,8 @@ from hicache_ext.storage.tiering.io_priority import DemandGate
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.test_tiered import Recording
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import StoreClosedError, StoreError, StoreSetupError
+from hicache_ext.runtime.breaker import BreakerState
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker import BreakerState, Outcome
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
+from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import live_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
@@ -69,7 +71,7 @@ def is_closed(store: PageStore) -> bool:
 
 def breaker(store: ReloadableStore) -> BreakerStore:
     (tier,) = store._live.values()
-    found = breaker_of(tier.guarded.store)
+    found = ability(tier.store, BreakerStore)
     assert found is not None
     return found
 

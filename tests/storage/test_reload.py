@@ -17,13 +17,11 @@ import yaml
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
-from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
-from hicache_ext.storage.tiering.hot_swap import SharedStore
 from hicache_ext.storage.tiering.reload import ReloadableStore
-from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
+from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 from tests.storage.guards.hung import KEY, eventually
 
 pytestmark = pytest.mark.slow
@@ -84,13 +82,13 @@ def test_a_tier_is_added_drained_and_removed(tier: Callable[..., Section], tmp_p
 
 def test_limits_and_guards_of_a_live_tier_change_without_opening_it_again(tier: Callable[..., Section]) -> None:
     store = open_tiers(config({"disk": tier("disk")}))
-    bare = store._live["disk"].bare.store
+    bare = store._live["disk"].bare
     store_pages(store, [KEY])
     changes = store.reload(
         config({"disk": tier("disk", capacity="32MiB", timeout="30s", guards={"concurrency": 3}, required=False)})
     )
     assert changes == ["tier disk: new required, timeout, guards, capacity"]
-    assert store._live["disk"].bare.store is bare
+    assert store._live["disk"].bare is bare
     (guarded,) = store.tiers
     assert guarded.describe().details["capacity"] == 32 << 20
     assert guarded.describe().details["breaker"] == "closed"
@@ -254,18 +252,6 @@ def test_a_closed_store_takes_nothing_over(tier: Callable[..., Section]) -> None
     with pytest.raises(StoreClosedError):
         store.reload(config({"disk": tier("disk"), "more": tier("more")}))
     assert set(threading.enumerate()) <= before
-
-
-def test_a_shared_store_closes_with_its_last_holder() -> None:
-    inner = MemoryPageStore()
-    shared = SharedStore(inner)
-    first, second = shared.handle(), shared.handle()
-    first.close()
-    first.close()
-    assert read_pages(second, [KEY])[0] == [GetResult.MISS]
-    second.close()
-    with pytest.raises(StoreClosedError):
-        inner.contains([KEY])
 
 
 # -- the file, and the command -----------------------------------------------------------------------------------------

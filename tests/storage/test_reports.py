@@ -14,27 +14,28 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import ability, gauges_of
+from hicache_ext.storage.contract.registry import series_of_type, tier_type_names
 from hicache_ext.storage.contract.reports import (
     OF_ANSWERS,
     OF_EVERY_TIER,
-    OF_TYPE,
     UNKNOWN,
     LastLook,
     RecentMean,
     TierReports,
-    gauges_of,
 )
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker import BreakerState, Outcome
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
 from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
 from hicache_ext.testing.server import free_port
 from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.storage.guards.hung import eventually
@@ -106,7 +107,7 @@ def test_a_pool_that_was_never_reached_is_not_up_and_has_every_series(
     assert set(counted.values()) == {0}
     for event, reasons in OF_EVERY_TIER.items():
         assert {(event, reason) for reason in reasons} <= set(counted)
-    for event, reasons in OF_TYPE[kind].items():
+    for event, reasons in series_of_type(kind).items():
         assert {(event, reason) for reason in reasons} <= set(counted)
     assert {name for name, _ in report.levels()} == set(UNKNOWN)
     assert {"get", "set", "exists"} <= set(report.latencies())
@@ -126,7 +127,7 @@ class LatePool(LateStore):
 
     def come(self) -> None:
         self._there.set()
-        eventually(lambda: self.opened is not None)
+        eventually(lambda: self.inner is not None)
 
 
 def test_a_tier_that_is_opened_late_is_up_from_then_on() -> None:
@@ -189,7 +190,7 @@ def test_a_tier_that_was_taken_out_is_reported_no_more(tmp_path: Path, opened: C
 
 
 def breaker(store: ReloadableStore, tier: str) -> BreakerStore:
-    (found,) = [breaker_of(known) for known in store.tiers if known.name == tier]
+    (found,) = [ability(known, BreakerStore) for known in store.tiers if known.name == tier]
     assert found is not None
     return found
 
@@ -366,7 +367,7 @@ def test_a_clock_of_a_long_life_keeps_few_values() -> None:
 
 def test_whatever_a_tier_counts_under_a_known_name_is_there_from_the_start() -> None:
     """A series that begins with its first event hides that event from every rate."""
-    everywhere = [OF_ANSWERS, OF_EVERY_TIER, *OF_TYPE.values()]
+    everywhere = [OF_ANSWERS, OF_EVERY_TIER, *map(series_of_type, tier_type_names())]
     declared = {(event, reason) for series in everywhere for event, reasons in series.items() for reason in reasons}
     counted: set[tuple[str, str]] = set()
     for path in sorted((ROOT / "hicache_ext" / "storage").rglob("*.py")):
@@ -401,9 +402,9 @@ def test_the_counts_of_a_queue_in_front_of_a_late_tier_are_not_lost() -> None:
     store = AsyncStore(late, QueueSettings(capacity=500))
     late.come()
     store_pages(store, page_keys(3))
-    assert late.opened is not None
-    assert late.opened.metrics.value("dropped_pages", "async") == 3
-    assert ("queue_bytes", "async") in late.opened.metrics.levels()
+    assert late.inner is not None
+    assert late.inner.metrics.value("dropped_pages", "async") == 3
+    assert ("queue_bytes", "async") in late.inner.metrics.levels()
     store.close()
 
 
@@ -413,5 +414,8 @@ def test_a_wrapper_says_of_its_store_what_that_says() -> None:
             return {"tier_up": 0.0}
 
     assert gauges_of(DelegatingStore(Half("h"))) == {"tier_up": 0.0}
+    outermost = DelegatingStore(Half("h"))
+    outermost.gauges = lambda: {"tier_up": 1.0, "breaker_state": 2.0}
+    assert gauges_of(outermost) == {"tier_up": 1.0, "breaker_state": 2.0}
     assert gauges_of(DelegatingStore(MemoryPageStore("m"))) == {}
     assert read_pages(DelegatingStore(MemoryPageStore("m")), page_keys(1))

@@ -11,11 +11,9 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, load_config
 from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.runtime import mounts
+from hicache_ext.runtime import file_systems, mounts
 from hicache_ext.runtime.mounts import followed, is_on_network, read_mounts
-from hicache_ext.storage.contract.sharing import sharing_of
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiers.file import file_system
 from hicache_ext.testing.conformance.pages import page_keys, store_pages
 
 NETWORK = [
@@ -48,7 +46,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
         return file
 
     write("ext4")
-    for module in (mounts, file_system):
+    for module in (mounts, file_systems):
         monkeypatch.setattr(module, "read_mounts", lambda _=None: read_mounts(file))
     return write
 
@@ -71,7 +69,7 @@ def test_a_directory_is_shared_where_its_file_system_is(
     tmp_path: Path, table: Callable[[str], Path], kind: str, shared: bool
 ) -> None:
     table(kind)
-    found = sharing_of(tier_of(**pages_in(tmp_path / "mount" / "tier")))
+    found = tier_of(**pages_in(tmp_path / "mount" / "tier")).sharing()
     assert found.shared is shared
     assert kind in found.reason
 
@@ -79,7 +77,7 @@ def test_a_directory_is_shared_where_its_file_system_is(
 def test_a_tier_is_shared_only_where_all_of_its_paths_are(tmp_path: Path, table: Callable[[str], Path]) -> None:
     table("nfs4")
     both = [str(tmp_path / "mount" / "a"), str(tmp_path / "here")]
-    found = sharing_of(tier_of(**pages_in(both)))
+    found = tier_of(**pages_in(both)).sharing()
     assert (found.shared, found.reason) == (False, "ext4 is local")
     store = open_tiers(config_of({"pool": pages_in(both)}))
     assert not store.describe().shared
@@ -89,7 +87,7 @@ def test_a_tier_is_shared_only_where_all_of_its_paths_are(tmp_path: Path, table:
 @pytest.mark.parametrize("told", [True, False])
 def test_what_the_configuration_says_wins(tmp_path: Path, table: Callable[[str], Path], told: bool) -> None:
     table("ext4" if told else "nfs4")
-    assert str(sharing_of(tier_of(**pages_in(tmp_path / "mount", shared=told)))) == (
+    assert str(tier_of(**pages_in(tmp_path / "mount", shared=told)).sharing()) == (
         f"{'shared' if told else 'private'} (as configured)"
     )
 
@@ -97,7 +95,7 @@ def test_what_the_configuration_says_wins(tmp_path: Path, table: Callable[[str],
 def test_slabs_belong_to_one_machine_wherever_they_are(tmp_path: Path, table: Callable[[str], Path]) -> None:
     table("nfs4")
     slabs = {"type": "file", "path": str(tmp_path / "mount"), "capacity": "64MiB", "layout": "slab"}
-    assert not sharing_of(tier_of(**slabs)).shared
+    assert not tier_of(**slabs).sharing().shared
     with pytest.raises(ConfigError, match=r"one\.shared: slabs belong to one machine; allowed: false, or layout: "):
         tier_of(**slabs, shared=True)
 
@@ -122,12 +120,12 @@ def test_slabs_that_are_there_are_not_passed_off_as_shared(tmp_path: Path, table
 def test_pools_are_shared_and_a_bucket_in_a_directory_as_much_as_the_directory(
     tmp_path: Path, table: Callable[[str], Path]
 ) -> None:
-    assert sharing_of(tier_of(type="redis", url="redis://pool:6379")).shared
-    assert sharing_of(tier_of(type="object", url="s3://bucket/prefix")).shared
+    assert tier_of(type="redis", url="redis://pool:6379").sharing().shared
+    assert tier_of(type="object", url="s3://bucket/prefix").sharing().shared
     directory = tier_of(type="object", url=f"file://{tmp_path}/mount/objects")
-    assert not sharing_of(directory).shared
+    assert not directory.sharing().shared
     table("nfs4")
-    assert sharing_of(directory).shared
+    assert directory.sharing().shared
 
 
 def test_a_symbolic_link_is_followed_to_the_network_and_not_behind_it(
@@ -139,7 +137,7 @@ def test_a_symbolic_link_is_followed_to_the_network_and_not_behind_it(
     (tmp_path / "chain").symlink_to(tmp_path / "data" / "inner")
     assert followed(str(tmp_path / "chain" / "x"), entries) == f"{tmp_path}/mount/inner/x"
     assert is_on_network(str(tmp_path / "chain" / "x"))
-    assert sharing_of(tier_of(**pages_in(tmp_path / "data" / "tier"))).shared
+    assert tier_of(**pages_in(tmp_path / "data" / "tier")).sharing().shared
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert not is_on_network(str(tmp_path / "loop" / "x"))
 

@@ -12,41 +12,23 @@ from hicache_ext.storage.tiers.file.slab import page_moves, slot_code
 from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from tests.storage.raw_access import RawSlots
-
-MIB = 1 << 20
+from tests.storage.media import Slabs
 
 
 class TestSlabStore(PageStoreTests):
-    def open(self, directory):
-        return SlabStore("disk", directory, capacity=256 * MIB)
-
     @pytest.fixture
-    def store(self, tmp_path):
-        store = self.open(tmp_path)
-        yield store
-        store.close()
-
-    @pytest.fixture
-    def raw(self, store):
-        return RawSlots(store)
-
-    @pytest.fixture
-    def reopen(self, tmp_path):
-        return lambda: self.open(tmp_path)
+    def medium(self, tmp_path):
+        return Slabs(tmp_path)
 
 
 class TestSlabStoreWithoutCompiledCode(TestSlabStore):
-    @pytest.fixture
-    def store(self, tmp_path, monkeypatch):
+    @pytest.fixture(autouse=True)
+    def _no_compiled_code(self, monkeypatch):
         code = wait_for_compiled_code()
         assert code is not None
         monkeypatch.setattr(page_moves, "compiled_code", lambda: None)
         for name, plain in code.plain_kernels.items():
             monkeypatch.setattr(slot_code, name, plain)
-        store = self.open(tmp_path)
-        yield store
-        store.close()
 
 
 class ByAddress(SlabStore):
@@ -70,6 +52,7 @@ def _by_address(batch: PageBatch) -> PageBatch:
     return PageBatch(keys, PageMemory(known, lambda: list(batch.buffers)), batch.sizes)
 
 
-class TestSlabStoreByAddress(TestSlabStore):
-    def open(self, directory):
-        return ByAddress("disk", directory, capacity=256 * MIB)
+class TestSlabStoreByAddress(PageStoreTests):
+    @pytest.fixture
+    def medium(self, tmp_path):
+        return Slabs(tmp_path, ByAddress)

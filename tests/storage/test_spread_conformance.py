@@ -4,53 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.storage.tiers.file import open_file_tier
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from tests.storage.raw_access import RawFiles, RawSlots, SpreadRaw
+from tests.storage.media import TwoPaths
 
 pytestmark = pytest.mark.slow
 
-PATHS = ("a", "b")
 
-
-class SpreadTests(PageStoreTests):
-    layout: str
-    io = "buffered"
-
-    def open(self, directory):
-        paths = [str(directory / name) for name in PATHS]
-        disk = {"type": "file", "path": paths, "capacity": 512 << 20, "layout": self.layout, "io": self.io}
-        disk["threads"] = 4
-        return open_file_tier("disk", load_config(ExtraConfig.around({"tiers": {"disk": disk}})).tiers["disk"])
-
+class TestSpreadPageFiles(PageStoreTests):
     @pytest.fixture
-    def store(self, tmp_path):
-        store = self.open(tmp_path)
-        yield store
-        store.close()
+    def medium(self, tmp_path):
+        return TwoPaths(tmp_path, "pages")
 
+
+class TestSpreadSlabs(PageStoreTests):
     @pytest.fixture
-    def reopen(self, tmp_path):
-        return lambda: self.open(tmp_path)
+    def medium(self, tmp_path):
+        return TwoPaths(tmp_path, "slab")
 
 
-class TestSpreadPageFiles(SpreadTests):
-    layout = "pages"
-
+class TestSpreadSlabsDirect(PageStoreTests):
     @pytest.fixture
-    def raw(self, tmp_path):
-        paths = [tmp_path / name for name in PATHS]
-        return SpreadRaw(paths, [RawFiles(path) for path in paths])
-
-
-class TestSpreadSlabs(SpreadTests):
-    layout = "slab"
-
-    @pytest.fixture
-    def raw(self, store, tmp_path):
-        return SpreadRaw([tmp_path / name for name in PATHS], [RawSlots(part) for part in store.parts])
-
-
-class TestSpreadSlabsDirect(TestSpreadSlabs):
-    io = "direct"
+    def medium(self, tmp_path):
+        return TwoPaths(tmp_path, "slab", "direct")

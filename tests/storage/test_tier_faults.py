@@ -15,8 +15,8 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiering import live_tiers
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.rigs import step_costs, tier_faults
 from tests.rigs.server_hooks import rig_environment
 
@@ -30,8 +30,9 @@ def test_what_is_hooked_is_what_opens_the_tiers(tmp_path: Path, monkeypatch: pyt
     tier = {"type": "file", "path": str(tmp_path), "capacity": "16MiB"}
     config = load_config(ExtraConfig.around({"tiers": {"disk": tier}}))
     opened = live_tiers.open_live_tiers(config.tiers)
-    assert store_pages(opened["disk"].guarded.store, page_keys(2)) == [SetResult.ERROR] * 2
-    live_tiers.close_unused(opened.values())
+    assert store_pages(opened["disk"].store, page_keys(2)) == [SetResult.ERROR] * 2
+    for tier in opened.values():
+        tier.close()
 
 
 def test_a_file_says_what_is_wrong_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +55,7 @@ def test_a_file_says_what_is_wrong_now(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_step_costs_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hicache_ext.sglang.pd_hooks import Stopwatch
+    from hicache_ext.pd.stopwatch import Stopwatch
 
     assert pkgutil.resolve_name(step_costs._TARGET) is Stopwatch.step_ends
     file = tmp_path / "steps"

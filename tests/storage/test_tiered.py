@@ -10,6 +10,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     HostPages,
     assert_hits,
@@ -19,7 +20,6 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import eventually
 
 NO_PREFETCH = TieringSettings(prefetch=PrefetchSettings(buffer=0))

@@ -11,8 +11,8 @@ import pytest
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import write_behind
 from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import eventually
 
 

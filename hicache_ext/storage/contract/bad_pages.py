@@ -1,18 +1,19 @@
 """Pages of a shared pool that arrived damaged: a page is removed only when its stored copy is shown to be bad.
 
-What a reader sees passed a network, proxies, a network card and this machine's memory. Each of them may damage it, and
-then the page in the pool is good and belongs to everybody. So a read that found a page damaged makes it a *suspect*:
-the read answers CORRUPT at once, this process takes the page for absent, and a thread examines it:
+A network, a proxy, a network card or this machine's memory may damage a page on its way; the page in the pool is then
+good. So a read that finds a page damaged makes it a *suspect*: the read answers CORRUPT at once, the page is absent for
+this process, and a thread examines it:
 
-1. The object is read again, over a connection opened for that and into other memory, cut otherwise. If this copy is the
-   page, it is good, and the damage happened on the way.
-2. Only where two reads found the same bad bytes, the object is removed: by the server's own comparison with what was
-   seen, where the server can compare (``Medium.remove``). Damage on the way differs from read to read.
-3. Only so many in a minute. More bad pages than that are an incident that a person should see, and more likely a
-   fault of this reader than of the pool: removal pauses, with an error in the log, and goes on later.
+1. It reads the object again, over a new connection, into other memory, cut at other places. If this copy is the page,
+   the stored copy is good, and the damage happened on the way.
+2. Only when two reads found the same bad bytes, it removes the object; where the server can compare, only if the
+   server's copy has those bytes (``Medium.remove``). Damage on the way mostly differs from read to read.
+3. At most ``MOST_REMOVED`` a minute. More are an incident for a person, and more likely a fault of this reader than of
+   the pool: removal pauses, with an error in the log, and goes on later.
 
 A write of a suspect waits for its verdict (``settle``), so that STORED and EXISTS mean readable and no key is poisoned.
 Suspects are forgotten after half a minute, or when they are read whole, written or removed.
+Measurements, and what was tried: docs/decisions/removing-bad-pages.md.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import xxhash
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 
 logger = logging.getLogger(__name__)
@@ -39,22 +41,21 @@ MOST_REMOVED = 8
 """Bad pages that one tier of one process removes within ``WINDOW`` seconds."""
 WINDOW = 60.0
 PAUSE = 300.0
-"""Seconds without removal after there were more."""
+"""Seconds without removal after that."""
 LONGEST_EXAMINED = 16 << 20
-"""Of an object that is longer than that, and than the page expected, only so many bytes are read again."""
+"""Bytes read again of an object that is longer than this and than the expected page."""
 _MOST_SUSPECTS = 4096
 _READS = 3
 _KEPT_IN_MIND = 30.0
-"""Seconds for which a page without a clear verdict counts as absent to this process; ``PAUSE`` if it is known to be
-bad."""
+"""Seconds for which a page without a clear verdict is absent for this process; ``PAUSE`` if it is known to be bad."""
 _EXAMINED_AGAIN = 3.0
-"""Seconds after which such a page is examined again when it arrives damaged once more."""
+"""Seconds after which such a page may be examined again if it arrives damaged again."""
 _SLOW_FAILURE = 1.0
-"""A read that failed after so many seconds was waited for: it is not tried again."""
+"""A read that failed after at least so many seconds is not tried again."""
 _SAY_AGAIN = 60.0
-"""Seconds between two lines in the log that say the same."""
+"""Seconds between two equal lines in the log."""
 _LONGEST_REST = 0.5
-"""Seconds between two examinations, each as long as the one before: at most half of one connection is spent on them."""
+"""Longest pause after an examination. It lasts as long as the examination: they take at most half of a connection."""
 
 
 class NotReadError(Exception):
@@ -63,10 +64,10 @@ class NotReadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What a read saw of a stored object: its length, and the digest of as many of its first bytes as arrived."""
+    """What a read saw of a stored object: its length, and the digest of those leading bytes that arrived."""
 
     length: int
-    """-1 for something under the page's name that has none."""
+    """-1 for an object without a length."""
     covered: int = 0
     digest: bytes = b""
 
@@ -79,7 +80,7 @@ class Sighting:
         return cls(length, covered, state.digest())
 
     def is_of(self, stored: Stored) -> bool:
-        """Whether ``stored`` has the same bytes, as far as they were seen."""
+        """Whether ``stored`` has the same bytes, as far as they arrived."""
         if self.length != stored.length or self.covered > len(stored.data):
             return False
         return xxhash.xxh3_128_digest(stored.data[: self.covered]) == self.digest
@@ -91,23 +92,23 @@ class Stored:
 
     length: int
     data: memoryview
-    """Its first bytes; all of them unless it is longer than what was asked for."""
+    """Its leading bytes; all of them unless it is longer than asked for."""
     version: str | None = None
-    """The server's word for this copy, where it has one (an ETag)."""
+    """The server's name of this copy, if it has one (an ETag)."""
 
 
 class Removal(enum.Enum):
-    """What became of an object that was to be removed."""
+    """The result of a removal."""
 
     REMOVED = enum.auto()
     CHANGED = enum.auto()
-    """It is another one by now, or gone: to be looked at again."""
+    """It is another object by now, or gone: examine again."""
     DENIED = enum.auto()
-    """The server says that it stores other bytes than those that arrive here: it stays."""
+    """The server has other bytes than those that arrive here: the object stays."""
 
 
 class Medium(Protocol):
-    """What a tier lends. Called on the thread of ``BadPages``, never with a batch's memory."""
+    """What a tier provides. Called on the thread of ``BadPages``, never with memory of a batch."""
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
         """The object, or its first ``most`` bytes, over a connection of its own and into memory of its own.
@@ -120,7 +121,7 @@ class Medium(Protocol):
 
 
 class Verdict(enum.Enum):
-    """What an examination found; the value is its word in the metrics."""
+    """The result of an examination; the value is its reason in the metrics."""
 
     GOOD = "good"
     """The stored copy is the page: it was damaged on the way."""
@@ -128,10 +129,9 @@ class Verdict(enum.Enum):
     REMOVED = "removed"
     """Shown to be bad, and removed."""
     DENIED = "denied"
-    """It always arrives as the same bad bytes, and the server says that it has others. It is not removed, and may be
-    overwritten with the page."""
+    """The same bad bytes arrive each time, but the server has others. Not removed; a write may replace it."""
     WITHHELD = "withheld"
-    """Shown to be bad, and not removed: too many were."""
+    """Shown to be bad, and not removed: too many were removed already."""
     UNCLEAR = "unclear"
     """Every read gave other bytes, or none."""
 
@@ -160,7 +160,7 @@ class _Suspect:
 
 @dataclass(slots=True)
 class RemovalBudget:
-    """How many bad pages may still be removed. One thread at a time."""
+    """The limit of removals. One thread at a time."""
 
     tier: str
     clock: Callable[[], float]
@@ -190,7 +190,7 @@ class RemovalBudget:
         return True
 
     def give_back(self) -> None:
-        """What was taken last was not used."""
+        """Return the removal taken last: it was not used."""
         self._removed.pop()
 
 
@@ -207,7 +207,7 @@ class BadPages:
         self._budget = RemovalBudget(tier, clock)
         self._changed = threading.Condition()
         self._suspects: dict[bytes, _Suspect] = {}
-        self._thread: threading.Thread | None = None
+        self._loop = BackgroundLoop(f"hicache-{tier}-examine", self._examine_one)
         self._examining = False
         self._closing = False
         self._unsaid = {Verdict.GOOD: 0, Verdict.DENIED: 0}
@@ -216,7 +216,7 @@ class BadPages:
     # -- asked by calls --------------------------------------------------------------------------------------------
 
     def suspect(self, key: bytes, size: int, seen: Sighting, reason: str) -> None:
-        """A read, or a look at its length, found the object under ``key`` not to be the page of ``size`` bytes."""
+        """The object under ``key`` is not the page of ``size`` bytes, by a read or by its length."""
         with self._changed:
             if self._closing:
                 return
@@ -231,7 +231,7 @@ class BadPages:
         logger.debug("tier %s: page %s arrived damaged (%s)", self._tier, key.hex(), reason)
 
     def hides(self, key: bytes) -> bool:
-        """Whether this process takes the page for absent, because it could not read it."""
+        """Whether the page is absent for this process, because it could not be read."""
         if not self._suspects:
             return False
         with self._changed:
@@ -245,16 +245,16 @@ class BadPages:
                     self._dismiss(key, Verdict.GONE)
 
     def _dismiss(self, key: bytes, verdict: Verdict) -> None:
-        """The lock is held. ``verdict`` is for writes that wait for one."""
+        """The lock is held. ``verdict``: for writes that wait."""
         suspect = self._suspects.pop(key, None)
         if suspect is not None and suspect.verdict is None:
             suspect.verdict = verdict
             self._changed.notify_all()
 
     def settle(self, keys: Iterable[bytes], deadline: float) -> Mapping[bytes, Verdict]:
-        """The verdicts on those of ``keys`` that are suspects, waited for until ``deadline`` (time.monotonic()).
+        """The verdicts on the suspects among ``keys``; waits for them until ``deadline`` (time.monotonic()).
 
-        What had no clear verdict is examined once more. UNCLEAR for what is not examined in time.
+        A page without a clear verdict is examined again. UNCLEAR for one that is not examined in time.
         """
         if not self._suspects:
             return {}
@@ -264,8 +264,7 @@ class BadPages:
                 suspect.verdict = None
                 suspect.wanted += 1
             if asked:
-                self._start()
-                self._changed.notify_all()
+                self._start(now=True)
                 self._changed.wait_for(
                     lambda: self._closing or all(suspect.verdict is not None for suspect in asked),
                     max(0.0, deadline - time.monotonic()),
@@ -275,7 +274,7 @@ class BadPages:
             return {suspect.key: suspect.verdict or Verdict.UNCLEAR for suspect in asked}
 
     def wait(self, timeout: float) -> bool:
-        """Wait until no suspect waits to be examined; for tools and tests."""
+        """Wait until all suspects are examined; for tools and tests."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._examining, timeout)
 
@@ -284,9 +283,7 @@ class BadPages:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        self._loop.stop()
 
     def _known(self, key: bytes) -> _Suspect | None:
         """The lock is held."""
@@ -301,48 +298,41 @@ class BadPages:
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """The lock is held."""
-        if not self._examining and not self._closing:
-            self._thread = threading.Thread(target=self._examine_all, name=f"hicache-{self._tier}-examine", daemon=True)
-            try:
-                self._thread.start()
-                self._examining = True
-            except RuntimeError:
-                # No thread to be had: absent to this process until one is.
-                self._thread = None
+    def _start(self, *, now: bool = False) -> None:
+        """The lock is held. ``now``: somebody waits, and the rest after the last examination is cut short."""
+        if now or not self._examining:
+            # Without a thread to be had: absent to this process until one is.
+            self._examining = self._loop.wake()
 
-    def _examine_all(self) -> None:
-        while True:
-            with self._changed:
-                waiting = [suspect for suspect in self._suspects.values() if suspect.verdict is None]
-                if self._closing or not waiting:
-                    self._examining = False
-                    self._changed.notify_all()
-                    return
-                suspect = next((suspect for suspect in waiting if suspect.wanted), waiting[0])
-            begun = time.monotonic()
-            try:
-                verdict = self._examine(suspect)
-            except BaseException:
-                # Also what is no Exception (a panic inside a client library): other pages wait to be examined.
-                logger.exception("tier %s: examining a page ended in an error that nobody expected", self._tier)
-                verdict = Verdict.UNCLEAR
-            self._metrics.add("suspect", verdict.value)
-            self._say(suspect, verdict)
-            with self._changed:
-                suspect.verdict = verdict
-                suspect.judged = self._clock()
-                if verdict in _CLEARS and self._suspects.get(suspect.key) is suspect:
-                    del self._suspects[suspect.key]
+    def _examine_one(self) -> float | None:
+        with self._changed:
+            waiting = [suspect for suspect in self._suspects.values() if suspect.verdict is None]
+            if not waiting:
+                self._examining = False
                 self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._closing or any(s.wanted and s.verdict is None for s in self._suspects.values()),
-                    min(_LONGEST_REST, time.monotonic() - begun),
-                )
+                return None
+            suspect = next((suspect for suspect in waiting if suspect.wanted), waiting[0])
+        begun = time.monotonic()
+        try:
+            verdict = self._examine(suspect)
+        except BaseException:
+            # Also what is no Exception (a panic inside a client library): other pages wait to be examined.
+            logger.exception("tier %s: examining a page ended in an error that nobody expected", self._tier)
+            verdict = Verdict.UNCLEAR
+        self._metrics.add("suspect", verdict.value)
+        self._say(suspect, verdict)
+        with self._changed:
+            suspect.verdict = verdict
+            suspect.judged = self._clock()
+            if verdict in _CLEARS and self._suspects.get(suspect.key) is suspect:
+                del self._suspects[suspect.key]
+            self._changed.notify_all()
+            if any(s.wanted and s.verdict is None for s in self._suspects.values()):
+                return 0.0
+        return min(_LONGEST_REST, time.monotonic() - begun)
 
     def _examine(self, suspect: _Suspect) -> Verdict:
-        # A length alone is no bytes that a second read could have in common with it.
+        # A length alone has no bytes to compare with a second read.
         seen = [suspect.seen] if suspect.seen.covered else []
         for _ in range(_READS):
             if self._closing:
@@ -395,8 +385,8 @@ _SAYINGS = {
 
 
 def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
-    """Why a stored object is not the page ``key``, whatever length its reader expected; None when it is, or when what
-    was read of it does not show that."""
+    """Why a stored object is not the page ``key``, whatever length its reader expected; None if it is the page, or if
+    the bytes that were read do not decide it."""
     if stored.length < 0:
         return "type"
     try:
@@ -404,7 +394,7 @@ def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
     except FormatError as error:
         return error.reason
     if len(stored.data) == stored.length:
-        # This process writes and reads headers of the smallest length; the format allows longer ones.
+        # We write headers of the smallest length; the format allows longer ones.
         place = page.header_length
         return envelope.reason_to_refuse(stored.data[:place], key, [stored.data[place:]])
     if page.key != key:
@@ -413,8 +403,8 @@ def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
 
 
 def cut(length: int, at: float) -> Sequence[tuple[int, int]]:
-    """``length`` bytes in two pieces, cut at that share of their first half: what damages the same place of every reply
-    then damages other places of the object, wherever the cut is. Nothing shorter than a header is cut."""
+    """``length`` bytes in two pieces, cut at this share of their first half. Damage at a fixed place of every reply
+    then meets another place of the object. Nothing shorter than a header is cut."""
     if length < envelope.FIELDS_LENGTH:
         return [(0, length)]
     place = 2 + int((length // 2 - 2) * at)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from hicache_ext.errors import StoreError
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 AT_ONCE = 64
 """Hints that one look takes at most; the rest come with the next one."""
@@ -49,10 +49,8 @@ class HintBoard(Protocol):
 
 def board_among(tiers: Sequence[PageStore], name: str) -> HintBoard:
     """The board of the tier ``name``, whatever is wrapped around it. Raises NoBoardError."""
-    store: Any = next((tier for tier in tiers if tier.name == name), None)
-    while isinstance(store, DelegatingStore):
-        store = store.inner
-    store = getattr(store, "opened", None) or store
-    if not isinstance(store, HintBoard):
+    store = next((tier for tier in tiers if tier.name == name), None)
+    board = None if store is None else ability(store, HintBoard)
+    if board is None:
         raise NoBoardError(f"tier {name!r} is not in use, not open yet, or carries no hints")
-    return store
+    return board

@@ -1,59 +1,155 @@
-"""Tier type -> store, imported only when a configuration names it."""
+"""The types of tier: what each name in ``tiers.<name>.type`` stands for.
+
+Ours are in a table; other packages bring theirs through the entry point group ``hicache_ext.tiers``
+(docs/write-a-tier.md). A type's module is imported when a configuration names it, its store when it is opened.
+"""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+import functools
+import importlib.metadata
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding, Level
-from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.errors import StoreSetupError, TierTypeError
+from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding
 
-_OPENERS: dict[str, tuple[str, str, str | None]] = {
-    "file": ("hicache_ext.storage.tiers.file", "open_file_tier", None),
-    "mooncake": ("hicache_ext.storage.tiers.mooncake", "open_mooncake_tier", "mooncake"),
-    "object": ("hicache_ext.storage.tiers.object", "open_object_tier", "object"),
-    "redis": ("hicache_ext.storage.tiers.redis", "open_redis_tier", "redis"),
+if TYPE_CHECKING:
+    from hicache_ext.storage.contract.store import PageStore
+
+GROUP = "hicache_ext.tiers"
+"""The entry point group: name of the type = module:class of its ``TierType``."""
+
+_OUR_PACKAGE = "hicache-ext"
+_OURS = {
+    "file": "hicache_ext.storage.tiers.file.tier_type:FileTier",
+    "memory": "hicache_ext.storage.tiers.memory:MemoryTier",
+    "mooncake": "hicache_ext.storage.tiers.mooncake.tier_type:MooncakeTier",
+    "object": "hicache_ext.storage.tiers.object.tier_type:ObjectTier",
+    "redis": "hicache_ext.storage.tiers.redis.tier_type:RedisTier",
 }
-"""Module, function, and the extra of this package that brings what the module imports."""
 
 
-_EXAMINERS: dict[str, tuple[str, str]] = {
-    "file": ("hicache_ext.storage.tiers.file.diagnosis", "examine"),
-    "object": ("hicache_ext.storage.tiers.object.diagnosis", "examine"),
-}
-"""Of types that are looked at without being opened: module and function."""
+class TierType(ABC):
+    """One type of tier. Made once, without arguments.
 
-
-def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
-    """What there is to say of one configured tier, for tools: what it holds stays as it is.
-
-    Raises StoreSetupError or ConfigError with a sentence where it cannot be opened.
+    Its module is imported to check a configuration, so it imports the configuration class and nothing heavy: ``open``
+    imports the store.
     """
-    if tier.type in _EXAMINERS:
-        module_name, function_name = _EXAMINERS[tier.type]
-        findings: Sequence[Finding] = getattr(importlib.import_module(module_name), function_name)(name, tier)
-        return findings
-    with closing(open_tier(name, tier)) as store:
-        if isinstance(store, Diagnosable):
-            return store.diagnose()
-        return [Finding("diagnosis", Level.NOTE, "this type of tier has no diagnosis of its own")]
+
+    config: ClassVar[type[Any]]
+    """The class of the settings, a ``TierConfig`` (config/tier.py)."""
+    install: ClassVar[str] = ""
+    """The command that installs the packages which the store imports, where this one does not bring them."""
+
+    @abstractmethod
+    def open(self, name: str, tier: Any) -> PageStore:
+        """The store of ``tiers.<name>``; ``tier`` is an instance of ``config``.
+
+        Raises StoreSetupError, or ConfigError for what only this machine shows to be wrong. May be called from any
+        thread, and again after it has raised."""
+
+    def examine(self, name: str, tier: Any) -> Sequence[Finding]:
+        """What there is to say of a tier, for ``hicache-ext doctor``: what it holds stays as it is.
+
+        This one opens the tier and asks it (``Diagnosable``); of a store that has nothing to say it tries a few pages
+        of an identity of their own, which are removed again. Raises as ``open``."""
+        from hicache_ext.storage.contract.trial import try_store
+
+        with closing(self.open(name, tier)) as store:
+            return store.diagnose() if isinstance(store, Diagnosable) else try_store(store)
+
+    def series(self) -> Mapping[str, Sequence[str]]:
+        """Event -> reasons that its stores count beside those of every tier (reports.py), so that they are exported
+        before the first event."""
+        return {}
+
+
+def tier_type_names() -> list[str]:
+    """The names of all types, sorted. Imports none of them."""
+    return sorted(_entries())
+
+
+def tier_type(name: str) -> TierType:
+    """The type of this name. Raises TierTypeError where nothing or more than one thing has the name, or it cannot be
+    imported."""
+    found = _entries().get(name, {})
+    if len(found) > 1:
+        raise TierTypeError(name, f"is brought by several packages ({', '.join(sorted(found))}): uninstall all but one")
+    for package, entry in found.items():
+        try:
+            return _loaded(entry)
+        except Exception as error:
+            if package == _OUR_PACKAGE:
+                raise
+            raise TierTypeError(name, f"of the package {package} cannot be used: {_words(error)}") from error
+    raise TierTypeError(name, "is not known: no installed package brings it")
 
 
 def open_tier(name: str, tier: Any) -> PageStore:
-    """The store of one configured tier. Raises StoreSetupError or ConfigError with a sentence."""
+    """The store of one configured tier. Raises StoreSetupError, TierTypeError or ConfigError with a sentence."""
+    kind = tier_type(tier.type)
     try:
-        module_name, function_name, extra = _OPENERS[tier.type]
-    except KeyError:
-        raise StoreSetupError(name, f"no store for type {tier.type!r}") from None
-    try:
-        module = importlib.import_module(module_name)
+        return kind.open(name, tier)
     except ModuleNotFoundError as error:
-        if extra is None or (error.name or "").startswith("hicache_ext"):
+        if (error.name or "hicache_ext").startswith("hicache_ext"):
             raise
-        hint = f"pip install 'hicache-ext[{extra}]'"
-        raise StoreSetupError(name, f"the package {error.name!r} is not installed", [hint]) from None
-    store: PageStore = getattr(module, function_name)(name, tier)
-    return store
+        remedies = [kind.install] if kind.install else []
+        raise StoreSetupError(name, f"the package {error.name!r} is not installed", remedies) from None
+
+
+def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
+    """``TierType.examine`` of one configured tier. Raises as ``open_tier``."""
+    return tier_type(tier.type).examine(name, tier)
+
+
+def series_of_type(name: str) -> Mapping[str, Sequence[str]]:
+    """``TierType.series``; none of a store whose type is not registered."""
+    try:
+        return tier_type(name).series()
+    except TierTypeError:
+        return {}
+
+
+def broken_tier_types() -> list[TierTypeError]:
+    """What is wrong with types that other packages bring. Imports every type."""
+    errors = []
+    for name in tier_type_names():
+        try:
+            tier_type(name)
+        except TierTypeError as error:
+            errors.append(error)
+    return errors
+
+
+def _entries() -> dict[str, dict[str, EntryPoint]]:
+    """Name -> package -> where its class is."""
+    found = {name: {_OUR_PACKAGE: EntryPoint(name, value, GROUP)} for name, value in _OURS.items()}
+    for package, entry in _installed(tuple(sys.path)):
+        found.setdefault(entry.name, {})[package] = entry
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _installed(path: tuple[str, ...]) -> list[tuple[str, EntryPoint]]:
+    """With their packages. ``path``: what ``sys.path`` is, where packages are looked for."""
+    entries = importlib.metadata.entry_points(group=GROUP)
+    return [(entry.module if entry.dist is None else entry.dist.name, entry) for entry in entries]
+
+
+@functools.cache
+def _loaded(entry: EntryPoint) -> TierType:
+    """Raises whatever an import may raise, and TypeError."""
+    loaded = entry.load()
+    if not (isinstance(loaded, type) and issubclass(loaded, TierType) and isinstance(loaded.config, type)):
+        raise TypeError(f"{entry.value} is no subclass of TierType with a class config")
+    return loaded()
+
+
+def _words(error: Exception) -> str:
+    """On one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -13,16 +13,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 from hicache_ext.runtime.call_threads import CallThreads
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import Gauges, gauges_of
 from hicache_ext.storage.contract.bad_pages import Verdict
+from hicache_ext.storage.contract.registry import series_of_type
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 
 logger = logging.getLogger(__name__)
-
-Gauges = Mapping[str, float]
 
 UNKNOWN: Gauges = {
     "tier_up": 1.0,
@@ -37,20 +36,6 @@ UNKNOWN: Gauges = {
 
 NOT_REACHED: Gauges = {**dict.fromkeys(UNKNOWN, 0.0)}
 """Of a tier that has never been reached: nothing of it can be used."""
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """A store that says how it is."""
-
-    def gauges(self) -> Gauges:
-        """Some of ``UNKNOWN``, as they are now. From memory alone: no I/O, and no lock that is held during any. Also
-        after close()."""
-
-
-def gauges_of(store: PageStore) -> dict[str, float]:
-    """What a store says of itself; nothing where it cannot."""
-    return dict(store.gauges()) if isinstance(store, Watched) else {}
 
 
 class TierReports:
@@ -149,14 +134,9 @@ OPERATIONS = ("get", "set", "exists")
 
 CHAIN_PAGES = {"chain_pages": ("asked", "found", "used")}
 
-_CALLS = ("get", "set", "contains", "count_leading", "remove", "clear", "register_identity", "diagnose")
-_FILE_ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "ENOENT", "ESTALE", "ETIMEDOUT", "unknown", "Error", "MapFullError")
-_REQUEST_ERRORS = (
-    *("absent", "no_bucket", "exists", "denied", "slow_down", "timeout", "connection", "http_5xx", "http_4xx"),
-    *("cut", "other"),
-)
-
-_SUSPECTS = (*(verdict.value for verdict in Verdict), "forgotten")
+_CALLS = ("get", "set", "contains", "count_leading", "remove", "clear", "register_identity")
+SUSPECTS = (*(verdict.value for verdict in Verdict), "forgotten")
+"""Of the event ``suspect``, where a tier examines its bad pages."""
 
 OF_ANSWERS: Mapping[str, Sequence[str]] = {
     **CHAIN_PAGES,
@@ -190,44 +170,11 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
     "prefetch_bytes": ("fetched", "useful", "wasted"),
 }
 
-OF_TYPE: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "file": {
-        "bytes": ("evicted",),
-        "evicted": ("capacity", "ttl"),
-        "corrupt": ("seal", "unreadable", "not_a_file"),
-        "rejected": ("capacity", "no_space", "obstacle"),
-        "error": _FILE_ERRORS,
-        "io": ("unaligned",),
-        "suspect": ("good",),
-    },
-    "redis": {
-        "node": ("up", "down"),
-        "connection": ("opened", "lost"),
-        "redirect": ("moved", "ask"),
-        "cleared": ("",),
-        "suspect": _SUSPECTS,
-        "corrupt": ("type",),
-        "rejected": ("memory", "too_large", "clearing", "suspect"),
-        "error": ("no_node", "redirected", "busy", "timeout", "protocol", "connection", "identity", "clear"),
-    },
-    "mooncake": {
-        "suspect": _SUSPECTS,
-        "rejected": ("away", "full", "suspect"),
-        "error": ("timeout", "full", "transfer", "master_unreachable", "master_timeout", "lease_expired", "leased"),
-    },
-    "object": {
-        "cleared": ("",),
-        "suspect": _SUSPECTS,
-        "rejected": ("suspect",),
-        "error": (*_REQUEST_ERRORS, "not_as_sent"),
-    },
-}
-
 
 def _series_of(tier: PageStore) -> dict[str, list[str]]:
     info = tier.describe()
     series = {event: list(reasons) for event, reasons in OF_EVERY_TIER.items()}
-    for event, reasons in OF_TYPE.get(info.type, {}).items():
+    for event, reasons in series_of_type(info.type).items():
         series.setdefault(event, []).extend(reasons)
     for path in info.details.get("paths", ()):
         for event in ("path_out_of_service", "path_back_in_service"):

@@ -279,21 +279,3 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Release everything. Waits for calls under way. Idempotent."""
-
-
-@runtime_checkable
-class IdentityKeeper(Protocol):
-    """A store that keeps the documents of ``register_identity`` where every node can read them."""
-
-    def identities(self) -> dict[bytes, dict[str, Any]]:
-        """Digest -> document. For tools, on a thread of theirs: it may take seconds. Raises StoreError."""
-
-
-@runtime_checkable
-class Resizable(Protocol):
-    """A store whose capacity may change while it is in use (a reload of the configuration)."""
-
-    def can_resize(self, capacity: int | None) -> bool: ...
-
-    def resize(self, capacity: int | None) -> None:
-        """``capacity`` as at the start, in bytes. What is too much goes with the next writes."""

@@ -1,7 +1,7 @@
-"""A trial of a store for diagnoses: pages of an identity of its own are written, read back, compared and removed.
+"""A round trip for diagnoses: pages of an identity of its own are written, read back, compared and removed.
 
-Where the store is a directory, the trial is made in one of its own beside it, so that nothing of what is looked at is
-touched: not the pages (a full tier would evict some), not the index, not the records.
+For a store in a directory the trial has a directory of its own beside it, so that it touches neither the pages (a full
+tier would evict some) nor the index nor the records. Reasons: docs/decisions/tools-that-look.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.liveness import writer_alive, writer_name
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.tiers.file.usage import writer_alive, writer_name
 
 _PAGES = 16
 _PAGE_BYTES = 1 << 20
@@ -30,7 +30,7 @@ _TRIAL = ".hicache-ext-trial-"
 
 
 def nearest_directory(path: Path) -> Path:
-    """``path``, or the nearest directory above it that is there. Raises OSError as the disk does."""
+    """``path``, or the nearest existing directory above it. Raises OSError."""
     while not path.is_dir():
         if path.exists():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -40,9 +40,9 @@ def nearest_directory(path: Path) -> Path:
 
 @contextmanager
 def trial_directory(path: Path) -> Iterator[Path]:
-    """An empty directory of one's own in ``path``, or above it where it does not exist, which is gone afterwards.
+    """A new directory in ``path``, or above it where that does not exist; removed afterwards.
 
-    What a trial that was killed has left there is taken away, too. Raises OSError.
+    Left-overs of trials that were killed are removed, too. Raises OSError.
     """
     place = nearest_directory(path)
     for left in place.glob(f"{_TRIAL}*"):
@@ -57,7 +57,7 @@ def trial_directory(path: Path) -> Iterator[Path]:
 
 
 def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES) -> list[Finding]:
-    """A round trip, latency and bandwidth of ``store``; leaves nothing behind. Never raises the store's troubles."""
+    """Round trip, latency and bandwidth of ``store``; leaves nothing behind. Errors of the store become findings."""
     digest = secrets.token_bytes(IDENTITY_LENGTH)
     keys = [digest + hashlib.sha256(bytes([number])).digest() for number in range(_PAGES)]
     content = [hashlib.shake_128(key).digest(page_bytes) for key in keys]

@@ -1,7 +1,6 @@
-"""The base of every wrapper around a PageStore: it forwards everything, subclasses override what they change.
+"""The base of every wrapper around a PageStore: it forwards the contract, subclasses override what they change.
 
-A wrapper is ``Diagnosable`` and ``Watched`` whether or not the wrapped store is, because a wrapper's class cannot
-depend on it: where the store is not, there is nothing to say.
+Abilities beside the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py).
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding
-from hicache_ext.storage.contract.reports import gauges_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 
@@ -34,12 +31,6 @@ class DelegatingStore:
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self.inner.register_identity(digest, document)
-
-    def diagnose(self) -> Sequence[Finding]:
-        return self.inner.diagnose() if isinstance(self.inner, Diagnosable) else ()
-
-    def gauges(self) -> dict[str, float]:
-        return gauges_of(self.inner)
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         return self.inner.get(batch)

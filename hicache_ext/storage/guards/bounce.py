@@ -1,6 +1,6 @@
-"""Bounce memory: host memory of a guard's own, lent to calls that may outlive their callers.
+"""Bounce memory: host memory of a guard, lent to calls that may outlive their callers.
 
-One anonymous mapping, touched only as far as it is used, so that a store that must register memory (RDMA) does so once.
+One anonymous mapping: pages are allocated as they are used, and a store that must register memory (RDMA) does it once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ALIGNMENT = 4096
 
 
 class Lease:
-    """``memory`` is one contiguous piece, given back by ``BounceMemory.give_back``."""
+    """One contiguous piece; return it with ``BounceMemory.give_back``."""
 
     __slots__ = ("length", "memory", "offset")
 
@@ -31,19 +31,19 @@ class BounceMemory:
         self.memory = memoryview(mmap.mmap(-1, self.size))
         self._condition = threading.Condition()
         self._free: list[tuple[int, int]] = [(0, self.size)]
-        """(offset, length), by offset, no two adjacent."""
+        """(offset, length), sorted by offset; adjacent pieces are merged."""
         self._stuck = 0
 
     @property
     def lent(self) -> int:
-        """Bytes that are lent now."""
+        """Bytes lent now."""
         with self._condition:
             return self.size - sum(length for _, length in self._free)
 
     def take(self, length: int, deadline: float) -> Lease | None:
-        """A piece of ``length`` bytes, waiting for one until ``deadline`` (monotonic).
+        """A piece of ``length`` bytes; waits for one until ``deadline`` (monotonic), then None.
 
-        None at the deadline; at once where calls left behind hold so much that nobody else will give back enough.
+        None at once where calls left behind hold so much that the others cannot give back enough.
         """
         wanted = max(_ALIGNMENT, -(-length // _ALIGNMENT) * _ALIGNMENT)
         with self._condition:
@@ -58,13 +58,13 @@ class BounceMemory:
                 self._condition.wait(left)
 
     def mark_stuck(self, lease: Lease) -> None:
-        """The call that holds this piece was left behind: nobody should wait for it."""
+        """The call that holds this piece was left behind: nobody waits for it any more."""
         with self._condition:
             self._stuck += lease.length
             self._condition.notify_all()
 
     def give_back(self, lease: Lease, *, stuck: bool = False) -> None:
-        """Take a piece back; ``stuck`` as it was marked."""
+        """Take a piece back. ``stuck``: whether it was marked."""
         with self._condition:
             if stuck:
                 self._stuck -= lease.length

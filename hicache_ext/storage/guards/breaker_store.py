@@ -7,24 +7,18 @@ never SGLang's thread, never SGLang's host pages. The thread lives until the bre
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import call_limit, ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker import (
-    LONGEST_PROBE_INTERVAL,
-    Breaker,
-    BreakerSettings,
-    BreakerState,
-    Outcome,
-)
 from hicache_ext.storage.guards.concurrency import counting_seconds_queued, seconds_queued
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings, Outcome, TierBreaker
 from hicache_ext.storage.guards.time_limit import AT_LIMIT
 
 logger = logging.getLogger(__name__)
@@ -39,8 +33,6 @@ _SLOWEST_LOOK_UP = 0.001
 """Seconds a key that is found, beyond ``slow_call``: a page of tokens takes several times as long to compute."""
 _CLOSE_WAIT = 10.0
 _NOT_ANSWERED = frozenset({"timeout", "error", "rejected"})
-_LEVELS = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
-"""The states as the gauge ``breaker_state`` has them: the higher, the less is asked of the tier."""
 
 
 class BreakerStore(DelegatingStore):
@@ -59,12 +51,7 @@ class BreakerStore(DelegatingStore):
         self._settings = settings
         self._timeout = timeout
         self._clock = clock
-        self._breaker = Breaker(settings, self._changed, clock)
-        self._lock = threading.Lock()
-        self._prober: threading.Thread | None = None
-        self._closing = threading.Event()
-        self._slow_start_cut = threading.Event()
-        """Set where the prober must not sit out a slow start: the breaker opened again, or the store closes."""
+        self._breaker = TierBreaker(inner.name, settings, self._is_healthy, self._changed, clock)
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read went wrong."""
         self._opened_at = 0.0
@@ -79,8 +66,7 @@ class BreakerStore(DelegatingStore):
 
     def resume(self) -> None:
         """These guards are in force now: probe the tier, if the breaker before them had given it up."""
-        if self.state is not BreakerState.CLOSED:
-            self._start_prober()
+        self._breaker.resume()
 
     @property
     def state(self) -> BreakerState:
@@ -91,7 +77,7 @@ class BreakerStore(DelegatingStore):
         return StoreInfo(info.name, info.type, info.shared, {**info.details, "breaker": self.state.value})
 
     def gauges(self) -> dict[str, float]:
-        return {**super().gauges(), "breaker_state": _LEVELS[self.state]}
+        return {"breaker_state": self.state.level}
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -151,13 +137,9 @@ class BreakerStore(DelegatingStore):
     # clear() and register_identity() are rare, and lost when they are refused: they go through in every state.
 
     def close(self) -> None:
-        self._closing.set()
-        self._slow_start_cut.set()
+        self._breaker.close(0)
         self.inner.close()
-        with self._lock:
-            prober = self._prober
-        if prober is not None:
-            prober.join(_CLOSE_WAIT)
+        self._breaker.close(_CLOSE_WAIT)
 
     def _guarded(
         self,
@@ -168,7 +150,7 @@ class BreakerStore(DelegatingStore):
         pages: int,
         judge_pages: Callable[[int, T], None] = lambda ticket, answer: None,
     ) -> T:
-        if self._closing.is_set():
+        if self._breaker.closing:
             raise StoreClosedError(self.name)
         ticket = self._breaker.admit()
         if ticket is None:
@@ -240,8 +222,6 @@ class BreakerStore(DelegatingStore):
                 logger.warning(
                     "hicache_ext: tier %s is left out: %s; its pages are misses until it answers", self.name, reason
                 )
-                self._slow_start_cut.set()
-                self._start_prober()
             case BreakerState.HALF_OPEN:
                 logger.warning(
                     "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s",
@@ -252,38 +232,6 @@ class BreakerStore(DelegatingStore):
             case BreakerState.CLOSED:
                 logger.warning("hicache_ext: tier %s is in full use again", self.name)
 
-    def _start_prober(self) -> None:
-        with self._lock:
-            if self._prober is None and not self._closing.is_set():
-                prober = threading.Thread(target=self._probe, name=f"hicache-{self.name}-probe", daemon=True)
-                try:
-                    prober.start()
-                except RuntimeError as error:
-                    logger.error("hicache_ext: tier %s: no thread to probe it: %s; it stays out", self.name, error)
-                else:
-                    self._prober = prober
-
-    def _probe(self) -> None:
-        while True:
-            interval = self._breaker.probe_interval
-            while not self._closing.wait(interval):
-                if interval >= self._settings.probe_interval:
-                    self._breaker.end_doubt()
-                healthy = self._is_healthy()
-                self.metrics.add("breaker_probe", "good" if healthy else "bad")
-                if healthy:
-                    self._slow_start_cut.clear()
-                    self._breaker.recover()
-                    if self.state is BreakerState.HALF_OPEN and not self._closing.is_set():
-                        self._slow_start_cut.wait(self._settings.slow_start)
-                        self._breaker.end_slow_start()
-                    break
-                interval = min(LONGEST_PROBE_INTERVAL, interval * 2)
-            with self._lock:
-                if self._closing.is_set() or self.state is not BreakerState.OPEN:
-                    self._prober = None
-                    return
-
     def _is_healthy(self) -> bool:
         """Whether a read gets an answer, and in time."""
         key, size = self._suspect or (_PROBE_KEY, 1)
@@ -293,9 +241,11 @@ class BreakerStore(DelegatingStore):
                 (result,) = self.inner.get(PageBatch([key], [[memoryview(bytearray(size))]]))
         except Exception as error:  # noqa: BLE001 - whatever it raises, it is not well
             logger.debug("hicache_ext: tier %s: the probe raised %r", self.name, error)
-            return False
+            result = GetResult.ERROR
         quick = self._clock() - begun <= self._settings.slow_call + size / _SLOWEST_BANDWIDTH
-        return quick and result in (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+        healthy = quick and result in (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
+        self.metrics.add("breaker_probe", "good" if healthy else "bad")
+        return healthy
 
 
 def _ran_out_of_time(what: str, seconds: float) -> tuple[Outcome, str]:
@@ -304,12 +254,3 @@ def _ran_out_of_time(what: str, seconds: float) -> tuple[Outcome, str]:
     if limit is not None and limit.learnt:
         return Outcome.LATE, f"{reason}, the limit learnt from earlier ones"
     return Outcome.TIMEOUT, reason
-
-
-def breaker_of(store: Any) -> BreakerStore | None:
-    """The breaker in a guarded store, for those who watch it."""
-    while isinstance(store, DelegatingStore):
-        if isinstance(store, BreakerStore):
-            return store
-        store = store.inner
-    return None

@@ -1,9 +1,9 @@
 """Which guards a tier gets, and in what order they stand around it.
 
 From SGLang inwards: exists budget, negative cache, time limit, circuit breaker, concurrency limit, deadline, retry,
-store. What needs no store is answered before the breaker; what the breaker refuses takes no place of the limit; waiting
-for that and retries share the time of their call. The breaker's probes begin behind the time limit: they have the whole
-timeout, however little calls have learnt to take.
+store. So: answers that need no store come before the breaker; a call that the breaker refuses takes no place of the
+concurrency limit; waiting for that place and retries share the time of their call; the breaker's probes begin behind
+the time limit and have the whole timeout, not the learnt one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, RemoteTierConfig, TierConfig
+from hicache_ext.config.tier import READ_TIMEOUT, WRITE_TIMEOUT, TierConfig
 from hicache_ext.runtime.mounts import is_on_network
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker import BreakerSettings
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.guards.time_limit import TimeLimitStore
 
 REMOTE_RETRIES = 1
@@ -53,7 +54,7 @@ def plan_guards(tier: TierConfig) -> GuardPlan:
     bounce memory would cost more than it protects from (docs/guards.md).
     """
     guards = tier.guards
-    remote = isinstance(tier, RemoteTierConfig) or any(is_on_network(path) for path in tier.directories())
+    remote = tier.remote or any(is_on_network(path) for path in tier.directories())
     timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
     limited = timeout != math.inf
     guarded = remote or limited
@@ -87,7 +88,7 @@ def guarded(store: PageStore, plan: GuardPlan, before: PageStore | None = None) 
         store = ConcurrencyLimitStore(store, plan.concurrency, timeout / 2 if timeout is not None else None)
     if plan.breaker is not None:
         store = BreakerStore(store, plan.breaker, timeout)
-        if before is not None and (breaker := breaker_of(before)) is not None:
+        if before is not None and (breaker := ability(before, BreakerStore)) is not None:
             store.take_over(breaker)
     if timeout is not None and write_timeout is not None:
         store = TimeLimitStore(store, timeout, write_timeout, plan.breaker.slow_call if plan.breaker else None)

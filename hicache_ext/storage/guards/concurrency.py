@@ -1,8 +1,8 @@
-"""The concurrency limit: so many calls of a tier at once, whoever asks (demand reads, writes, promotion, prefetch).
+"""The concurrency limit: a bounded number of calls of a tier at once (reads, writes, promotion, prefetch together).
 
-Waiting for one's turn is this process's own queue and says nothing about the tier. So it takes at most half of the time
-of a call, which leaves the tier twice what its slowest call took lately (learnt_limit.py), and the breaker further out
-is told how long it was.
+The queue is this process's own and says nothing about the tier. So a call waits at most half of its time, which leaves
+the tier twice what its slowest recent call took (learnt_limit.py), and the breaker subtracts the wait
+(``seconds_queued``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _queued: ContextVar[float] = ContextVar("hicache_ext_queued", default=0.0)
 
 @contextmanager
 def counting_seconds_queued() -> Iterator[None]:
-    """For ``seconds_queued`` of the call inside."""
+    """Around a call whose ``seconds_queued`` is wanted."""
     token = _queued.set(0.0)
     try:
         yield
@@ -32,7 +32,7 @@ def counting_seconds_queued() -> Iterator[None]:
 
 
 def seconds_queued() -> float:
-    """For how long the call at hand has waited for its turn."""
+    """How long the current call has waited for its place."""
     return _queued.get()
 
 

@@ -2,9 +2,9 @@
 
 For stores that cannot end a call themselves (a hung NFS mount, a client library that waits). The call runs on another
 thread, with memory of the guard (bounce.py) in place of SGLang's host pages: a read is copied into the host pages only
-when it has ended in time, a write goes out from a copy. A call that does not end in time is left behind with its piece
-of that memory, which comes back when the call ends. When calls left behind are too many, or hold too much of it,
-further calls are REJECTED at once.
+if it ended in time; a write goes out from a copy. A late call is left behind and keeps its piece of that memory until
+it ends. When too many calls are left behind, or they hold too much, further calls are REJECTED at once.
+Reasons and cost: docs/decisions/deadlines-and-host-memory.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_threads import CallThreads
 from hicache_ext.runtime.workers import CallGate
-from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.bounce import BounceMemory, Lease
@@ -38,19 +37,18 @@ _PORTIONS = 4
 
 
 class _Refused(Exception):
-    """The call was not begun."""
+    """The call was not started."""
 
 
 class _TooLate(Exception):
-    """The call did not end in time, and was left behind if it had begun."""
+    """The call did not end in time; it was left behind if it had started."""
 
 
 class DeadlineStore(DelegatingStore):
-    """Ends each call of ``inner`` within ``timeout`` seconds, or less where it is given less. Threads: any."""
+    """Ends each call of ``inner`` within ``timeout`` seconds, or within its own shorter limit. Threads: any."""
 
     def __init__(self, inner: PageStore, timeout: float, bounce_memory: int) -> None:
-        """``bounce_memory``: bytes. A page larger than that is REJECTED. Raises StoreSetupError where there is not so
-        much."""
+        """``bounce_memory``: bytes. A larger page is REJECTED. Raises StoreSetupError if it cannot be had."""
         super().__init__(inner)
         self._timeout = timeout
         try:
@@ -175,10 +173,6 @@ class DeadlineStore(DelegatingStore):
         except StoreClosedError:
             pass
 
-    def diagnose(self) -> Sequence[Finding]:
-        late = Finding(self.name, Level.ERROR, f"no answer within {self._timeout:g} s", "look at what it stands on")
-        return self._answer("diagnose", super().diagnose, [late])
-
     def close(self) -> None:
         """Waits for calls under way, the store's own close() included, for at most ``timeout`` seconds."""
         if not self._calls.shut():
@@ -248,7 +242,7 @@ class DeadlineStore(DelegatingStore):
                 if most_stuck is not None and self._stuck >= most_stuck:
                     raise _Refused
             try:
-                # What is known of this call (its limit) goes along.
+                # The context carries the limit of this call.
                 call = self._threads.start(functools.partial(contextvars.copy_context().run, work), end_late)
             except RuntimeError:
                 raise _Refused from None

@@ -1,8 +1,8 @@
-"""The budget of SGLang's scheduler: what it asks is answered from what is known within milliseconds.
+"""The exists budget: look-ups on SGLang's scheduler thread are answered within milliseconds.
 
 Decode nodes look pages up on the scheduler's thread, where a store that hangs would stop every request. There a look-up
-runs on another thread; what is not known within the budget is answered as absent, and what the look-up finds later is
-kept for a short while for the next time. Calls of other threads go straight through.
+runs on another thread. What is not known within the budget is answered as absent; what the look-up finds later is kept
+for a few seconds for the next one. Calls of other threads go straight through.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hicache_ext.storage.guards.scheduler import must_answer_at_once
 logger = logging.getLogger(__name__)
 
 _LIFE = 5.0
-"""Seconds for which a page that was found is believed to be there. It is only ever a hint: a read may still miss."""
+"""Seconds for which a found page is answered as present. A hint only: the read may still miss."""
 _MOST_ENTRIES = 65536
 _MOST_CALLS = 4
-"""Calls left behind at which further look-ups are answered from what is known alone."""
+"""With so many calls left behind, further look-ups are answered from memory alone."""
 _CLOSE_WAIT = 10.0
 
 
@@ -81,7 +81,7 @@ class ExistsBudgetStore(DelegatingStore):
             return self._clear(digests)
         self._check_open()
         cleared: list[int] = []
-        # Not given up when it takes longer: it goes on in the background.
+        # A clear that takes longer goes on in the background.
         self._ends_in_time(lambda: cleared.append(self._clear(digests)))
         return cleared[0] if cleared else 0
 
@@ -111,13 +111,13 @@ class ExistsBudgetStore(DelegatingStore):
         self._remember([key for key, known in zip(keys, present, strict=True) if known])
 
     def _ends_in_time(self, work: Callable[[], None]) -> bool:
-        """Run ``work`` elsewhere; whether it has ended within the budget."""
+        """Run ``work`` on another thread; whether it ended within the budget."""
 
         def counted() -> None:
             try:
                 work()
             except StoreClosedError:
-                pass  # the store was closed while the look-up was on its way
+                pass  # the store was closed during the look-up
             except Exception as error:  # noqa: BLE001 - nobody may be waiting for it any more
                 logger.warning("hicache_ext: tier %s: a look-up raised %r", self.name, error)
             finally:

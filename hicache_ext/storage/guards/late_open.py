@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding, Level
-from hicache_ext.storage.contract.reports import NOT_REACHED, gauges_of
+from hicache_ext.storage.contract.reports import NOT_REACHED
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
 logger = logging.getLogger(__name__)
@@ -45,18 +45,16 @@ class LateStore:
         self._type = type_name
         self._shared = shared
         self._opener = opener
-        self._first_pause = first_pause
         self._own_metrics = TierMetrics(name)
         self._lock = threading.Lock()
         self._store: PageStore | None = None
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._last_problem = "it is still being opened"
         self._config_error: ConfigError | None = None
-        self._closing = threading.Event()
         self._attempted = threading.Event()
         self._said_not_open = False
-        self._thread = threading.Thread(target=self._open, name=f"hicache-{name}-open", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop(f"hicache-{name}-open", self._open, Backoff(first_pause, LONGEST_PAUSE))
+        self._loop.wake()
         self._attempted.wait(first_wait)
         if self._config_error is not None:
             raise self._config_error
@@ -69,30 +67,27 @@ class LateStore:
             )
 
     @property
-    def opened(self) -> PageStore | None:
+    def inner(self) -> PageStore | None:
         """The store, once it is open."""
         return self._store
 
-    def _open(self) -> None:
-        pause = self._first_pause
-        while not self._closing.is_set():
-            try:
-                self._take(self._opener())
-                return
-            except ConfigError as error:
-                self._config_error = error
-                self._last_problem = str(error)
-                logger.error("hicache_ext: tier %s: %s", self._name, error)
-                return
-            except StoreSetupError as error:
-                self._last_problem = error.reason
-            except Exception as error:  # noqa: BLE001 - a thread of ours that dies would never try again
-                self._last_problem = repr(error)
-                logger.warning("hicache_ext: tier %s: opening it raised %r", self._name, error)
-            finally:
-                self._attempted.set()
-            self._closing.wait(pause)
-            pause = min(LONGEST_PAUSE, pause * 2)
+    def _open(self) -> Retry | None:
+        try:
+            self._take(self._opener())
+        except ConfigError as error:
+            self._config_error = error
+            self._last_problem = str(error)
+            logger.error("hicache_ext: tier %s: %s", self._name, error)
+        except StoreSetupError as error:
+            self._last_problem = error.reason
+            return RETRY
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next attempt may do better
+            self._last_problem = repr(error)
+            logger.warning("hicache_ext: tier %s: opening it raised %r", self._name, error)
+            return RETRY
+        finally:
+            self._attempted.set()
+        return None
 
     def _take(self, store: PageStore) -> None:
         """Register with ``store`` what was registered here, and put it in service."""
@@ -102,7 +97,7 @@ class LateStore:
                 with self._lock:
                     identities = {key: doc for key, doc in self._identities.items() if key not in registered}
                     if not identities:
-                        if self._closing.is_set():
+                        if self._loop.stopping:
                             break
                         self._store = store
                         if self._said_not_open:
@@ -133,8 +128,7 @@ class LateStore:
         return StoreInfo(self._name, self._type, self._shared, {"state": "not open", "problem": self._last_problem})
 
     def gauges(self) -> dict[str, float]:
-        store = self._store
-        return dict(NOT_REACHED) if store is None else gauges_of(store)
+        return dict(NOT_REACHED) if self._store is None else {}
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._lock:
@@ -142,12 +136,6 @@ class LateStore:
             store = self._store
         if store is not None:
             store.register_identity(digest, document)
-
-    def diagnose(self) -> Sequence[Finding]:
-        store = self._store
-        if store is None:
-            return [Finding(self._name, Level.ERROR, f"not open: {self._last_problem}", "it opens itself when it can")]
-        return store.diagnose() if isinstance(store, Diagnosable) else ()
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         store = self._opened(len(batch))
@@ -176,16 +164,15 @@ class LateStore:
     def close(self) -> None:
         """Does not wait for an attempt that hangs: what it opens is closed when it ends."""
         with self._lock:
-            self._closing.set()
+            self._loop.stop(0)
             store = self._store
         if store is not None:
             store.close()
-        self._thread.join(_CLOSE_WAIT)
-        if self._thread.is_alive():
+        if not self._loop.stop(_CLOSE_WAIT):
             logger.warning("hicache_ext: tier %s: its opening hangs; its thread ends with it", self._name)
 
     def _opened(self, pages: int) -> PageStore | None:
-        if self._closing.is_set():
+        if self._loop.stopping:
             raise StoreClosedError(self._name)
         if self._store is None:
             self._own_metrics.add("rejected", "not_open", pages)

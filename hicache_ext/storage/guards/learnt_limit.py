@@ -2,14 +2,13 @@
 
 A tier that answers within milliseconds and then hangs should not cost the whole timeout. A call gets four times what
 the slowest of the last 32 calls of its size took, at least ``least`` (a busy machine, a new connection) and at most
-``longest`` (what is configured). Where too little is known of a size and of all larger ones it gets ``longest``.
+``longest`` (the configured timeout). A size with few calls also uses those of the next larger sizes; if these are too
+few as well, it gets ``longest``.
 
-Of a size with few calls of its own, those of the next larger sizes count too, and its own still do.
-
-A call that was cut at a learnt limit shows that what was learnt no longer holds, and not only for its size: the next
-one of any size gets four times that. So a tier that has become slower is in use again after a call or two, without
-anybody's help, and one that hangs does not cost the same limit again for each size. A call that was cut at ``longest``
-says nothing about other sizes: a large one may need that long every time.
+A call cut at a learnt limit shows that the limits of all sizes are too low: the next call of any size gets four times
+as much. So a tier that became slower is in use again after a call or two, and a tier that hangs does not cost one limit
+per size. A call cut at ``longest`` says nothing about other sizes: a large call may always need that long.
+Measurements: docs/decisions/time-limits-of-calls.md.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from collections import deque
 from collections.abc import Callable
 
 _FACTOR = 4.0
-"""Twice what the sizes of one class differ by, so that a call may still take twice as long as the slowest before it."""
+"""Sizes of one class differ by a factor of two; the other two are for a call slower than all before it."""
 _RECENT_CALLS = 32
 _FEWEST_CALLS = 8
-"""With fewer, nothing is known of a size."""
+"""With fewer calls a size counts as unknown."""
 _LIFE = 300.0
-"""Seconds for which a call teaches something: an idle tier's connections are cold, its pages swapped out."""
+"""Seconds for which a call counts: connections of an idle tier are cold, its pages swapped out."""
 
 
 class LearntLimit:
-    """Of calls of one kind; an amount is bytes or keys. Threads: any."""
+    """The limit of calls of one kind; an amount is bytes or keys. Threads: any."""
 
     def __init__(self, longest: float, least: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.longest = longest
@@ -37,10 +36,10 @@ class LearntLimit:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_size: dict[int, deque[tuple[float, float]]] = {}
-        """(when, seconds) of recent calls, by the power of two of their amount."""
+        """log2 of the amount -> (when, seconds) of recent calls."""
 
     def seconds(self, amount: int) -> float:
-        """For a call of ``amount``."""
+        """The limit of a call of ``amount``."""
         since = self._clock() - _LIFE
         with self._lock:
             recent: list[float] = []

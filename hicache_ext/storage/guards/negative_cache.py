@@ -1,9 +1,8 @@
-"""The negative cache: a page that was just not there is not asked for again for a short while.
+"""The negative cache: a page that was just absent is not asked for again for a short time.
 
-SGLang asks for the same chain again and again while a prompt waits or a conversation goes on, and each time the first
-page that is missing costs a remote tier a round trip. What another process writes becomes visible when the entry's life
-is over; what this process writes, at once. A look-up during which the tier counted trouble teaches nothing: its answers
-may mean that nobody could be asked.
+SGLang asks for the same chain again and again while a prompt waits, and each time the first missing page costs a remote
+tier a round trip. Writes of this process are visible at once, those of others when the entry expires. A look-up during
+which the tier counted trouble is not remembered: its answers may mean that the tier could not be asked.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _Keys = set[bytes]
 
 
 class NegativeCacheStore(DelegatingStore):
-    """Answers MISS and False from memory for ``life`` seconds after ``inner`` did. Threads: any."""
+    """For ``life`` seconds after ``inner`` answered MISS or False, answers the same from memory. Threads: any."""
 
     def __init__(
         self,
@@ -39,9 +38,9 @@ class NegativeCacheStore(DelegatingStore):
         self._clock = clock
         self._lock = threading.Lock()
         self._absent: dict[bytes, float] = {}
-        """Key -> end of life; in the order of both, since all lives are equally long."""
+        """Key -> when it expires, in that order: all entries live equally long."""
         self._written: list[_Keys] = []
-        """For each look-up under way, what has been written since it began: it may have looked before."""
+        """For each look-up under way, the keys written since it began: it may have looked before the write."""
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         known = self._known_absent(batch.keys)
@@ -111,7 +110,7 @@ class NegativeCacheStore(DelegatingStore):
             yield written
         finally:
             with self._lock:
-                # By identity: two look-ups may have seen equal sets.
+                # Compared by identity: two look-ups may hold equal sets.
                 self._written = [other for other in self._written if other is not written]
 
     def _remember(self, keys: Iterable[bytes], written: _Keys) -> None:

@@ -1,4 +1,4 @@
-"""The retry guard: pages whose transfer failed are tried again, a few times, as long as there is time."""
+"""The retry guard: pages whose transfer failed are tried again a few times, while there is time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hicache_ext.storage.contract.wrapper import DelegatingStore
 R = TypeVar("R", GetResult, SetResult)
 
 _FIRST_PAUSE = 0.01
-"""Seconds before the first retry; doubled for each further one, give or take half."""
+"""Seconds before the first retry; doubled for each further one, with a jitter of half."""
 _LATEST_BEGIN = 0.25
-"""Part of the timeout after which no retry begins: it may take as long as the first attempt did."""
+"""Share of the timeout after which no retry begins: a retry may take as long as the first attempt."""
 
 
 class RetryStore(DelegatingStore):
@@ -31,7 +31,7 @@ class RetryStore(DelegatingStore):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``timeout``: seconds that a whole call may take, where nobody gives it less."""
+        """``timeout``: seconds for a whole call without a shorter limit of its own."""
         super().__init__(inner)
         self._retries = retries
         self._timeout = timeout

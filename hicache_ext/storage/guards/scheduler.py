@@ -1,8 +1,8 @@
-"""Whether a call is made by SGLang's scheduler, which must not wait for a store.
+"""Whether the current call comes from SGLang's scheduler, which must not wait for a store.
 
-The backend knows (it is constructed on the scheduler's thread) and says so around a call; the guards far below ask. A
-context variable, because a store in between may go on in another thread: ``contextvars.copy_context().run`` takes the
-answer along.
+The backend is constructed on the scheduler's thread; it marks calls of that thread, and guards further down read the
+mark. A context variable, because a store in between may continue on another thread:
+``contextvars.copy_context().run`` keeps it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _at_once: ContextVar[bool] = ContextVar("hicache_ext_answer_at_once", default=Fa
 
 @contextmanager
 def answering_at_once() -> Iterator[None]:
-    """Calls inside are answered from what is known within the budget of each tier (``guards.exists_budget``)."""
+    """Look-ups inside end within each tier's ``guards.exists_budget``."""
     token = _at_once.set(True)
     try:
         yield

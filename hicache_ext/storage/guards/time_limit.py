@@ -1,8 +1,7 @@
-"""The time limit of each call: what is configured, or less where the tier's own calls have shown that less will do.
+"""The time limit of each call: the configured timeout, or less where recent calls of the tier took less.
 
-This guard only says by when a call must have ended (call_deadline.py). Who keeps to it is the store, or the deadline
-guard for a store that cannot. Reads and look-ups are on the way to a first token; writes are not, and may take longer.
-Each kind learns apart from the others.
+This guard only sets the limit (call_deadline.py). The store keeps to it, or the deadline guard for a store that cannot.
+Reads and look-ups delay a first token; writes do not, and may take longer. Each kind learns separately.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.learnt_limit import LearntLimit
 
 LEAST_READ = 0.25
-"""Seconds. Less would cut calls for nothing: a busy machine, a server that forks, a connection that is made anew."""
+"""Seconds. Less would cut good calls: a busy machine, a server that forks, a new connection."""
 LEAST_WRITE = 1.0
 AT_LIMIT = 0.9
-"""A call that took this part of its limit ran into it; a look-up cannot say so itself."""
+"""A call that took this share of its limit was cut; a look-up cannot report that itself."""
 
 T = TypeVar("T")
 
 
 class TimeLimitStore(DelegatingStore):
-    """Gives each call of ``inner`` its time. Threads: any."""
+    """Sets the limit of each call of ``inner``. Threads: any."""
 
     def __init__(
         self,
@@ -36,10 +35,9 @@ class TimeLimitStore(DelegatingStore):
         slow_call: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout`` of a read or a look-up. ``slow_call``: what the breaker around ``inner`` takes for slow.
-
-        No call gets less than half of that, so that it is the one number to raise for a tier whose calls differ much.
-        None: there is no breaker to try a tier again that was cut off too early, and nothing is learnt.
+        """``timeout``: of a read or a look-up. ``slow_call``: the breaker's limit for a slow call; no call gets less
+        than half of it, so that it is the one number to raise for a tier whose calls differ much. None: without a
+        breaker nobody would try a tier again that was cut too early, so nothing is learnt.
         """
         super().__init__(inner)
         self._learns = slow_call is not None
@@ -81,8 +79,8 @@ class TimeLimitStore(DelegatingStore):
             return self.inner.remove(keys)
 
     def _limited(self, limit: LearntLimit, amount: int, call: Callable[[], T], seen: Callable[[T], int]) -> T:
-        """``seen``: the amount that an answer says something about. What is absent takes no time, and what failed says
-        nothing about it."""
+        """``seen``: the amount that an answer is evidence for: absent pages take no time, and failed ones are no
+        evidence."""
         seconds = limit.seconds(amount) if self._learns else limit.longest
         begun = self._clock()
         learnt = seconds < limit.longest

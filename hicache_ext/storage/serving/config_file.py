@@ -1,7 +1,7 @@
 """The configuration file of a running server: re-read when a command asks for it or when it changes.
 
-The backend has one of these when SGLang was given ``@FILE``. A server that was given its configuration inline has no
-file to re-read, and says so at start.
+The backend has one when SGLang was started with ``@FILE``. A server with an inline configuration has no file to
+re-read, and logs so at start.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_document
 from hicache_ext.config.problems import config_error
 from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.serving.control import ControlError, ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL = 2.0
-"""Seconds between two looks at the file."""
+"""Seconds between two checks of the file."""
+_CLOSE_WAIT = 10.0
 
 _Signature = tuple[int, int, int, int]
 View = Callable[[HicacheExtConfig], HicacheExtConfig]
@@ -32,7 +34,7 @@ def _as_it_is(config: HicacheExtConfig) -> HicacheExtConfig:
 
 
 class ConfigFile:
-    """Brings a store to what its file says. Threads of its own; SGLang's never come here after the constructor."""
+    """Reloads a store from its file, on threads of its own. SGLang's threads only run the constructor."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class ConfigFile:
         watch_interval: float = WATCH_INTERVAL,
         view: View = _as_it_is,
     ) -> None:
-        """``view`` makes what this server goes by of what the file says, as it was made of what the server was given.
+        """``view``: from the file's configuration to this server's, the same function as at the start.
 
         Raises ConfigError when ``file`` does not hold the configuration of ``store``.
         """
@@ -56,19 +58,17 @@ class ConfigFile:
         if view(self._document.hicache_ext) != store.config:
             raise ConfigError(file, "does not hold the configuration that this server was started with")
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._watcher = BackgroundLoop("hicache-config", self._look)
         self._socket: ControlSocket | None = None
         try:
             self._socket = ControlSocket(self._handle)
         except ControlError as error:
             logger.warning("hicache_ext: `hicache-ext reload` will not reach this server: %s", error)
         if watch:
-            self._watcher = threading.Thread(target=self._watch, name="hicache-config", daemon=True)
-            self._watcher.start()
+            self._watcher.wake(watch_interval)
 
     def reload(self, *, only_check: bool = False) -> list[str]:
-        """Take over what the file says now; the changes in words. Raises HicacheExtError, and nothing has changed."""
+        """Put the file in force; returns the changes in words. Raises HicacheExtError; nothing has changed then."""
         with self._lock:
             document = load_document(self._file)
             if problems := _unchangeable(self._document, document):
@@ -82,11 +82,9 @@ class ConfigFile:
             return changes
 
     def close(self) -> None:
-        self._closing.set()
         if self._socket is not None:
             self._socket.close()
-        if self._watcher is not None:
-            self._watcher.join(self._interval + 10)
+        self._watcher.stop(_CLOSE_WAIT)
 
     def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
         if request.get("call") == "facts":
@@ -98,26 +96,26 @@ class ConfigFile:
         except HicacheExtError as error:
             return {"ok": False, "said": str(error).splitlines()}
 
-    def _watch(self) -> None:
-        while not self._closing.wait(self._interval):
-            signature = _signature(self._file)
-            if signature == self._seen or signature is None:
-                continue
-            if self._closing.wait(self._interval) or _signature(self._file) != signature:
-                continue  # it is being written
-            self._seen = signature
-            try:
-                if not self.reload():
-                    logger.info("hicache_ext: %s was written and says the same as before", self._file)
-            except HicacheExtError as error:
-                for line in str(error).splitlines():
-                    logger.error("hicache_ext: %s is not taken over, what was in force stays: %s", self._file, line)
-            except Exception:
-                logger.exception("hicache_ext: %s is not taken over, what was in force stays", self._file)
+    def _look(self) -> float:
+        signature = _signature(self._file)
+        if signature == self._seen or signature is None:
+            return self._interval
+        if not self._watcher.rest(self._interval) or _signature(self._file) != signature:
+            return self._interval  # it is being written
+        self._seen = signature
+        try:
+            if not self.reload():
+                logger.info("hicache_ext: %s was written and says the same as before", self._file)
+        except HicacheExtError as error:
+            for line in str(error).splitlines():
+                logger.error("hicache_ext: %s is not taken over, what was in force stays: %s", self._file, line)
+        except Exception:
+            logger.exception("hicache_ext: %s is not taken over, what was in force stays", self._file)
+        return self._interval
 
 
 def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:
-    """SGLang's own keys."""
+    """Errors for changes of SGLang's own keys."""
     return [
         ConfigError(key, "cannot change while the server runs: SGLang reads it at start")
         for key in ExtraConfig.model_fields
@@ -126,7 +124,7 @@ def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:
 
 
 def _signature(file: str) -> _Signature | None:
-    """Changes with every write, also where a symbolic link is turned to another file (a Kubernetes ConfigMap)."""
+    """Changes with every write, also when a symbolic link changes its target (a Kubernetes ConfigMap)."""
     try:
         status = os.stat(file)
     except OSError:
@@ -137,7 +135,7 @@ def _signature(file: str) -> _Signature | None:
 def config_file_of(
     file: str | None, store: ReloadableStore, config: HicacheExtConfig, view: View = _as_it_is
 ) -> ConfigFile | None:
-    """The file behind a backend, None where there is none to re-read. Never raises."""
+    """The file of a backend; None where there is none to re-read. Never raises."""
     if file is None:
         if config.watch_config:
             logger.warning("hicache_ext.watch_config: the configuration was given inline, so that no file is watched")

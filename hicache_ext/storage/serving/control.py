@@ -1,7 +1,7 @@
-"""How a command on this machine reaches running servers: one UNIX socket per backend in a directory of the user's own.
+"""Commands reach running servers on this machine over one UNIX socket per backend, in a directory of the user.
 
-A request is one line of JSON, the answer another. Never a signal: SGLang owns those. Nothing secret goes over it, and
-only the same user can connect (the directory has mode 0700).
+A request is one line of JSON, the answer another. No signals: SGLang owns those. Nothing secret goes over it, and only
+the same user can connect (directory mode 0700).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import os
 import socket
 import stat
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ DIRECTORY_VARIABLE = "HICACHE_EXT_RUNTIME_DIR"
 
 _LONGEST_LINE = 1 << 20
 _REQUEST_SECONDS = 10.0
+_FIRST_PAUSE = 0.01
 _numbers = itertools.count()
 
 
@@ -35,7 +37,7 @@ class ControlError(Exception):
 
 
 def runtime_directory() -> Path:
-    """Where this user's sockets are; made if need be. Raises ControlError if it is not this user's alone."""
+    """The directory of this user's sockets, made if missing. Raises ControlError if others can use it."""
     chosen = os.environ.get(DIRECTORY_VARIABLE)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if chosen:
@@ -55,29 +57,28 @@ def runtime_directory() -> Path:
 
 
 class ControlSocket:
-    """Answers requests of commands with ``handle(request)``, on a thread of its own, one at a time."""
+    """Answers requests with ``handle(request)``, one at a time, on a thread of its own."""
 
     def __init__(self, handle: Callable[[Request], Answer]) -> None:
         """Raises ControlError."""
         self._handle = handle
-        self._closing = False
         self.path = runtime_directory() / f"{os.getpid()}-{next(_numbers)}.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.path.unlink(missing_ok=True)  # of a process that had this number before
+            self.path.unlink(missing_ok=True)  # left by an earlier process with this number
             self._listener.bind(os.fspath(self.path))
-            # A full backlog refuses commands at once: a UNIX socket has no patience.
+            # With a full backlog a UNIX socket refuses commands at once.
             self._listener.listen(64)
         except OSError as error:
             self._listener.close()
             raise ControlError(f"{self.path}: {error.strerror or error}") from error
-        self._thread = threading.Thread(target=self._serve, name="hicache-control", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("hicache-control", self._serve, Backoff(_FIRST_PAUSE, _REQUEST_SECONDS))
+        self._loop.wake()
 
     def close(self) -> None:
-        if self._closing:
+        if self._loop.stopping:
             return
-        self._closing = True
+        self._loop.stop(0)
         # shutdown() wakes accept(); close() alone would not.
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -85,23 +86,20 @@ class ControlSocket:
             pass
         self._listener.close()
         self.path.unlink(missing_ok=True)
-        if self._thread is not threading.current_thread():
-            self._thread.join(_REQUEST_SECONDS)
+        self._loop.stop(_REQUEST_SECONDS)
 
-    def _serve(self) -> None:
-        while not self._closing:
+    def _serve(self) -> float | Retry:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return RETRY  # no descriptor left, or closed
+        with connection:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closing:
-                    return
-                continue
-            with connection:
-                try:
-                    connection.settimeout(_REQUEST_SECONDS)
-                    _send(connection, self._answer(_receive(connection)))
-                except Exception as error:  # noqa: BLE001 - whatever somebody sends, the next request is answered
-                    logger.debug("hicache_ext: a request broke off: %r", error)
+                connection.settimeout(_REQUEST_SECONDS)
+                _send(connection, self._answer(_receive(connection)))
+            except Exception as error:  # noqa: BLE001 - whatever somebody sends, the next request is answered
+                logger.debug("hicache_ext: a request broke off: %r", error)
+        return 0.0
 
     def _answer(self, request: Request) -> Answer:
         try:
@@ -112,11 +110,11 @@ class ControlSocket:
 
 
 def servers() -> Iterator[Path]:
-    """Sockets of this user's running backends, by process id; those that nobody listens on any more are removed."""
+    """Sockets of this user's running backends, sorted by process id; sockets without a listener are removed."""
     for path in sorted(runtime_directory().glob("*.sock"), key=lambda path: (len(path.name), path.name)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             try:
-                # Not by the process id: in containers that share the directory it means another process.
+                # The process id is no proof: in containers that share the directory it means another process.
                 connection.connect(os.fspath(path))
             except (ConnectionRefusedError, FileNotFoundError):
                 path.unlink(missing_ok=True)

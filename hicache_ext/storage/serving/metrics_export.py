@@ -1,13 +1,14 @@
 """Every counter, level and latency of the tiers at SGLang's Prometheus endpoint (``--enable-metrics``).
 
-SGLang's scheduler processes are not the one that answers ``/metrics``: prometheus_client's multiprocess mode carries
-the values over in files. SGLang sets that up; here only metrics are made and moved, by a thread that wakes once a
-second, so that counting itself stays cheap. Latencies are passed on call by call.
+SGLang's scheduler processes do not answer ``/metrics`` themselves: prometheus_client's multiprocess mode carries values
+over in files, set up by SGLang. A thread here moves the counts once a second, so that counting stays cheap. Latencies
+are passed on call by call.
 
 Names follow from what is counted: ``TierMetrics.add("promotion", "stored")`` is
 ``hicache_ext_promotion_total{tier=..., reason="stored"}``, a level ``queue_bytes`` is the gauge
-``hicache_ext_queue_bytes``, and all latencies are ``hicache_ext_call_seconds``. What is no tier has a prefix in front
-(``hicache_ext_pull_decision_total``). docs/metrics.md lists them.
+``hicache_ext_queue_bytes``, and all latencies are ``hicache_ext_call_seconds``. Counters of something that is no tier
+have a prefix (``hicache_ext_pull_decision_total``). So a new count needs no change here but its help text;
+docs/metrics.md lists them all.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import functools
 import logging
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hicache_ext import __version__
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import LATENCY_BOUNDS, TierMetrics
 
 logger = logging.getLogger(__name__)
@@ -94,25 +95,24 @@ HELP = {
 
 
 def metric_name(counted: str) -> str:
-    """The Prometheus name of an event or level, its own prefix included, without the ``_total`` that counters get."""
+    """The Prometheus name of an event or level (with its prefix), without the ``_total`` of counters."""
     return PREFIX + _UNFIT.sub("_", counted)
 
 
 class Exporter:
-    """Moves what ``sources()`` count into prometheus_client until it is closed. One per backend."""
+    """Moves the counts of ``sources()`` into prometheus_client until it is closed. One per backend."""
 
     def __init__(self, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> None:
         self._sources = sources
         self._labels = dict(labels)
         self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
-        self._stop = threading.Event()
+        self._loop = BackgroundLoop("hicache-metrics", self._export_regularly)
         _build_info().labels(**self._all_labels(), version=__version__).set(1)
         self.export()
-        self._thread = threading.Thread(target=self._run, name="hicache-metrics", daemon=True)
-        self._thread.start()
+        self._loop.wake(_INTERVAL)
 
     def export(self) -> None:
-        """Bring everything up to date."""
+        """Export everything now."""
         sources = list(self._sources())
         for metrics in sources:
             self._watch(metrics)
@@ -130,7 +130,7 @@ class Exporter:
     def _let_go(
         self, metrics: TierMetrics, observer: Callable[[str, float], None], sources: Iterable[TierMetrics]
     ) -> None:
-        """A tier has gone: its last counts go out, and what it had waiting or open is no more."""
+        """A tier was removed: export its last counts and reset its levels."""
         metrics.unwatch(observer)
         self._export_counts(metrics)
         successors = [source for source in sources if (source.tier, source.prefix) == (metrics.tier, metrics.prefix)]
@@ -140,18 +140,17 @@ class Exporter:
         del self._watched[id(metrics)]
 
     def close(self) -> None:
-        """Export a last time, let go of everything, and end the thread. Idempotent."""
-        if not self._stop.is_set():
-            self._stop.set()
-            self._thread.join()
+        """Export a last time, release all tiers, end the thread. Idempotent."""
+        if not self._loop.stopping:
+            self._loop.stop()
             self._export_quietly()
-            # After a detach the server goes on: a tier must not be shown as up for ever.
+            # The server goes on after a detach: its tiers must not be shown as up for ever.
             self._sources = lambda: ()
             self._export_quietly()
 
-    def _run(self) -> None:
-        while not self._stop.wait(_INTERVAL):
-            self._export_quietly()
+    def _export_regularly(self) -> float:
+        self._export_quietly()
+        return _INTERVAL
 
     def _export_quietly(self) -> None:
         try:
@@ -160,7 +159,7 @@ class Exporter:
             logger.exception("hicache_ext: exporting metrics")
 
     def _watch(self, metrics: TierMetrics) -> None:
-        """Pass on every latency. The entry keeps ``metrics`` alive, so that its id stays its own."""
+        """Pass on every latency. The entry keeps ``metrics`` alive, so that no other object gets its id."""
         if id(metrics) not in self._watched:
             histogram = _histogram()
             observe = functools.lru_cache(None)(lambda operation: self._child(histogram, metrics, operation=operation))
@@ -185,13 +184,13 @@ class Exporter:
 
 class _NoExporter:
     def close(self) -> None:
-        """Nothing was begun."""
+        """Nothing to close."""
 
 
 def export_when_wanted(
     wanted: bool, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]
 ) -> Exporter | _NoExporter:
-    """An exporter where the server has a Prometheus endpoint. Never raises: metrics are not worth a start."""
+    """An exporter, if the server has a Prometheus endpoint. Never raises: metrics must not stop a start."""
     if not wanted:
         return _NoExporter()
     try:
@@ -202,10 +201,10 @@ def export_when_wanted(
 
 
 _LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank")
-"""Named as in SGLang's own metrics, so that both can be joined."""
+"""Names as in SGLang's own metrics, so that both can be joined."""
 
 _WHEN_GONE = {"tier_up": math.nan}
-"""What a level is after its tier was taken out, where it is not 0: a tier that nobody wants any more is not down."""
+"""Levels of a removed tier that are not 0: a tier taken out of the configuration is not down."""
 
 
 # One family per name and process, whoever exports: prometheus_client keeps values by name. They are in no registry,

@@ -1,7 +1,7 @@
-"""Warming a node: the pages of a prompt are brought from outer tiers to a nearer one, before any request asks.
+"""Warming a node: the pages of a prompt are copied from far tiers to a near one, before any request asks.
 
-For a router or a cron job; needs no SGLang. Which identities there are is read from the documents that file, Redis and
-object tiers keep beside their pages: a server writes those of its pools when it starts. A Mooncake tier keeps none.
+For a router or a cron job; needs no SGLang. Identities are read from the documents that file, Redis and object tiers
+keep beside their pages; a server writes those of its pools when it starts. A Mooncake tier keeps none.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
+from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.errors import ConfigError, HicacheExtError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import digest_of_document
+from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.contract.store import GetResult, IdentityKeeper, PageBatch, PageStore
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.manifest import is_taken_over
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
@@ -28,17 +30,17 @@ _PAGES_AT_ONCE = 64
 _KV = "kv"
 
 Progress = Callable[[int, int], None]
-"""Called with the pages done and the pages there are."""
+"""Called with the number of pages done, and of all pages."""
 
 
 class WarmError(HicacheExtError):
-    """Nothing can be warmed, and why."""
+    """Why nothing can be warmed."""
 
 
 @dataclass(slots=True)
 class WarmReport:
-    """What became of the pages: ``present`` were there, ``fetched`` are now, ``absent`` are nowhere, ``failed`` were
-    found and could not be read or written. ``payload_bytes`` of the fetched."""
+    """Numbers of pages: ``present`` before, ``fetched`` now, ``absent`` everywhere, ``failed`` to be read or written.
+    ``payload_bytes``: of the fetched."""
 
     present: int = 0
     fetched: int = 0
@@ -63,8 +65,8 @@ def warm_prompts(
 ) -> WarmReport:
     """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it.
 
-    ``model`` is the name under which it is served; needed where the tiers hold several. ``identities`` (digest ->
-    document, see read_identities) are taken beside those that the tiers know. ``seed``: see page_hashes.py.
+    ``model``: the served name; needed where the tiers hold several. ``identities`` (digest -> document, see
+    read_identities): in addition to those that the tiers know. ``seed``: see page/hashes.py.
     Raises WarmError, StoreError or ConfigError with a sentence.
     """
     target_name, source_names = _route(config, to)
@@ -102,7 +104,7 @@ def warm(
 ) -> WarmReport:
     """Copy every page of ``prompts`` that ``source`` has and ``target`` lacks, for each of the identities.
 
-    Of a KV pool the leading run alone: behind a gap nothing is ever read. Of other pools whatever is there.
+    Of a KV pool the leading run only: nothing behind a gap is ever read. Of other pools all pages found.
     """
     chains = [(digest, document["pool"], prompt) for digest, document in documents.items() for prompt in prompts]
     keys_of_chains = [
@@ -127,7 +129,7 @@ def warm(
 def _warm_portion(
     source: PageStore, target: PageStore, keys: Sequence[bytes], page_bytes: int, report: WarmReport
 ) -> bool:
-    """Whether ``target`` has all of ``keys`` now."""
+    """Copy ``keys``; whether ``target`` has all of them now."""
     missing = [key for key, known in zip(keys, target.contains(keys), strict=True) if not known]
     report.present += len(keys) - len(missing)
     if not missing:
@@ -152,13 +154,13 @@ def _warm_portion(
 def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ()) -> dict[bytes, dict[str, Any]]:
     """Digest -> document of every identity recorded in the directories of file tiers and in the stores ``opened``.
 
-    Flat tensors are left out, and documents that are not what their digest says. Raises StoreError.
+    Without flat tensors, and without documents that do not fit their digest. Raises StoreError.
     """
     documents: dict[bytes, dict[str, Any]] = {}
     for store in opened:
-        if isinstance(store, IdentityKeeper):
+        if (keeper := ability(store, IdentityKeeper)) is not None:
             documents |= {
-                digest: document for digest, document in store.identities().items() if _describes(document, digest)
+                digest: document for digest, document in keeper.identities().items() if _describes(document, digest)
             }
     for tier in config.tiers.values():
         if not isinstance(tier, FileTierConfig):
@@ -176,9 +178,9 @@ def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ())
 
 
 def read_identities(places: Sequence[str], key: str) -> dict[bytes, dict[str, Any]]:
-    """Digest -> document of the files ``places``, or of the files in these directories: documents of another node.
+    """Digest -> document of the files ``places``, or of the files in these directories (documents of another node).
 
-    Raises ConfigError naming ``key`` for what is no document of a pool whose pages can be warmed.
+    Raises ConfigError naming ``key`` for a file that describes no pool whose pages can be warmed.
     """
     allowed = "an identity document, PATH/identities/*.json of a file tier of any node, or a directory of them"
     documents: dict[bytes, dict[str, Any]] = {}
@@ -196,16 +198,16 @@ def read_identities(places: Sequence[str], key: str) -> dict[bytes, dict[str, An
                 document = None
             if not isinstance(document, dict) or not _is_usable(document):
                 if path.is_dir():
-                    continue  # Among the documents of a node there are those of flat tensors.
+                    continue  # a node's directory also holds documents of flat tensors
                 raise ConfigError(key, f"{str(file)!r} does not describe the pages of a pool", allowed)
             documents[digest_of_document(document)] = document
     return documents
 
 
 def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
-    """Why nothing is known, and what to do."""
-    silent = [name for name in sources if config.tiers[name].type == "mooncake"]
-    because = f"; {', '.join(silent)} (mooncake) keeps none" if silent else ""
+    """Why no identity is known, and what to do."""
+    silent = [name for name in sources if not config.tiers[name].keeps_identities]
+    because = f"; {', '.join(f'{name} ({config.tiers[name].type})' for name in silent)} keeps none" if silent else ""
     return (
         f"no tier knows an identity{because}; start a server with this configuration once, or give the documents of "
         "another node with --identity"
@@ -213,7 +215,7 @@ def _no_identity(config: HicacheExtConfig, sources: Sequence[str]) -> str:
 
 
 def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
-    """The identities of one model. Raises WarmError where it is not clear which."""
+    """The identities of one model. Raises WarmError if it is not clear which model."""
     models = sorted({str(document["model"]["id"]) for document in documents.values()})
     if model is None and len(models) > 1:
         raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {', '.join(models)}")
@@ -224,7 +226,7 @@ def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -
 
 
 def _refuse_older_format(name: str, tier: TierConfig) -> None:
-    """A server takes such a directory over, without its pages; a tool has no business to."""
+    """Only a server may take over a directory of an older format: that gives up its pages."""
     for path in tier.path if isinstance(tier, FileTierConfig) else ():
         if is_taken_over(Path(path), "slab"):
             raise WarmError(f"tier {name}: {path!r} is of an older format; the next server that starts takes it over")
@@ -235,7 +237,7 @@ def _describes(document: Mapping[str, Any], digest: bytes) -> bool:
 
 
 def _is_usable(document: Mapping[str, Any]) -> bool:
-    """Whether a file that anybody may have put there has what is needed; flat tensors have no size of their own."""
+    """Whether a document, which anybody may have written, has what is needed; flat tensors have no page size."""
     pool, model = document.get("pool"), document.get("model")
     if not isinstance(pool, dict) or not isinstance(model, dict) or "id" not in model or "name" not in pool:
         return False
@@ -245,7 +247,7 @@ def _is_usable(document: Mapping[str, Any]) -> bool:
 
 
 def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:
-    """The tier to warm and the tiers behind it."""
+    """The tier to warm, and the tiers behind it."""
     locations = list(config.retrieve_locations)
     target = to or tier_use(config).promote_to or (locations[0] if locations else "")
     if target not in locations:

@@ -1,4 +1,4 @@
-"""Demand first: reads that SGLang waits for, and the work in the background that steps aside for them."""
+"""I/O priority: reads that SGLang waits for come first, then prefetch, then promotion."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 
 class DemandGate:
-    """Counts demand reads under way of what lies further out, and fetches ahead of them. Thread-safe; entering it never
-    waits. Demand comes first, then what is fetched ahead, then what is promoted.
+    """Counts the demand reads and the prefetches under way on far tiers; work of lower priority waits for them.
+
+    Thread-safe. Entering never waits.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class DemandGate:
 
     @contextmanager
     def fetch(self) -> Iterator[None]:
-        """Around work ahead of a read that SGLang is going to wait for."""
+        """Around a prefetch: SGLang is going to wait for its read."""
         with self._condition:
             self._fetches += 1
         try:
@@ -46,8 +47,8 @@ class DemandGate:
                     self._condition.notify_all()
 
     def wait_for_quiet(self, patience: float) -> None:
-        """Return when no demand read is under way, after ``patience`` seconds in any case: a tier that is always in
-        demand would otherwise never be relieved by what the background does."""
+        """Return when no demand read is under way, after ``patience`` seconds in any case: on a busy tier the
+        background would otherwise never run, and it is what relieves the tier."""
         self._wait(lambda: not self._reads, patience)
 
     def wait_until_idle(self, patience: float) -> None:
@@ -64,7 +65,7 @@ class DemandGate:
                 self._condition.wait(left)
 
     def close(self) -> None:
-        """Let everything in the background go on at once: the store is being closed."""
+        """Let all waiters go on: the store is being closed."""
         with self._condition:
             self._open_for_good = True
             self._condition.notify_all()

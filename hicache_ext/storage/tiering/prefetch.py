@@ -1,15 +1,13 @@
-"""Best-effort prefetch: pages move from outer tiers into host memory while SGLang allocates and queues.
+"""Best-effort prefetch: pages move from far tiers into host memory while SGLang allocates and queues.
 
-When exists() reports a hit, SGLang will most likely read those pages: after it has allocated host memory, and after the
-requests queued before, one at a time. ``Prefetcher.announce`` is told the keys in chain order; a few threads fetch them
-into a bounded buffer; a demand read takes them from there, checked again. A demand read never waits for what has only
-been planned: it takes such a page over and reads it itself. It does wait for a page that is being fetched: the same
-bytes never travel twice at a time.
+When exists() reports a hit, SGLang will most likely read those pages: after it has allocated host memory and has served
+the requests before. ``announce`` gets the keys in chain order, a few threads fetch them into a bounded buffer, and a
+demand read takes them from there, checked again. A demand read never waits for a page that is only planned: it takes it
+over and reads it itself. It waits for a page that is being fetched, so that no bytes travel twice at a time.
 
-What a storage backend can see of a request's end is nothing: SGLang tells neither of an abort nor that a hit was below
-its threshold. So every announced page has a lifetime, counted from its announcement; what nobody has read by then is
-dropped and counted as wasted. close(), clear() and remove() drop at once. Wasted bytes are thus bounded by the buffer
-per lifetime.
+SGLang tells a backend neither of an abort nor that a hit was below its threshold. So an announced page has a lifetime;
+a page that nobody has read by then is dropped and counted as wasted. close(), clear() and remove() drop at once. Waste
+is bounded by the buffer per lifetime.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 32
 _PATIENCE = 0.02
-"""Seconds for which a fetch steps aside for demand reads. Short: a request that is being read needs its next batch."""
+"""Seconds for which a fetch waits for demand reads. Short: a request being read needs its next batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchSettings:
-    """``buffer`` in bytes (0: no prefetch), ``lifetime`` in seconds, ``streams``: calls on outer tiers at once."""
+    """``buffer`` in bytes (0: no prefetch), ``lifetime`` in seconds, ``streams``: calls on far tiers at once."""
 
     buffer: int = 256 * 1024 * 1024
     lifetime: float = 30.0
@@ -50,7 +48,7 @@ class _State(enum.Enum):
     FETCHING = enum.auto()
     STAGED = enum.auto()
     GONE = enum.auto()
-    """Taken over, expired, failed or cancelled; no longer known under its key."""
+    """Taken over, expired, failed or cancelled; not found under its key any more."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,9 +63,9 @@ class PrefetchedPage:
     memory: bytearray | None = None
     checksum: bytes = b""
     result: GetResult | None = None
-    """What the source answered."""
+    """The answer of its tier."""
     wanted: int = 1
-    """How many announcements count on it, less those that have read it."""
+    """Announcements that have not read it yet."""
     used: bool = False
 
 
@@ -92,10 +90,10 @@ class Prefetcher:
         self._clock = clock
         self._condition = threading.Condition()
         self._pages: dict[bytes, PrefetchedPage] = {}
-        """By key, in the order of their expiry."""
+        """By key, in order of expiry."""
         self._plan: deque[PrefetchedPage] = deque()
         self._demanded: Counter[bytes] = Counter()
-        """Keys that demand is reading itself."""
+        """Keys that demand reads are reading from their tier."""
         self._held = 0
         """Bytes of pages being fetched and staged."""
         self._closing = False
@@ -137,17 +135,17 @@ class Prefetcher:
                     self._drop(page)
 
     def inside(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are in the buffer now."""
+        """How many of ``keys`` are in the buffer."""
         with self._condition:
             return sum(key in self._pages and self._pages[key].state is _State.STAGED for key in keys)
 
     # -- demand ----------------------------------------------------------------------------------------------------
 
     def begin_demand(self, keys: Sequence[bytes]) -> list[PrefetchedPage | None]:
-        """A demand read of ``keys`` begins: for each the page that is staged or being fetched, or None.
+        """A demand read of ``keys`` begins. For each key the page that is staged or being fetched, or None.
 
-        Pages that were only planned are taken over. The caller reads what is None itself, passes every other page to
-        ``take``, and calls ``end_demand`` with the answer in any case.
+        Planned pages are taken over. The caller reads keys with None itself, passes every other page to ``take``, and
+        calls ``end_demand`` with the answer in any case.
         """
         overtaken: Counter[TierMetrics] = Counter()
         joined: Counter[TierMetrics] = Counter()
@@ -181,8 +179,8 @@ class Prefetcher:
     def take(self, page: PrefetchedPage, segments: Sequence[memoryview]) -> GetResult:
         """Copy a page into host memory, waiting while it is being fetched. HIT, or why there is none.
 
-        MISS, TIMEOUT and the like are the source's own answer: it need not be asked again. REJECTED says that the page
-        was dropped meanwhile.
+        MISS, TIMEOUT and the like are the tier's answer: it need not be asked again. REJECTED: the page was dropped
+        meanwhile.
         """
         metrics = page.source.metrics
         with self._condition:
@@ -191,7 +189,7 @@ class Prefetcher:
             memory, checksum = page.memory, page.checksum
             if memory is None:
                 return page.result if page.result not in (None, GetResult.HIT) else GetResult.REJECTED
-        # Copied outside the lock: a page that is dropped meanwhile keeps its memory as long as this refers to it.
+        # Copied outside the lock: this reference keeps the memory of a page that is dropped meanwhile.
         if len(memory) != sum(segment.nbytes for segment in segments):
             return GetResult.REJECTED
         scatter(memoryview(memory), segments)
@@ -235,7 +233,7 @@ class Prefetcher:
                     self._fetch(pages)
 
     def _wait_for_work(self) -> bool:
-        """Return True when there may be something to fetch, False at the end."""
+        """True when there may be something to fetch, False at the end."""
         with self._condition:
             while not self._closing:
                 now = self._clock()
@@ -248,9 +246,9 @@ class Prefetcher:
 
     def _has_room_for(self, page: PrefetchedPage) -> bool:
         if page.state is not _State.PLANNED:
-            return True  # To be skipped.
+            return True  # skipped by the caller
         if self._held + page.size > self._settings.buffer:
-            # What has been read once is kept for others that may want it, and goes first.
+            # Pages that were read stay for other requests, and are dropped first.
             for used in [known for known in self._pages.values() if known.used and known.state is _State.STAGED]:
                 self._drop(used)
                 if self._held + page.size <= self._settings.buffer:
@@ -316,7 +314,7 @@ class Prefetcher:
             self._drop(page)
 
     def _drop(self, page: PrefetchedPage) -> None:
-        """Forget a page, in whatever state it is; one that is being fetched gives its bytes back afterwards."""
+        """Forget a page in any state; the bytes of one that is being fetched are released when the fetch ends."""
         del self._pages[page.key]
         was, page.state = page.state, _State.GONE
         if was is _State.STAGED:

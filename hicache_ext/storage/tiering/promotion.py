@@ -1,4 +1,4 @@
-"""Promotion: pages found further out are written to a nearer tier, behind everything else."""
+"""Promotion: pages found in a far tier are written to a nearer one, at the lowest I/O priority."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hicache_ext.storage.tiering.io_priority import DemandGate
 from hicache_ext.storage.tiering.write_behind import QueueSettings, WriteBehind
 
 _PATIENCE = 1.0
-"""Seconds for which a batch of promotions steps aside for demand reads and for what is fetched ahead of them."""
+"""Seconds for which a batch of promotions waits for demand reads and prefetches."""
 
 
 class Promoter:
     """Copies pages into a bounded queue and writes them to ``target`` when neither a demand read nor a prefetch is
     under way.
 
-    The caller says which pages: those of the contiguous prefix of a read, from a tier further out than ``target``.
-    A page that waits already is not queued again, whoever asks. Counted in the metrics of ``target``, event
-    ``promotion``: queued, waiting (was queued already), dropped (queue full), and then stored, exists or failed.
+    The caller chooses the pages: those of the leading run of a read that came from a tier behind ``target``. A page
+    that is queued is not queued again. Counted in the metrics of ``target``, event ``promotion``: queued, waiting (was
+    queued already), dropped (queue full), and then stored, exists or failed.
     """
 
     def __init__(self, target: PageStore, settings: QueueSettings, gate: DemandGate) -> None:
@@ -33,9 +33,9 @@ class Promoter:
         )
 
     def promote(self, batch: PageBatch, positions: Sequence[int]) -> int:
-        """Queue the pages at ``positions``, whose memory holds them; their bytes are copied before this returns.
+        """Queue the pages at ``positions``, which were read; their bytes are copied before this returns.
 
-        How many wait now.
+        Returns how many of them are in the queue.
         """
         outcomes = Counter(_QUEUED[result] for result in self._queue.offer(batch, positions))
         self.target.metrics.add_many("promotion", outcomes)

@@ -1,21 +1,21 @@
-"""Changing tiers while SGLang runs: what may change, what may not, and all of it at one moment.
+"""Changing tiers while SGLang runs: what may change, and the change at one moment.
 
-A reload that is refused, or whose new tiers cannot be opened, changes nothing. One that is accepted takes over between
-two calls (arrangement.py). Everything happens on the thread of whoever asks for it, never on SGLang's.
+A reload that is refused, or whose new tiers cannot be opened, changes nothing. An accepted one takes effect between two
+calls (hot_swap.py). It runs on the caller's thread, never on SGLang's. Reasons: docs/decisions/hot-swap.md.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-from hicache_ext.config import FileTierConfig, HicacheExtConfig, TierConfig
+from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
-from hicache_ext.storage.contract.store import PageStore, Resizable
-from hicache_ext.storage.guards.breaker_store import breaker_of
+from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.tiering.hot_swap import ExchangeableStore
 from hicache_ext.storage.tiering.live_tiers import LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
@@ -28,36 +28,43 @@ _FIXED = {
     "kv_dtype": "it is part of every page's identity",
     "watch_config": "it is read at start",
 }
-"""Keys of the section that a reload may not change, and why. Others (orders, tiers, limits) may."""
+"""Keys that a reload may not change -> why. Others (orders, tiers, limits) may change."""
+
+_CAPACITY = "capacity"
+"""The live key of a tier that its store is told of (``Resizable``)."""
 
 _LATER = {"pd": ", in force from the next start on"}
-"""Keys that may change in the file, and that the server has read at its start."""
+"""Keys that may change in the file and take effect at the next start."""
 
 
 class ReloadableStore(ExchangeableStore):
-    """The tiers of a configuration, which may be exchanged for another. Threads: any."""
+    """The tiers of a configuration, which may be replaced by those of another. Threads: any."""
 
     def __init__(self, config: HicacheExtConfig) -> None:
         """Opens the tiers. Raises StoreSetupError or ConfigError."""
-        tier_use(config)  # before anything is opened: it may refuse
+        tier_use(config)  # before anything is opened: it may raise
         self._config = config
         self._reloading = threading.Lock()
         self._live = open_live_tiers(used_tiers(config))
-        super().__init__(arrange(config, self._live))
+        with ExitStack() as undo:
+            for tier in self._live.values():
+                undo.callback(tier.close)
+            super().__init__(arrange(config, self._live))
+            undo.pop_all()
 
     @property
     def config(self) -> HicacheExtConfig:
-        """What is in force."""
+        """The configuration in force."""
         return self._config
 
     def check(self, config: HicacheExtConfig) -> None:
-        """Raise ConfigError for what a reload to ``config`` would be refused for, as far as that shows beforehand."""
+        """Raise ConfigError if a reload to ``config`` would be refused, as far as that is known beforehand."""
         if problems := list(self._problems(config)):
             raise config_error(problems)
         tier_use(config)
 
     def reload(self, config: HicacheExtConfig) -> list[str]:
-        """Put ``config`` in force; what has changed, one line each.
+        """Put ``config`` in force; returns what has changed, one line each.
 
         Returns when calls under way have ended and removed tiers are closed. Raises ConfigError or StoreError, and
         then nothing has changed.
@@ -78,30 +85,30 @@ class ReloadableStore(ExchangeableStore):
         wanted = used_tiers(config)
         kept = {name: tier for name, tier in self._live.items() if name in wanted and tier.config == wanted[name]}
         changed = {name: tier for name, tier in self._live.items() if name in wanted and name not in kept}
-        try:
-            with ExitStack() as hold:
-                opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
-                # Held here until an arrangement in force holds them.
-                for tier in opened.values():
-                    hold.callback(tier.guarded.handle().close)
-                guarded: dict[str, LiveTier] = {}
-                for name, tier in changed.items():
-                    guarded[name] = guard(wanted[name], tier.bare, tier)
-                    hold.callback(guarded[name].guarded.handle().close)
-                live = {name: (kept | opened | guarded)[name] for name in wanted}
-                arrangement = arrange(config, live)
-                try:
-                    # Guards keep memory of their own: new ones have to be registered like new tiers.
-                    self.exchange(arrangement, [tier.guarded.store for tier in (*opened.values(), *guarded.values())])
-                except BaseException:
-                    arrangement.close()
-                    raise
-        except HicacheExtError:
-            raise
-        except Exception as error:
-            raise StoreError(f"the new tiers cannot be used: {error!r}") from error
+        with ExitStack() as undo:
+            opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
+            for tier in opened.values():
+                undo.callback(tier.close)
+            guarded: dict[str, LiveTier] = {}
+            for name, tier in changed.items():
+                guarded[name] = guard(wanted[name], tier.bare, tier)
+                undo.callback(guarded[name].close_guards)
+            live = {name: (kept | opened | guarded)[name] for name in wanted}
+            try:
+                # Guards keep memory of their own: new ones have to be registered like new tiers.
+                self.exchange(arrange(config, live), [tier.store for tier in (*opened.values(), *guarded.values())])
+            except HicacheExtError:
+                raise
+            except Exception as error:
+                raise StoreError(f"the new tiers cannot be used: {error!r}") from error
+            undo.pop_all()
+        for name, tier in self._live.items():
+            if name in changed:
+                _end(name, tier.close_guards)
+            elif name not in wanted:
+                _end(name, tier.close)
         for tier in guarded.values():
-            if (breaker := breaker_of(tier.guarded.store)) is not None:
+            if (breaker := ability(tier.store, BreakerStore)) is not None:
                 breaker.resume()
         for name in changed:
             _resize(self._live[name], wanted[name])
@@ -149,11 +156,10 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
     for field in _differing_keys(live.config, wanted):
         if field == "timeout" and wanted.keeps_timeout:
             yield ConfigError(f"{key}.timeout", f"cannot change: the store was opened with it; {remedy}")
-        elif field == "capacity" and field in wanted.live_keys:
-            store = _bottom(live)
-            capacity = wanted.capacity if isinstance(wanted, FileTierConfig) else None
-            if not isinstance(store, Resizable) or not store.can_resize(capacity):
-                yield ConfigError(f"{key}.capacity", f"cannot change in this layout while the tier is in use; {remedy}")
+        elif field == _CAPACITY and field in wanted.live_keys:
+            store = ability(live.bare, Resizable)
+            if store is None or not store.can_resize(getattr(wanted, field)):
+                yield ConfigError(f"{key}.{field}", f"cannot change in this layout while the tier is in use; {remedy}")
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
 
@@ -162,13 +168,14 @@ def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:
     return [key for key in type(one).model_fields if getattr(one, key) != getattr(other, key, None)]
 
 
+def _end(name: str, close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception:
+        logger.exception("hicache_ext: closing what tier %s no longer uses", name)
+
+
 def _resize(live: LiveTier, wanted: TierConfig) -> None:
-    store = _bottom(live)
-    if isinstance(wanted, FileTierConfig) and isinstance(store, Resizable):
-        store.resize(wanted.capacity)
-
-
-def _bottom(live: LiveTier) -> PageStore:
-    """The store itself, also where it was opened late."""
-    store = live.bare.store
-    return getattr(store, "opened", None) or store
+    store = ability(live.bare, Resizable)
+    if _CAPACITY in wanted.live_keys and store is not None:
+        store.resize(getattr(wanted, _CAPACITY))

@@ -1,11 +1,10 @@
-"""How a configuration uses its tiers: what it says, and what follows from the tiers where it says nothing.
+"""How a configuration uses its tiers: what it says, and the defaults that follow from the tiers.
 
-Several tiers are mostly a near, private one and a far, shared one. Then, by default, what was found far is kept near
-(``promote_to``), and a write waits for the near one alone (``store_policies``): without the first the far tier is read
-again and again, without the second a slow pool holds the writes to the disk up.
-
-A decode node writes and does not read, on a thread of its own that tries a failed write again: there everything is
-written at once by default, so that it knows what has reached the pool.
+Several tiers are mostly a near, private one and a far, shared one. By default pages found in the far tier are promoted
+to the near one (``promote_to``), or the far tier would be read again and again. And a write waits for the near tier
+only (``store_policies``), or a slow pool would delay writes to the disk. On a decode node everything is written at once
+by default: its writer has a thread of its own and must know what has reached the pool.
+Reasons: docs/decisions/defaults-of-several-tiers.md.
 """
 
 from __future__ import annotations
@@ -15,23 +14,22 @@ from dataclasses import dataclass
 
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.config.model import PROMOTE_NOTHING, SECTION
+from hicache_ext.config.sharing import Sharing
 from hicache_ext.config.tiering import StorePolicy
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.contract.sharing import sharing_of
-from hicache_ext.storage.tiers.file.file_system import Sharing
 
 _TOLD = "configured"
 
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """By the names of tiers. Each setting with where it came from, for people."""
+    """Settings by the names of tiers, each with its reason, for people."""
 
     sharing: Mapping[str, Sharing]
     promote_to: str | None
     promotion_reason: str
     policies: Mapping[str, tuple[StorePolicy, str]]
-    """Of the tiers that are written."""
+    """Name of a written tier -> policy and reason."""
 
     @property
     def async_tiers(self) -> list[str]:
@@ -51,9 +49,9 @@ class TierUse:
 
 
 def tier_use(config: HicacheExtConfig) -> TierUse:
-    """Of a server of the role in ``config``, on this node. Raises ConfigError for hints that would lead nowhere."""
+    """For a server of the role in ``config``, on this node. Raises ConfigError for hints without a tier to fetch to."""
     used = [*config.retrieve_locations, *config.store_locations]
-    sharing = {name: sharing_of(tier) for name, tier in config.tiers.items() if name in used}
+    sharing = {name: tier.sharing() for name, tier in config.tiers.items() if name in used}
     promote_to, reason = _promotion(config, sharing)
     if promote_to is None and config.role == "prefill" and config.pd.hints.enabled:
         problem = f"a prefill node brings the pages to the tier promote_to, and there is none ({reason})"
@@ -70,7 +68,7 @@ def _promotion(config: HicacheExtConfig, sharing: Mapping[str, Sharing]) -> tupl
     if len(config.retrieve_locations) < 2:
         return None, "default: nothing lies further out"
     for name in config.retrieve_locations[:-1]:
-        # A tier that this node only reads is somebody else's to fill.
+        # A tier that this node only reads is filled by others.
         if not sharing[name].shared and name in config.store_locations:
             return name, "default: the nearest private tier"
     return None, "default: no private tier is read before another one, and written"

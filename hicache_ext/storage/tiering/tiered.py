@@ -1,9 +1,9 @@
 """Several stores as one: read in the order of ``retrieve``, written to every store of ``store``.
 
-Reading asks an outer tier only for what the inner ones lack. Pages known to be further out (exists() has just found
-them there) are read from there at once, beside the inner tiers. Pages found further out than ``promote_to`` are written
-back to it in the background (promotion.py); pages that exists() found further out are fetched ahead of the read
-(prefetch.py); tiers with the policy ``async`` are written in the background (write_behind.py).
+A read asks a far tier only for what the nearer ones lack. Pages that exists() has just found far out are read from
+there at once, beside the near tiers. Pages found behind ``promote_to`` are written to it in the background
+(promotion.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
+``async`` are written in the background (write_behind.py). Reasons: docs/decisions/reading-several-tiers.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.workers import CallGate
 from hicache_ext.storage.contract.reports import OF_ANSWERS
 from hicache_ext.storage.contract.store import (
     GetResult,
@@ -40,12 +41,13 @@ from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
 
 logger = logging.getLogger(__name__)
 
+_Argument = TypeVar("_Argument")
 _T = TypeVar("_T")
 
 _WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR)
 _REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
-"""Seconds for which pages that nobody has asked for yet step aside for demand reads, and for earlier promotions."""
+"""Seconds for which pages that nobody has asked for yet wait for demand reads and for earlier promotions."""
 _HELPERS = 4
 """Threads that read or write one tier while the calling thread does another."""
 
@@ -111,11 +113,13 @@ class TieredStore:
             self._promoter = Promoter(promote_to, self._settings.promotion_queue, self._gate)
         elif len(retrieve) == 1 and retrieve[0].describe().shared:
             self._inner_tiers = 0
+        self._only_tier = self._retrieve[0] if len(self._retrieve) == self._inner_tiers == 1 else None
+        """Nothing lies further out: nothing is prefetched, joined or promoted."""
         self._prefetcher = Prefetcher(self._settings.prefetch, self._gate, self._metrics)
         self._page_bytes: dict[bytes, int] = {}
         self._places = _Places()
         self._helpers = _Helpers()
-        self._closed = False
+        self._calls = CallGate(self.name)
 
     @property
     def name(self) -> str:
@@ -152,32 +156,31 @@ class TieredStore:
         segments = pool.get("segments") if isinstance(pool, dict) else None
         if segments:
             self._page_bytes[digest] = sum(segments)
-        for tier in self._tiers:
-            tier.register_identity(digest, document)
+        with self._calls:
+            for tier in self._tiers:
+                tier.register_identity(digest, document)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_one_tier(self) -> bool:
-        """Nothing lies further out: nothing is prefetched, joined or promoted."""
-        return len(self._retrieve) == 1 and self._inner_tiers == 1
-
     def get(self, batch: PageBatch) -> list[GetResult]:
-        self._check_open()
-        self._learn_page_bytes(batch)
-        if self._is_one_tier:
-            (tier,) = self._retrieve
-            results = self._call(tier, "get", partial(tier.get, batch), [GetResult.ERROR] * len(batch))
+        with self._calls:
+            self._learn_page_bytes(batch)
+            tier = self._only_tier
+            if tier is None:
+                return self._get_from_several(batch)
+            results = self._call(tier, "get", tier.get, batch, [GetResult.ERROR] * len(batch.sizes))
             leading = _leading_hits(results)
-            self._count(batch, results, leading, [(tier, leading)] if leading else [])
+            self._count(batch, results, leading, [(tier, leading)])
             return results
+
+    def _get_from_several(self, batch: PageBatch) -> list[GetResult]:
         read = _Read(batch)
         staged = self._prefetcher.begin_demand(batch.keys)
         try:
             self._read_known_places(read, [position for position, page in enumerate(staged) if page is None])
             self._walk(read, [position for position, page in enumerate(staged) if page is None])
             with self._gate.demand():
-                # Pages fetched ahead lay further out, too: what is promoted steps aside.
+                # Prefetched pages came from far tiers, too: promotion waits.
                 self._take_staged(read, staged)
         finally:
             self._prefetcher.end_demand(batch.keys, staged)
@@ -185,7 +188,7 @@ class TieredStore:
         sources = Counter(self._order[id(source)] for source in read.sources[:leading])
         self._count(batch, read.results, leading, [(self._retrieve[place], count) for place, count in sources.items()])
         if self._promoter is not None:
-            # Only now is it known what the contiguous prefix is; past a gap nothing is promoted.
+            # The leading run is known only now; nothing behind a gap is promoted.
             outer = [
                 position for position in range(leading) if self._order[id(read.sources[position])] >= self._inner_tiers
             ]
@@ -194,7 +197,7 @@ class TieredStore:
         return read.results
 
     def _read_known_places(self, read: _Read, positions: Sequence[int]) -> None:
-        """Read pages that exists() saw further out from there, every tier at once; the others from the innermost."""
+        """Read pages that exists() saw in far tiers from there, all tiers at once; the others from the nearest."""
         if len(self._retrieve) < 2:
             return
         by_tier: dict[int, list[int]] = {}
@@ -205,7 +208,7 @@ class TieredStore:
         self._helpers.run([partial(self._read_tier, read, place, wanted) for place, wanted in by_tier.items()])
 
     def _walk(self, read: _Read, positions: Iterable[int]) -> None:
-        """Ask every tier that was not asked yet for what is still missing, inner tiers first."""
+        """Ask each tier not asked yet for what is still missing, near tiers first."""
         for number in range(len(self._retrieve)):
             missing = [p for p in positions if read.results[p] is not GetResult.HIT and not read.asked[p] >> number & 1]
             if missing:
@@ -215,7 +218,7 @@ class TieredStore:
         tier = self._retrieve[number]
         with self._gate.demand() if number >= self._inner_tiers else nullcontext():
             results = self._call(
-                tier, "get", partial(tier.get, read.batch.select(positions)), [GetResult.ERROR] * len(positions)
+                tier, "get", tier.get, read.batch.select(positions), [GetResult.ERROR] * len(positions)
             )
         for position, result in zip(positions, results, strict=True):
             read.note(position, number, tier, result)
@@ -251,32 +254,34 @@ class TieredStore:
                 tier.metrics.add("chain_pages", "used", count)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        self._check_open()
-        present = [False] * len(keys)
-        missing = list(range(len(keys)))
-        for number, tier in enumerate(self._retrieve):
-            if not missing:
-                break
-            wanted = [keys[position] for position in missing]
-            answers = self._call(tier, "contains", partial(tier.contains, wanted), None)
-            if answers is None:
-                continue
-            for position, known in zip(missing, answers, strict=True):
-                present[position] = known
-            if number:
-                self._places.remember([key for key, known in zip(wanted, answers, strict=True) if known], number)
-            missing = [position for position in missing if not present[position]]
-        return present
+        with self._calls:
+            present = [False] * len(keys)
+            missing = list(range(len(keys)))
+            for number, tier in enumerate(self._retrieve):
+                if not missing:
+                    break
+                wanted = [keys[position] for position in missing]
+                answers = self._call(tier, "contains", tier.contains, wanted, None)
+                if answers is None:
+                    continue
+                for position, known in zip(missing, answers, strict=True):
+                    present[position] = known
+                if number:
+                    self._places.remember([key for key, known in zip(wanted, answers, strict=True) if known], number)
+                missing = [position for position in missing if not present[position]]
+            return present
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        """The leading run over all tiers; what of it lies further out begins to move inwards."""
-        self._check_open()
-        if self._is_one_tier:
-            (tier,) = self._retrieve
-            leading = self._call(tier, "exists", partial(tier.count_leading, keys), 0) if keys else 0
+        """The leading run over all tiers; its pages in far tiers begin to be prefetched."""
+        with self._calls:
+            tier = self._only_tier
+            if tier is None:
+                return self._lead_over_several(list(keys))
+            leading = self._call(tier, "exists", tier.count_leading, keys, 0) if keys else 0
             self._count_found(keys, {0: leading})
             return leading
-        keys = list(keys)
+
+    def _lead_over_several(self, keys: list[bytes]) -> int:
         places = self._find_leading(keys)
         self._count_found(keys, Counter(places))
         outer = [
@@ -308,8 +313,8 @@ class TieredStore:
             asked -= has
 
     def count_absent(self, pages: int) -> None:
-        """Pages of a chain that SGLang asked for, behind the leading run: no tier was of use for them, whether or not
-        it was asked (look-ups end at the first gap)."""
+        """Count pages of a chain behind the leading run as asked: no tier could serve them, whether or not it was asked
+        (look-ups end at the first gap)."""
         for metrics in (self._metrics, *(tier.metrics for tier in self._retrieve)):
             metrics.add("chain_pages", "asked", pages)
 
@@ -324,10 +329,10 @@ class TieredStore:
             wanted = [keys[position] for position in missing]
             if number == last:
                 # The first page that the last tier lacks ends the run: it need not look at those behind.
-                count = self._call(tier, "exists", partial(tier.count_leading, wanted), 0)
+                count = self._call(tier, "exists", tier.count_leading, wanted, 0)
                 found, rest = missing[:count], missing[count:]
             else:
-                answers = self._call(tier, "exists", partial(tier.contains, wanted), [False] * len(wanted))
+                answers = self._call(tier, "exists", tier.contains, wanted, [False] * len(wanted))
                 found = [position for position, known in zip(missing, answers, strict=True) if known]
                 rest = [position for position, known in zip(missing, answers, strict=True) if not known]
             for position in found:
@@ -343,40 +348,47 @@ class TieredStore:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        self._check_open()
-        self._learn_page_bytes(batch)
-        failed = [SetResult.ERROR] * len(batch)
-        # First, because it only copies: these queues work while the synchronous tiers do.
-        queued = [self._call(tier, "queue", partial(tier.set, batch), failed) for tier in self._async]
-        written: list[list[SetResult]] = [failed] * len(self._sync)
+        with self._calls:
+            self._learn_page_bytes(batch)
+            failed = [SetResult.ERROR] * len(batch.sizes)
+            # First, because it only copies: these queues work while the synchronous tiers do.
+            queued = [self._call(tier, "queue", tier.set, batch, failed) for tier in self._async]
+            if len(self._sync) == 1:
+                (tier,) = self._sync
+                written = [self._call(tier, "set", tier.set, batch, failed)]
+            else:
+                written = self._write_to_several(batch, failed)
+            best, *others = written or queued or [[SetResult.REJECTED] * len(batch.sizes)]
+            for answers in others:
+                best = [min(pair, key=_WORST_LAST.index) for pair in zip(best, answers, strict=True)]
+            self._metrics.add_many("set", counted(best))
+            return best
+
+    def _write_to_several(self, batch: PageBatch, failed: list[SetResult]) -> list[list[SetResult]]:
+        """To the synchronous tiers at once: what each answers."""
+        written = [failed] * len(self._sync)
 
         def write(number: int) -> None:
             tier = self._sync[number]
-            written[number] = self._call(tier, "set", partial(tier.set, batch), failed)
+            written[number] = self._call(tier, "set", tier.set, batch, failed)
 
         self._helpers.run([partial(write, number) for number in range(len(self._sync))])
-        best = [SetResult.REJECTED] * len(batch)
-        for number, answers in enumerate(written or queued):
-            best = (
-                answers
-                if number == 0
-                else [min(pair, key=_WORST_LAST.index) for pair in zip(best, answers, strict=True)]
-            )
-        self._metrics.add_many("set", counted(best))
-        return best
+        return written
 
     # -- administration --------------------------------------------------------------------------------------------
 
     def stored(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys need not be written: every tier that writes go to has them."""
-        answers = [tier.contains(keys) for tier in (*self._sync, *self._async)]
+        with self._calls:
+            answers = [tier.contains(keys) for tier in (*self._sync, *self._async)]
         return [all(known) for known in zip(*answers, strict=True)] if answers else [False] * len(keys)
 
     def count_leading_in_pool(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run that another node finds: in the shared tiers that writes go to (if any is)."""
-        written = [*self._sync, *self._async]
-        pool = [tier for tier in written if tier.describe().shared] or written
-        return max((tier.count_leading(keys) for tier in pool), default=0)
+        with self._calls:
+            written = [*self._sync, *self._async]
+            pool = [tier for tier in written if tier.describe().shared] or written
+            return max((tier.count_leading(keys) for tier in pool), default=0)
 
     def bring_inward(self, keys: Sequence[bytes]) -> Counter[str]:
         """Promote what ``promote_to`` lacks of the leading run of ``keys``, before anybody asks for it.
@@ -385,7 +397,10 @@ class TieredStore:
         Takes as much memory as the pages are long. Steps aside for demand reads and waits for tiers: not for SGLang's
         threads.
         """
-        self._check_open()
+        with self._calls:
+            return self._bring_inward(keys)
+
+    def _bring_inward(self, keys: Sequence[bytes]) -> Counter[str]:
         promoter = self._promoter
         size = self._page_bytes.get(identity_of(keys), 0) if keys else 0
         if promoter is None or not size:
@@ -400,7 +415,7 @@ class TieredStore:
             if positions:
                 # Not _read_tier: this is no demand.
                 tier, failed = self._retrieve[number], [GetResult.ERROR] * len(positions)
-                results = self._call(tier, "get", partial(tier.get, read.batch.select(positions)), failed)
+                results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
                 for position, result in zip(positions, results, strict=True):
                     read.note(position, number, tier, result)
         leading = _leading_hits(read.results)
@@ -413,25 +428,25 @@ class TieredStore:
         )
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        self._check_open()
-        wanted = list(dict.fromkeys(keys))
-        self._prefetcher.forget(wanted)
-        if self._promoter is not None:
-            self._promoter.forget(wanted)
-        # A page of two tiers is one page: their own counts cannot be added.
-        absent = [False] * len(wanted)
-        present = [self._call(tier, "contains", partial(tier.contains, wanted), absent) for tier in self._all]
-        for tier in self._all:
-            self._call(tier, "remove", partial(tier.remove, wanted), 0)
-        return sum(any(known) for known in zip(*present, strict=True))
+        with self._calls:
+            wanted = list(dict.fromkeys(keys))
+            self._prefetcher.forget(wanted)
+            if self._promoter is not None:
+                self._promoter.forget(wanted)
+            # A page of two tiers is one page: their own counts cannot be added.
+            absent = [False] * len(wanted)
+            present = [self._call(tier, "contains", tier.contains, wanted, absent) for tier in self._all]
+            for tier in self._all:
+                self._call(tier, "remove", tier.remove, wanted, 0)
+            return sum(any(known) for known in zip(*present, strict=True))
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        self._check_open()
-        self._prefetcher.forget_identities(digests)
-        if self._promoter is not None:
-            self._promoter.forget_identities(digests)
-        # A tier that raises must not keep the others from being cleared.
-        return max((self._call(tier, "clear", partial(tier.clear, digests), 0) for tier in self._all), default=0)
+        with self._calls:
+            self._prefetcher.forget_identities(digests)
+            if self._promoter is not None:
+                self._promoter.forget_identities(digests)
+            # A tier that raises must not keep the others from being cleared.
+            return max((self._call(tier, "clear", tier.clear, digests, 0) for tier in self._all), default=0)
 
     def wait_until_written(self, timeout: float) -> bool:
         """Whether all that waits to be promoted or written in the background was done within ``timeout`` seconds."""
@@ -442,22 +457,26 @@ class TieredStore:
         return all(wait_for(max(0.0, deadline - time.monotonic())) for wait_for in queues)
 
     def close(self) -> None:
-        self._closed = True
-        self._gate.close()
-        closers: list[Callable[[], None]] = [self._prefetcher.close]
-        if self._promoter is not None:
-            closers.append(self._promoter.close)
-        _close_all([*closers, *[tier.close for tier in self._all], self._helpers.close])
+        """``release``, and close the tiers."""
+        _close_all([self.release, *[tier.close for tier in self._tiers]])
 
-    def _call(self, tier: PageStore, operation: str, call: Callable[[], _T], otherwise: _T) -> _T:
-        """``call()``, measured; ``otherwise`` when the tier raises, which it has promised not to."""
+    def release(self) -> None:
+        """End what is done in the background, once the calls under way have ended; the tiers stay open for others."""
+        # What waits for the background does so no more.
+        self._gate.close()
+        if not self._calls.shut():
+            return
+        promoters = [] if self._promoter is None else [self._promoter.close]
+        _close_all([self._prefetcher.close, *promoters, *[tier.drain for tier in self._async], self._helpers.close])
+
+    def _call(
+        self, tier: PageStore, operation: str, call: Callable[[_Argument], _T], argument: _Argument, otherwise: _T
+    ) -> _T:
+        """``call(argument)``, measured; ``otherwise`` when the tier raises, which it has promised not to."""
         started = time.perf_counter()
         try:
-            return call()
+            return call(argument)
         except StoreClosedError:
-            if self._closed:
-                raise
-            # Drained by a change of the configuration while this call was on its way to it.
             tier.metrics.add("failure", "closed")
             return otherwise
         except Exception:
@@ -472,13 +491,9 @@ class TieredStore:
         if len(batch):
             self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(self.name)
-
 
 class _Read:
-    """What is known of one demand read while it goes through the tiers. Threads write disjoint positions."""
+    """The state of one demand read on its way through the tiers. Threads write disjoint positions."""
 
     def __init__(self, batch: PageBatch) -> None:
         self.batch = batch
@@ -490,7 +505,7 @@ class _Read:
 
     def note(self, position: int, number: int, tier: PageStore, result: GetResult) -> None:
         self.asked[position] |= 1 << number
-        # What went wrong further in is more telling than that a tier further out lacks the page.
+        # An error of a near tier says more than a miss of a far one.
         if result is not GetResult.MISS:
             self.results[position] = result
         if result is GetResult.HIT:
@@ -504,7 +519,7 @@ def _leading_hits(results: Sequence[GetResult]) -> int:
 
 
 class _Places:
-    """In which tier pages were last seen, for those not in the innermost. Bounded; the oldest are forgotten first."""
+    """The tier in which a page was last seen, if not the nearest. Bounded; the oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -519,7 +534,7 @@ class _Places:
                 self._places.popitem(last=False)
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The number of the tier to try first. Asked once per announcement: a place is used up by looking it up."""
+        """The number of the tier to try first. An entry is removed when it is looked up."""
         with self._lock:
             return [self._places.pop(key, 0) for key in keys]
 
@@ -534,14 +549,16 @@ class _Helpers:
 
     def run(self, calls: Collection[Callable[[], None]]) -> None:
         """Return, or raise, when all of ``calls`` have ended."""
-        first, *others = calls if calls else [lambda: None]
+        if not calls:
+            return
+        first, *others = calls
         futures: list[Future[None]] = []
         remaining: list[Callable[[], None]] = []
         for call in others:
             try:
                 futures.append(self._executor().submit(call))
             except RuntimeError:
-                # Closed meanwhile, or the interpreter is ending: the calling thread does it alone.
+                # Closed meanwhile, or the interpreter ends: the calling thread does it.
                 remaining.append(call)
         try:
             for call in [first, *remaining]:
@@ -568,7 +585,7 @@ class _Helpers:
 
 
 def _close_all(closers: Sequence[Callable[[], None]]) -> None:
-    """Close every one, also when an earlier one raises; the first error comes out last."""
+    """Close all, also when one raises; then raises the first error."""
     first: Exception | None = None
     for closer in closers:
         try:

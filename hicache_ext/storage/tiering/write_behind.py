@@ -1,13 +1,13 @@
 """Writing in the background: pages are copied out of host memory into a bounded queue, and a thread writes them.
 
-``WriteBehind`` is the queue; ``promotion.py`` uses it, too. ``AsyncStore`` is a PageStore with the policy ``async``: a
-page that waits is served from the queue, so that STORED means readable from then on, in this process at once and in
-others as soon as it is written.
+``WriteBehind`` is the queue, also of promotion.py. ``AsyncStore`` is a PageStore with the policy ``async``. A queued
+page is served from the queue, so that STORED means readable: in this process at once, in others when it is written.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
@@ -25,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 64
 _PATIENCE = 5.0
-"""Seconds; a store with a deadline ends its call by then, and what it did not take leaves the queue."""
+"""Seconds; a store with a deadline ends its call by then, and its pages leave the queue in any case."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
     """``capacity`` in bytes of payload; ``drain`` in seconds: how long close() goes on writing.
 
-    ``patience``: seconds for which an offer waits for room while nothing leaves the queue. A batch may be larger than
-    the queue: without any, its end would be dropped however fast the store is.
+    ``patience``: seconds for which an offer waits for space while nothing leaves the queue. A batch may be larger than
+    the queue: without waiting, its end would always be dropped.
     """
 
     capacity: int = 256 * 1024 * 1024
@@ -42,10 +43,10 @@ class QueueSettings:
 
 
 class WriteBehind:
-    """Pages waiting for one store, in order, each key once. Thread-safe. One thread of its own, from the first page on.
+    """Pages to be written to one store, in order, each key once. Thread-safe. Its thread starts with the first page.
 
     Counted in the metrics of the store under the name of the queue: ``dropped_pages``, the levels ``queue_pages`` and
-    ``queue_bytes``. A store that is opened late has others from then on, so that they are asked for each time.
+    ``queue_bytes``. A store that opens late changes its metrics then, so they are asked for each time.
     """
 
     def __init__(
@@ -65,17 +66,17 @@ class WriteBehind:
         self._written = written
         self._condition = threading.Condition()
         self._waiting: dict[bytes, bytes] = {}
-        """Key -> payload, oldest first; those of the batch under way included."""
+        """Key -> payload, oldest first, including the batch under way."""
         self._bytes = 0
         self._under_way: set[bytes] = set()
         self._forgotten: set[bytes] = set()
-        """Keys of the batch under way that were forgotten meanwhile: removed again once it is written."""
+        """Keys of the batch under way that were forgotten: removed from the store after the write."""
         self._closing = False
         self._deadline = 0.0
         self._batches_done = 0
         self._stalled = False
-        """An offer has waited in vain: nobody waits again before something has left the queue."""
-        self._thread: threading.Thread | None = None
+        """An offer has waited in vain: nobody waits again until something has left the queue."""
+        self._loop = BackgroundLoop(f"hicache-{queue}", self._write_waiting)
         self._publish_levels()
 
     @property
@@ -83,9 +84,9 @@ class WriteBehind:
         return self._store.metrics
 
     def offer(self, batch: PageBatch, positions: Iterable[int]) -> list[SetResult]:
-        """Copy the pages at ``positions`` into the queue: STORED, EXISTS (waiting already) or REJECTED (no room).
+        """Copy the pages at ``positions`` into the queue: STORED, EXISTS (queued already) or REJECTED (no space).
 
-        Waits for room as ``patience`` says.
+        Waits for space as ``patience`` says.
         """
         results: list[SetResult] = []
         with self._condition:
@@ -104,23 +105,21 @@ class WriteBehind:
                     self._bytes += size
                     results.append(SetResult.STORED)
             if SetResult.STORED in results:
-                self._start()
-                self._condition.notify_all()
+                self._loop.wake()
             self._publish_levels()
         if dropped := results.count(SetResult.REJECTED):
             self._metrics.add("dropped_pages", self._queue, dropped)
         return results
 
     def _wait_for_room(self, size: int) -> None:
-        """While the queue moves; the condition is held."""
+        """Wait while the queue moves; the condition is held."""
         capacity = self._settings.capacity
         if not self._settings.patience or size > capacity:
             return
         done, deadline = self._batches_done, time.monotonic() + self._settings.patience
         while self._bytes + size > capacity and not self._closing and not self._stalled:
-            self._start()
+            self._loop.wake()
             self._publish_levels()
-            self._condition.notify_all()
             self._condition.wait(max(0.0, deadline - time.monotonic()))
             if self._batches_done != done:
                 done, deadline = self._batches_done, time.monotonic() + self._settings.patience
@@ -128,7 +127,7 @@ class WriteBehind:
                 self._stalled = True
 
     def payload(self, key: bytes) -> bytes | None:
-        """The page, while it waits."""
+        """The page, while it is queued."""
         with self._condition:
             return None if key in self._forgotten else self._waiting.get(key)
 
@@ -137,12 +136,12 @@ class WriteBehind:
             return [key in self._waiting and key not in self._forgotten for key in keys]
 
     def forgotten(self) -> set[bytes]:
-        """Keys that are on their way into the store and will be taken out of it again."""
+        """Keys that are being written and will be removed again."""
         with self._condition:
             return set(self._forgotten)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop pages; one that is being written right now is removed from the store afterwards."""
+        """Drop pages; one that is being written is removed from the store afterwards."""
         with self._condition:
             for key in keys:
                 if key in self._under_way:
@@ -153,7 +152,7 @@ class WriteBehind:
             self._condition.notify_all()
 
     def forget_identities(self, digests: Sequence[bytes] | None) -> int:
-        """Drop the pages of these identities (None: all); of how many identities there were any."""
+        """Drop the pages of these identities (None: all); returns how many identities had some."""
         chosen = None if digests is None else set(digests)
         with self._condition:
             wanted = [key for key in self._waiting if key not in self._forgotten]
@@ -162,7 +161,7 @@ class WriteBehind:
         return len({key[:IDENTITY_LENGTH] for key in keys})
 
     def wait_for_batch_under_way(self) -> None:
-        """Return when what is being written now has been written, and what was forgotten of it removed."""
+        """Return when the batch under way is written, and its forgotten pages are removed."""
         with self._condition:
             under_way = set(self._under_way)
             while under_way & self._under_way:
@@ -180,36 +179,14 @@ class WriteBehind:
             return True
 
     def close(self) -> None:
-        """Write on until the drain deadline, drop and count the rest, end the thread. Idempotent."""
+        """Write until the drain deadline, drop and count the rest, end the thread. Idempotent."""
         with self._condition:
             if not self._closing:
                 self._closing = True
                 self._deadline = time.monotonic() + self._settings.drain
             self._condition.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"hicache-{self._queue}", daemon=True)
-            self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._waiting and not self._closing:
-                    self._condition.wait()
-                if self._closing and (not self._waiting or time.monotonic() > self._deadline):
-                    break
-                closing = self._closing
-            if not closing:
-                self._before_batch()
-            with self._condition:
-                keys = [key for key, _ in zip(self._waiting, range(_PAGES_AT_ONCE), strict=False)]
-                self._under_way = set(keys)
-                batch = PageBatch(keys, [[memoryview(self._waiting[key])] for key in keys])
-            self._write(batch)
+        self.wait_until_written(self._deadline - time.monotonic())
+        self._loop.stop()
         with self._condition:
             if self._waiting:
                 logger.warning("hicache_ext: %d pages of %s were dropped at the end", len(self._waiting), self._queue)
@@ -218,6 +195,21 @@ class WriteBehind:
             self._bytes = 0
             self._publish_levels()
             self._condition.notify_all()
+
+    def _write_waiting(self) -> float:
+        """Until nothing waits, or close() has waited long enough."""
+        while True:
+            with self._condition:
+                if not self._waiting or (self._closing and time.monotonic() > self._deadline):
+                    return math.inf
+                closing = self._closing
+            if not closing:
+                self._before_batch()
+            with self._condition:
+                keys = [key for key, _ in zip(self._waiting, range(_PAGES_AT_ONCE), strict=False)]
+                self._under_way = set(keys)
+                batch = PageBatch(keys, [[memoryview(self._waiting[key])] for key in keys])
+            self._write(batch)
 
     def _write(self, batch: PageBatch) -> None:
         if not len(batch):
@@ -273,7 +265,7 @@ class AsyncStore(DelegatingStore):
     def get(self, batch: PageBatch) -> list[GetResult]:
         forgotten = self._queue.forgotten()
         results = [self._get_waiting(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
-        # What is not waiting now was either written by now or never offered: the store itself knows.
+        # A page that is not queued now was written or never offered: ask the store.
         absent = [
             position
             for position, result in enumerate(results)
@@ -324,9 +316,9 @@ class AsyncStore(DelegatingStore):
         return present
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Does not wait for a batch under way: its pages are removed once they are written.
+        """Does not wait for a batch under way: its pages are removed after the write.
 
-        Until then an identity that an earlier call cleared may be counted again.
+        Until then a second call may count the same identity again.
         """
         waiting = self._queue.forget_identities(digests)
         return max(waiting, self.inner.clear(digests))
@@ -334,7 +326,11 @@ class AsyncStore(DelegatingStore):
     def wait_until_written(self, timeout: float) -> bool:
         return self._queue.wait_until_written(timeout)
 
-    def close(self) -> None:
+    def drain(self) -> None:
+        """Write what waits, as long as the settings say; nothing more is taken."""
         self._closed = True
         self._queue.close()
+
+    def close(self) -> None:
+        self.drain()
         self.inner.close()

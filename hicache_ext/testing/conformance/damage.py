@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage.contract import bad_pages
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
+from hicache_ext.testing.conformance.cases import PageStoreCases
+from hicache_ext.testing.conformance.medium import Medium
 from hicache_ext.testing.conformance.pages import (
     OTHER_IDENTITY,
     assert_hits,
@@ -22,9 +22,6 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
-
-if TYPE_CHECKING:
-    from hicache_ext.testing.conformance.page_store import RawAccess
 
 _SIZES = (700, 333)
 _SIZE = sum(_SIZES)
@@ -87,20 +84,10 @@ _FORMS: dict[str, Damage] = {
 }
 
 
-class DamageTests:
-    """Mixed into PageStoreTests; needs its fixtures and ``count``."""
-
-    def count(self, store: PageStore, event: str) -> int:
-        raise NotImplementedError
-
-    @pytest.fixture(autouse=True)
-    def any_number_of_bad_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A pool removes only a few in a minute; here every one is bad on purpose."""
-        monkeypatch.setattr(bad_pages, "MOST_REMOVED", 1 << 30)
-
-    def _assert_refused_and_healed(self, store: PageStore, raw: RawAccess, key: bytes, stored: bytes) -> None:
+class DamageCases(PageStoreCases):
+    def _assert_refused_and_healed(self, store: PageStore, medium: Medium, key: bytes, stored: bytes) -> None:
         """Put ``stored`` in the page's place: it is refused, counted, gone, and the key works again."""
-        raw.write(key, stored)
+        medium.write(key, stored)
         corrupt_before = self.count(store, "corrupt")
         results, payloads = read_pages(store, [_NEIGHBOUR, key, _NEIGHBOUR], _SIZES)
         assert results == [GetResult.HIT, GetResult.CORRUPT, GetResult.HIT]
@@ -109,18 +96,16 @@ class DamageTests:
         assert store.contains([key]) == [False], "the bad copy is still there"
         assert store_pages(store, [key], _SIZES) == [SetResult.STORED]
         assert_hits(store, [key], _SIZES)
-        healed = raw.read(key)
+        healed = medium.read(key)
         assert healed is not None and read_page_object(healed).payload == payload_of(key, _SIZE)
 
     @pytest.mark.parametrize("form", list(_FORMS))
-    def test_a_damaged_page_is_refused_and_replaced(self, store: PageStore, raw: RawAccess | None, form: str) -> None:
-        if raw is None:
-            pytest.skip("this store has no `raw` access")
+    def test_a_damaged_page_is_refused_and_replaced(self, store: PageStore, medium: Medium, form: str) -> None:
         key = page_key("damaged")
         store_pages(store, [_NEIGHBOUR, key], _SIZES)
-        good = raw.read(key)
+        good = medium.read(key)
         assert good is not None
-        self._assert_refused_and_healed(store, raw, key, _FORMS[form](key, good))
+        self._assert_refused_and_healed(store, medium, key, _FORMS[form](key, good))
 
     @settings(
         max_examples=60,
@@ -129,13 +114,11 @@ class DamageTests:
     )
     @given(data=st.data())
     def test_a_flipped_bit_is_refused_wherever_it_is(
-        self, store: PageStore, raw: RawAccess | None, data: st.DataObject
+        self, store: PageStore, medium: Medium, data: st.DataObject
     ) -> None:
-        if raw is None:
-            pytest.skip("this store has no `raw` access")
         key = page_key("flipped")
         store_pages(store, [_NEIGHBOUR, key], _SIZES)
-        good = raw.read(key)
+        good = medium.read(key)
         assert good is not None
         # Padding between the fields and the payload (block-aligned stores) says nothing and is not looked at.
         places = [*range(128), *range(len(good) - _SIZE, len(good))]
@@ -143,27 +126,28 @@ class DamageTests:
         bit = data.draw(st.integers(0, 7), label="bit")
         damaged = bytearray(good)
         damaged[place] ^= 1 << bit
-        self._assert_refused_and_healed(store, raw, key, bytes(damaged))
+        self._assert_refused_and_healed(store, medium, key, bytes(damaged))
 
-    def test_a_reader_whose_path_damages_pages_takes_none_from_others(
-        self, store: PageStore, damaged_reader: PageStore | None
-    ) -> None:
-        if damaged_reader is None:
-            pytest.skip("this store has no `damaged_reader`")
+    def test_a_reader_whose_path_damages_pages_takes_none_from_others(self, store: PageStore, medium: Medium) -> None:
+        if not medium.shared:
+            pytest.skip("declared: shared = False; another case shows that no other machine reads these pages")
         keys = page_keys(20)
         store_pages(store, keys, [5000])
-        damaged = 0
-        for _ in range(20):
-            results, payloads = read_pages(damaged_reader, keys, [5000])
-            damaged += results.count(GetResult.CORRUPT)
-            for key, result, payload in zip(keys, results, payloads, strict=True):
-                assert result is not GetResult.HIT or payload == payload_of(key, 5000)
-            if damaged > 10:
-                break
-        settle(damaged_reader)
-        assert damaged
-        assert store.contains(keys) == [True] * 20
-        assert_hits(store, keys, [5000])
+        reader, damaged = medium.open_over_a_damaging_path(), 0
+        try:
+            for _ in range(20):
+                results, payloads = read_pages(reader, keys, [5000])
+                damaged += results.count(GetResult.CORRUPT)
+                for key, result, payload in zip(keys, results, payloads, strict=True):
+                    assert result is not GetResult.HIT or payload == payload_of(key, 5000)
+                if damaged > 10:
+                    break
+            settle(reader)
+            assert damaged
+            assert store.contains(keys) == [True] * 20
+            assert_hits(store, keys, [5000])
+        finally:
+            reader.close()
 
     def test_a_page_asked_for_with_another_size_is_no_hit(self, store: PageStore) -> None:
         for number, sizes in enumerate([(_SIZE - 1,), (_SIZE + 1,), (1,)]):
@@ -171,16 +155,12 @@ class DamageTests:
             store_pages(store, [key], _SIZES)
             assert read_pages(store, [key], sizes)[0] == [GetResult.CORRUPT]
 
-    def test_damage_in_one_page_of_a_batch_leaves_the_others_hits(
-        self, store: PageStore, raw: RawAccess | None
-    ) -> None:
-        if raw is None:
-            pytest.skip("this store has no `raw` access")
+    def test_damage_in_one_page_of_a_batch_leaves_the_others_hits(self, store: PageStore, medium: Medium) -> None:
         keys = [page_key(number) for number in range(20)]
         store_pages(store, keys, _SIZES)
         for number in (3, 11):
-            raw.write(keys[number], (raw.read(keys[number]) or b"")[:-5])
-        raw.write(keys[19], b"")
+            medium.write(keys[number], (medium.read(keys[number]) or b"")[:-5])
+        medium.write(keys[19], b"")
         results, payloads = read_pages(store, keys, _SIZES)
         for number, (key, result) in enumerate(zip(keys, results, strict=True)):
             assert result is (GetResult.CORRUPT if number in (3, 11, 19) else GetResult.HIT)

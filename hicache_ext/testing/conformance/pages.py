@@ -105,6 +105,6 @@ def assert_hits(store: PageStore, keys: Iterable[bytes], sizes: Sequence[int] = 
 
 def settle(store: PageStore) -> None:
     """Wait for what ``store`` still writes, examines and takes away in the background, if it does such things."""
-    for name in ("wait_until_written", "wait_until_examined"):
+    for name in ("wait_until_written", "wait_until_examined", "wait_until_cleared"):
         wait = getattr(store, name, None)
         assert wait is None or wait(30), name

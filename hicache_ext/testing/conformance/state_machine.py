@@ -2,23 +2,22 @@
 
 A store's test file::
 
-    TestMyStore = page_store_machine(open_my_store).TestCase
+    TestMyStore = page_store_machine(open_my_medium).TestCase
 
-where ``open_my_store()`` answers a ``StoreUnderTest`` over a fresh, empty medium.
+where ``open_my_medium()`` answers a fresh, empty ``Medium``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hicache_ext.storage.contract import bad_pages
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.testing.conformance.page_store import RawAccess
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.conformance.medium import Medium
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, page_key, settle
 
 _SEGMENTS = {IDENTITY: (40, 1, 300), OTHER_IDENTITY: (64,)}
@@ -28,32 +27,22 @@ _keys = st.sampled_from(_KEYS)
 _key_lists = st.lists(_keys, max_size=8)
 
 
-@dataclass(slots=True)
-class StoreUnderTest:
-    """What the machine drives."""
+def page_store_machine(open_medium: Callable[[], Medium], *, evicts: bool = False) -> type[RuleBasedStateMachine]:
+    """The machine for the stores over the media that ``open_medium`` makes; its ``TestCase`` is what pytest collects.
 
-    store: PageStore
-    dispose: Callable[[], None]
-    """Ends the medium; called once, after the store was closed."""
-    raw: RawAccess | None = None
-    reopen: Callable[[], PageStore] | None = None
-    """A new store over the same medium; the machine closes the old one first."""
-    evicts: bool = False
-    """The store may drop pages to stay within its capacity, and refuse some."""
-
-
-def page_store_machine(open_store: Callable[[], StoreUnderTest]) -> type[RuleBasedStateMachine]:
-    """The machine for the stores that ``open_store`` makes; its ``TestCase`` is what pytest collects."""
-    return type("PageStoreMachine", (_PageStoreMachine,), {"open_store": staticmethod(open_store)})
+    ``evicts``: the store may drop pages to stay within its capacity, and refuse some.
+    """
+    return type("PageStoreMachine", (_PageStoreMachine,), {"open_medium": staticmethod(open_medium), "evicts": evicts})
 
 
 class _PageStoreMachine(RuleBasedStateMachine):
-    open_store: Callable[[], StoreUnderTest]
+    open_medium: Callable[[], Medium]
+    evicts: bool
 
     def __init__(self) -> None:
         super().__init__()
-        self.subject = type(self).open_store()
-        self.store = self.subject.store
+        self.medium = type(self).open_medium()
+        self.store = self.medium.open()
         self.model: dict[bytes, bytes] = {}
         self.damaged: set[bytes] = set()
         self._unlimited = pytest.MonkeyPatch()
@@ -63,7 +52,7 @@ class _PageStoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self._unlimited.undo()
         self.store.close()
-        self.subject.dispose()
+        self.medium.close()
 
     @rule(keys=_key_lists, fill=st.integers(0, 255))
     def set_pages(self, keys: list[bytes], fill: int) -> None:
@@ -74,13 +63,13 @@ class _PageStoreMachine(RuleBasedStateMachine):
         before = set(self.model)
         for number, (key, result) in enumerate(zip(keys, results, strict=True)):
             if result is SetResult.STORED:
-                assert key not in before or key in self.damaged or self.subject.evicts, "a page was written again"
+                assert key not in before or key in self.damaged or self.evicts, "a page was written again"
                 self.model[key] = pages.payload(number)
             elif result is SetResult.EXISTS:
                 # There already, or a page further on in this batch was the first under its key.
                 assert key in before or key in keys[:number] + keys[number + 1 :]
             else:
-                assert self.subject.evicts and result is SetResult.REJECTED, result
+                assert self.evicts and result is SetResult.REJECTED, result
         self.damaged -= {key for key, result in zip(keys, results, strict=True) if result is SetResult.STORED}
         pages.assert_guards_intact()
 
@@ -96,13 +85,13 @@ class _PageStoreMachine(RuleBasedStateMachine):
         for key in bad:
             answers = {result for other, result in zip(keys, results, strict=True) if other == key}
             assert answers <= {GetResult.CORRUPT, GetResult.MISS}, answers
-            assert GetResult.CORRUPT in answers or self.subject.evicts
+            assert GetResult.CORRUPT in answers or self.evicts
             self._forget(key)
         for number, (key, result) in enumerate(zip(keys, results, strict=True)):
             if result is GetResult.HIT:
                 assert pages.payload(number) == self.model[key]
             elif key in self.model:
-                assert self.subject.evicts and result is GetResult.MISS, result
+                assert self.evicts and result is GetResult.MISS, result
                 del self.model[key]
             else:
                 assert result is GetResult.MISS or key in bad, result
@@ -112,20 +101,20 @@ class _PageStoreMachine(RuleBasedStateMachine):
         present = self.store.contains(keys)
         assert len(present) == len(keys)
         for key, known in zip(keys, present, strict=True):
-            if known or not self.subject.evicts:
+            if known or not self.evicts:
                 assert known == (key in self.model) or key in self.damaged
 
     @rule(keys=_key_lists)
     def count_leading(self, keys: list[bytes]) -> None:
         count = self.store.count_leading(keys)
         assert all(key in self.model for key in keys[:count])
-        if count < len(keys) and not self.subject.evicts:
+        if count < len(keys) and not self.evicts:
             assert keys[count] not in self.model or keys[count] in self.damaged
 
     @rule(keys=st.lists(_keys, max_size=4))
     def remove(self, keys: list[bytes]) -> None:
         removed = self.store.remove(keys)
-        if not self.subject.evicts:
+        if not self.evicts:
             assert removed == len(set(keys) & set(self.model))
         for key in keys:
             self._forget(key)
@@ -137,12 +126,9 @@ class _PageStoreMachine(RuleBasedStateMachine):
             if identity is None or key.startswith(identity):
                 self._forget(key)
 
-    @precondition(lambda self: self.subject.raw is not None)
     @rule(key=_keys, form=st.sampled_from(["cut", "flip", "grow"]), place=st.integers(0, 1 << 20))
     def damage(self, key: bytes, form: str, place: int) -> None:
-        raw = self.subject.raw
-        assert raw is not None
-        stored = raw.read(key)
+        stored = self.medium.read(key)
         if stored is None or key in self.damaged:
             return
         position = place % len(stored)
@@ -152,21 +138,18 @@ class _PageStoreMachine(RuleBasedStateMachine):
             damaged = stored + b"\0"
         else:
             damaged = stored[:position] + bytes([stored[position] ^ 0x10]) + stored[position + 1 :]
-        raw.write(key, damaged)
+        self.medium.write(key, damaged)
         self.damaged.add(key)
 
-    @precondition(lambda self: self.subject.reopen is not None)
     @rule()
     def reopen(self) -> None:
-        assert self.subject.reopen is not None
         self.store.close()
-        self.store = self.subject.reopen()
+        self.store = self.medium.open()
 
-    @precondition(lambda self: not self.subject.evicts)
+    @precondition(lambda self: not self.evicts)
     @invariant()
     def holds_as_many_pages_as_the_dict(self) -> None:
-        if self.subject.raw is not None:
-            assert set(self.subject.raw.keys()) <= set(self.model)
+        assert set(self.medium.keys()) <= set(self.model)
 
     def _forget(self, key: bytes) -> None:
         self.model.pop(key, None)

@@ -250,7 +250,7 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
     assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o666
     with pytest.MonkeyPatch.context() as patch:
         # Left-overs of killed writers go when they are old.
-        patch.setattr("hicache_ext.storage.tiers.file.usage._FOREIGN_WRITER_SILENCE", -1.0)
+        patch.setattr("hicache_ext.runtime.liveness._FOREIGN_WRITER_SILENCE", -1.0)
         for _ in range(2):
             used(tmp_path, layout)
     assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in theirs} == theirs

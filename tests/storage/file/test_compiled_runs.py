@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from hypothesis import strategies as st
 import hicache_ext
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import Addresses, PageMemory, addresses_of
+from hicache_ext.runtime import jit
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
@@ -864,3 +866,14 @@ print("hicache-compile" in threads, wait_for_compiled_code() is not None, why_no
             [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
         )
         assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
+
+
+def test_what_is_compiled_is_kept_until_one_of_its_modules_changes() -> None:
+    """After files had moved, the digest could not be made, and every process compiled for seconds again."""
+    assert len(jit.sources_digest()) == 16
+    package = Path(hicache_ext.__file__).parent
+    import_of_jit = re.compile(r"^from hicache_ext\.runtime\.jit import .*\b(helper|kernel|compiled)\b", re.MULTILINE)
+    marked = {
+        str(file.relative_to(package)) for file in package.rglob("*.py") if import_of_jit.search(file.read_text())
+    }
+    assert marked and marked <= set(jit._SOURCES)

@@ -15,7 +15,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.mounts import RootFileSystem, on_root_file_system
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiers import file as file_tier
+from hicache_ext.storage.tiers.file import opening as file_tier
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.storage.file.test_spread import wait_until
 

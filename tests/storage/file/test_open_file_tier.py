@@ -28,7 +28,7 @@ def opened(tmp_path: Path, **tier: Any) -> Any:
 def tier_of(store: Any) -> Any:
     """The tier itself, without what lets several arrangements share it."""
     (live,) = store._live.values()
-    return live.bare.store
+    return live.bare
 
 
 @pytest.mark.parametrize(("layout", "becomes"), [("auto", "slab"), ("pages", "pages"), ("slab", "slab")])

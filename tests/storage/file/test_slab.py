@@ -14,12 +14,12 @@ from typing import Any
 import lmdb
 import pytest
 
-from hicache_ext.config.file_tier import FileTierConfig
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file import open_file_tier
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.opening import open_file_tier
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.compiled_code import compiled_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex

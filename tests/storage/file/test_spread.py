@@ -14,6 +14,7 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.multipath import CALLS_BEFORE_OUT, SpreadStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     OTHER_IDENTITY,
@@ -23,7 +24,6 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from hicache_ext.testing.memory_store import MemoryPageStore
 
 KEYS = page_keys(64)
 LONG = 60.0
@@ -36,6 +36,7 @@ class FragileStore(MemoryPageStore):
         super().__init__("disk", objects=disk.objects)
         self.disk = disk
         self.trouble = trouble
+        self.closed = False
 
     def get(self, batch):
         if self.disk.error is None:
@@ -52,6 +53,9 @@ class FragileStore(MemoryPageStore):
     def abandon(self) -> None:
         self.disk.abandoned += 1
         self.close()
+
+    def _close(self) -> None:
+        self.closed = True
 
 
 class FragileDisk:
@@ -218,7 +222,7 @@ def test_a_path_broken_at_start_is_left_out_and_joins_later(rig, caplog):
     assert_hits(store, KEYS)
     rig.disks[1].error = None
     wait_until(lambda: not store.out_of_service())
-    assert rig.disks[1].opened[0].identities == {IDENTITY: {"model": {"id": "x"}}}
+    assert rig.disks[1].opened[0].identities() == {IDENTITY: {"model": {"id": "x"}}}
 
 
 def test_with_every_path_broken_the_tier_cannot_start(rig):
@@ -236,7 +240,7 @@ def test_a_path_that_must_not_be_used_stops_the_start_and_closes_the_others(rig)
 
     with pytest.raises(StoreSetupError, match="another layout"):
         SpreadStore("disk", [disk.path for disk in rig.disks], open_path, rig.metrics)
-    assert all(store._closed for disk in rig.disks[:2] for store in disk.opened)
+    assert all(store.closed for disk in rig.disks[:2] for store in disk.opened)
 
 
 def test_with_no_path_left_everything_is_refused_and_nothing_raises(rig):

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage.tiers.file.usage import UnderWay, Usage, writer_alive, writer_name
+from hicache_ext.runtime.liveness import writer_alive, writer_name
+from hicache_ext.storage.tiers.file.usage import UnderWay, Usage
 
 _SPAWN = multiprocessing.get_context("spawn")
 

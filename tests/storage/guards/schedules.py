@@ -19,19 +19,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_ext.page import envelope
+from hicache_ext.runtime.breaker import BreakerState
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
-from hicache_ext.storage.guards.breaker import BreakerSettings, BreakerState
-from hicache_ext.storage.guards.breaker_store import breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_key
 from hicache_ext.testing.faults import PageStoreWrapper
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import eventually
 
 _KEYS = [page_key(number) for number in range(5)]
@@ -433,6 +435,6 @@ def _deadline(store: PageStore) -> DeadlineStore:
 
 
 def _breaker_state(store: PageStore) -> BreakerState:
-    breaker = breaker_of(store)
+    breaker = ability(store, BreakerStore)
     assert breaker is not None
     return breaker.state

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import LONGEST_PROBE_INTERVAL, Breaker, BreakerSettings, BreakerState, Outcome
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
-from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
+from hicache_ext.storage.guards.tier_breaker import LONGEST_PROBE_INTERVAL, BreakerSettings, Outcome, TierBreaker
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, assert_hits, page_keys, read_pages, store_pages
 from hicache_ext.testing.faults import FailingStore, PageStoreWrapper, RaisingStore
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, OTHER, Clock, HungStore, ScribblingStore, eventually
 
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
@@ -32,12 +32,20 @@ def changes() -> list[tuple[BreakerState, str]]:
     return []
 
 
+def made(clock: Clock, changes: list[tuple[BreakerState, str]], slow_start: float = 10.0) -> TierBreaker:
+    """Of no store; no probe of it ever succeeds."""
+    settings = BreakerSettings(slow_start=slow_start)
+    return TierBreaker("none", settings, lambda: False, lambda *change: changes.append(change), clock)
+
+
 @pytest.fixture
-def breaker(clock: Clock, changes: list[tuple[BreakerState, str]]) -> Breaker:
-    return Breaker(BreakerSettings(slow_start=10.0), lambda *change: changes.append(change), clock)
+def breaker(clock: Clock, changes: list[tuple[BreakerState, str]]) -> Iterator[TierBreaker]:
+    breaker = made(clock, changes)
+    yield breaker
+    assert breaker.close(30)
 
 
-def call(breaker: Breaker, outcome: Outcome) -> bool:
+def call(breaker: TierBreaker, outcome: Outcome) -> bool:
     """One call that ends so; whether it was let through."""
     ticket = breaker.admit()
     if ticket is not None:
@@ -45,7 +53,7 @@ def call(breaker: Breaker, outcome: Outcome) -> bool:
     return ticket is not None
 
 
-def test_one_timeout_opens(breaker: Breaker, changes: list[tuple[BreakerState, str]]) -> None:
+def test_one_timeout_opens(breaker: TierBreaker, changes: list[tuple[BreakerState, str]]) -> None:
     for _ in range(20):
         assert call(breaker, Outcome.GOOD)
     assert call(breaker, Outcome.TIMEOUT)
@@ -54,7 +62,7 @@ def test_one_timeout_opens(breaker: Breaker, changes: list[tuple[BreakerState, s
 
 
 @pytest.mark.parametrize("outcome", [Outcome.SLOW, Outcome.FAILED])
-def test_bad_calls_open_when_they_are_half_of_the_recent_ones(breaker: Breaker, outcome: Outcome) -> None:
+def test_bad_calls_open_when_they_are_half_of_the_recent_ones(breaker: TierBreaker, outcome: Outcome) -> None:
     for _ in range(10):
         call(breaker, Outcome.GOOD)
     for _ in range(4):
@@ -65,7 +73,7 @@ def test_bad_calls_open_when_they_are_half_of_the_recent_ones(breaker: Breaker, 
     assert breaker.state is OPEN
 
 
-def test_two_bad_calls_are_too_few_to_judge_by(breaker: Breaker) -> None:
+def test_two_bad_calls_are_too_few_to_judge_by(breaker: TierBreaker) -> None:
     call(breaker, Outcome.FAILED)
     call(breaker, Outcome.FAILED)
     assert breaker.state is CLOSED
@@ -73,14 +81,14 @@ def test_two_bad_calls_are_too_few_to_judge_by(breaker: Breaker) -> None:
     assert breaker.state is OPEN
 
 
-def test_bad_calls_of_long_ago_do_not_count(breaker: Breaker, clock: Clock) -> None:
+def test_bad_calls_of_long_ago_do_not_count(breaker: TierBreaker, clock: Clock) -> None:
     for _ in range(9):
         call(breaker, Outcome.FAILED) if breaker.state is CLOSED else None
         clock.sleep(45)
     assert breaker.state is CLOSED
 
 
-def test_a_recovered_tier_gets_a_growing_share_and_is_then_in_full_use(breaker: Breaker, clock: Clock) -> None:
+def test_a_recovered_tier_gets_a_growing_share_and_is_then_in_full_use(breaker: TierBreaker, clock: Clock) -> None:
     call(breaker, Outcome.TIMEOUT)
     breaker.recover()
     shares = []
@@ -94,13 +102,13 @@ def test_a_recovered_tier_gets_a_growing_share_and_is_then_in_full_use(breaker: 
     assert breaker.state is CLOSED
 
 
-def test_the_first_call_after_a_good_probe_goes_through(breaker: Breaker) -> None:
+def test_the_first_call_after_a_good_probe_goes_through(breaker: TierBreaker) -> None:
     call(breaker, Outcome.TIMEOUT)
     breaker.recover()
     assert call(breaker, Outcome.GOOD)
 
 
-def test_one_bad_call_amid_the_slow_start_opens_again_and_probes_come_later(breaker: Breaker, clock: Clock) -> None:
+def test_one_bad_call_amid_the_slow_start_opens_again_and_probes_come_later(breaker: TierBreaker, clock: Clock) -> None:
     intervals = []
     for _ in range(8):
         while not call(breaker, Outcome.SLOW if breaker.state is HALF_OPEN else Outcome.TIMEOUT):
@@ -115,7 +123,7 @@ def test_one_bad_call_amid_the_slow_start_opens_again_and_probes_come_later(brea
     assert breaker.probe_interval == 1
 
 
-def test_a_call_that_began_before_the_breaker_opened_says_nothing_about_the_tier_after_it(breaker: Breaker) -> None:
+def test_a_call_that_began_before_the_breaker_opened_says_nothing_about_the_tier_after_it(breaker: TierBreaker) -> None:
     ticket = breaker.admit()
     assert ticket is not None
     call(breaker, Outcome.TIMEOUT)
@@ -126,10 +134,10 @@ def test_a_call_that_began_before_the_breaker_opened_says_nothing_about_the_tier
 
 @pytest.mark.parametrize("outcome", [Outcome.TIMEOUT, Outcome.LATE])
 def test_a_breaker_taken_over_goes_on_as_the_one_before_it_would(
-    breaker: Breaker, clock: Clock, outcome: Outcome
+    breaker: TierBreaker, clock: Clock, outcome: Outcome
 ) -> None:
     call(breaker, outcome)
-    after = Breaker(BreakerSettings(slow_start=10.0), lambda *change: None, clock)
+    after = made(clock, [])
     after.take_over(breaker)
     assert after.state is OPEN and after.admit() is None
     assert after.probe_interval == breaker.probe_interval
@@ -138,23 +146,26 @@ def test_a_breaker_taken_over_goes_on_as_the_one_before_it_would(
     assert after.state is breaker.state
     clock.now += 5.0
     assert [call(after, Outcome.GOOD) for _ in range(20)] == [call(breaker, Outcome.GOOD) for _ in range(20)]
+    assert after.close(30)
 
 
-def test_evidence_against_a_tier_outlives_new_guards(breaker: Breaker, clock: Clock) -> None:
+def test_evidence_against_a_tier_outlives_new_guards(breaker: TierBreaker, clock: Clock) -> None:
     for _ in range(2):
         call(breaker, Outcome.FAILED)
-    after = Breaker(BreakerSettings(slow_start=10.0), lambda *change: None, clock)
+    after = made(clock, [])
     after.take_over(breaker)
     call(after, Outcome.FAILED)
     assert after.state is OPEN
+    assert after.close(30)
 
 
 def test_without_a_slow_start_a_recovered_tier_is_in_full_use(clock: Clock) -> None:
-    breaker = Breaker(BreakerSettings(slow_start=0), lambda *_: None, clock)
+    breaker = made(clock, [], slow_start=0.0)
     call(breaker, Outcome.TIMEOUT)
     breaker.recover()
     assert call(breaker, Outcome.GOOD)
     assert breaker.state is CLOSED
+    assert breaker.close(30)
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -247,7 +258,7 @@ def test_closing_does_not_sit_out_a_slow_start() -> None:
     failing.active = False
     eventually(lambda: store.state is HALF_OPEN)
     store.close()
-    assert store._prober is None or not store._prober.is_alive()
+    assert not store._breaker.probing
 
 
 @pytest.mark.parametrize("result", [GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED])
@@ -300,7 +311,7 @@ def test_a_tier_that_returns_garbage_is_left_out_though_it_writes_and_looks_up_w
     store.close()
 
 
-def test_after_a_good_probe_the_first_damaged_read_opens_again(breaker: Breaker, clock: Clock) -> None:
+def test_after_a_good_probe_the_first_damaged_read_opens_again(breaker: TierBreaker, clock: Clock) -> None:
     call(breaker, Outcome.TIMEOUT)
     breaker.recover()
     ticket = breaker.admit()
@@ -310,7 +321,7 @@ def test_after_a_good_probe_the_first_damaged_read_opens_again(breaker: Breaker,
     assert breaker.state is OPEN
 
 
-def test_a_damaged_read_that_began_before_the_last_change_says_nothing(breaker: Breaker) -> None:
+def test_a_damaged_read_that_began_before_the_last_change_says_nothing(breaker: TierBreaker) -> None:
     ticket = breaker.admit()
     assert ticket is not None
     call(breaker, Outcome.TIMEOUT)
@@ -319,7 +330,7 @@ def test_a_damaged_read_that_began_before_the_last_change_says_nothing(breaker: 
     assert breaker.state is HALF_OPEN
 
 
-def test_damaged_reads_of_long_ago_are_forgotten(breaker: Breaker, clock: Clock) -> None:
+def test_damaged_reads_of_long_ago_are_forgotten(breaker: TierBreaker, clock: Clock) -> None:
     for _ in range(4):
         for _ in range(2):
             ticket = breaker.admit()
@@ -407,9 +418,3 @@ def test_close_ends_the_probes_and_an_open_breaker_then_raises(hung: HungStore) 
     assert set(threading.enumerate()) <= before
     with pytest.raises(StoreClosedError):
         store.contains([KEY])
-
-
-def test_the_breaker_of_a_guarded_store_is_found() -> None:
-    store = BreakerStore(MemoryPageStore(), QUICK, None)
-    assert breaker_of(NegativeCacheStore(store, 1.0)) is store
-    assert breaker_of(MemoryPageStore()) is None

@@ -8,13 +8,15 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, RemoteTierConfig, TierConfig, load_config
 from hicache_ext.config.schema import Allowed
-from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding, Level
+from hicache_ext.storage.contract.abilities import IdentityKeeper, Resizable, ability
+from hicache_ext.storage.contract.hint_board import HintBoard
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards import composition
-from hicache_ext.storage.guards.breaker import BreakerSettings
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded, plan_guards
-from hicache_ext.testing.memory_store import MemoryPageStore
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 
 
 class PoolConfig(RemoteTierConfig):
@@ -114,14 +116,18 @@ def test_every_guard_can_be_left_out() -> None:
     assert names(store) == ["TimeLimit", "ConcurrencyLimit"]
 
 
-def test_guards_forward_optional_abilities() -> None:
-    class Diagnosed(MemoryPageStore):
-        def diagnose(self) -> list[Finding]:
-            return [Finding("server", Level.OK, "answers")]
+def test_abilities_are_found_behind_guards() -> None:
+    class Board(MemoryPageStore):
+        def can_resize(self, capacity: int | None) -> bool:
+            return False
 
-    store = guarded(Diagnosed(), plan_guards(TimelyPoolConfig()))
-    assert isinstance(store, Diagnosable)
-    assert [finding.seen for finding in store.diagnose()] == ["answers"]
-    plain = guarded(MemoryPageStore(), plan_guards(TimelyPoolConfig()))
-    assert isinstance(plain, Diagnosable)
-    assert list(plain.diagnose()) == []
+        def resize(self, capacity: int | None) -> None:
+            raise AssertionError
+
+    bare = Board()
+    store = guarded(bare, plan_guards(TimelyPoolConfig()))
+    assert ability(store, Resizable) is bare
+    assert ability(store, IdentityKeeper) is bare
+    assert ability(store, HintBoard) is None
+    breaker = ability(store, BreakerStore)
+    assert breaker is not None and ability(breaker.inner, BreakerStore) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hicache_ext.storage.contract.store import PageStore
-from hicache_ext.storage.guards.breaker import BreakerSettings
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
@@ -15,11 +14,9 @@ from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
-from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from hicache_ext.testing.memory_store import MemoryPageStore
-from tests.storage.raw_access import RawFiles, RawObjects, RawSlots
+from tests.storage.media import Memory, Over, PageFiles, Slabs
 
 pytestmark = pytest.mark.slow
 
@@ -42,22 +39,8 @@ class _OverMemory(PageStoreTests):
         raise NotImplementedError
 
     @pytest.fixture
-    def inner(self):
-        return MemoryPageStore()
-
-    @pytest.fixture
-    def store(self, inner):
-        store = self.guard(inner)
-        yield store
-        store.close()
-
-    @pytest.fixture
-    def raw(self, inner):
-        return RawObjects(inner)
-
-    @pytest.fixture
-    def reopen(self, inner):
-        return lambda: self.guard(MemoryPageStore(objects=inner.objects))
+    def medium(self):
+        return Over(Memory(), self.guard)
 
 
 class TestDeadline(_OverMemory):
@@ -109,50 +92,24 @@ class TestLateOpen(_OverMemory):
         return LateStore(store.name, "memory", lambda: store, first_wait=LONG)
 
 
+def _guarded(store):
+    return guarded(store, PLAN)
+
+
 class TestAllGuards(_OverMemory):
     def guard(self, store):
-        return guarded(store, PLAN)
+        return _guarded(store)
 
 
 class TestGuardedPageFiles(PageStoreTests):
-    def open(self, directory):
-        return guarded(PageFileStore("disk", directory, capacity=None), PLAN)
-
     @pytest.fixture
-    def store(self, tmp_path):
-        store = self.open(tmp_path)
-        yield store
-        store.close()
-
-    @pytest.fixture
-    def raw(self, tmp_path):
-        return RawFiles(tmp_path)
-
-    @pytest.fixture
-    def reopen(self, tmp_path):
-        return lambda: self.open(tmp_path)
+    def medium(self, tmp_path):
+        return Over(PageFiles(tmp_path), _guarded)
 
 
 class TestGuardedSlabs(PageStoreTests):
     """The index is read on the threads of the deadline guard."""
 
-    def open(self, directory):
-        return SlabStore("disk", directory, capacity=256 * MIB)
-
     @pytest.fixture
-    def inner(self, tmp_path):
-        return self.open(tmp_path)
-
-    @pytest.fixture
-    def store(self, inner):
-        store = guarded(inner, PLAN)
-        yield store
-        store.close()
-
-    @pytest.fixture
-    def raw(self, inner):
-        return RawSlots(inner)
-
-    @pytest.fixture
-    def reopen(self, tmp_path):
-        return lambda: guarded(self.open(tmp_path), PLAN)
+    def medium(self, tmp_path):
+        return Over(Slabs(tmp_path), _guarded)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.guards.bounce import BounceMemory
 from hicache_ext.storage.guards.deadline import MOST_STUCK_CALLS, DeadlineStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
     HostPages,
     assert_hits,
@@ -24,7 +24,6 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from hicache_ext.testing.faults import PageStoreWrapper, RaisingStore
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, HungStore, ScribblingStore, eventually
 
 TIMEOUT = 0.1
@@ -214,21 +213,6 @@ def test_close_closes_a_store_of_which_many_calls_hang(hung: HungStore) -> None:
         store.contains([KEY])
     store.close()
     eventually(is_closed)
-
-
-def test_a_diagnosis_that_hangs_is_a_finding(hung: HungStore) -> None:
-    class Diagnosed(PageStoreWrapper):
-        def diagnose(self) -> list[Finding]:
-            hung.before_call()
-            return [Finding("server", Level.OK, "answers")]
-
-    store = guard(Diagnosed(hung.inner))
-    assert [finding.level for finding in store.diagnose()] == [Level.OK]
-    hung.hang()
-    set_timeout(store, TIMEOUT)
-    (finding,) = store.diagnose()
-    assert finding.level is Level.ERROR and "no answer within 0.1 s" in finding.seen
-    store.close()
 
 
 def test_eight_threads_share_little_bounce_memory() -> None:

@@ -9,18 +9,19 @@ from contextlib import nullcontext
 import pytest
 
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings, BreakerState
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.exists_budget import ExistsBudgetStore
 from hicache_ext.storage.guards.negative_cache import NegativeCacheStore
 from hicache_ext.storage.guards.retry import RetryStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.faults import PageStoreWrapper
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, OTHER, Clock, CountingStore, HungStore, eventually
 
 

@@ -9,19 +9,21 @@ from typing import ClassVar
 import pytest
 
 from hicache_ext.config import RemoteTierConfig
+from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.runtime.call_deadline import call_deadline, call_limit, ending_within
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.guards.breaker import BreakerSettings, BreakerState
-from hicache_ext.storage.guards.breaker_store import BreakerStore, breaker_of
+from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.concurrency import ConcurrencyLimitStore
 from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.learnt_limit import LearntLimit
 from hicache_ext.storage.guards.retry import RetryStore
+from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.guards.time_limit import LEAST_READ, LEAST_WRITE, TimeLimitStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, read_pages, store_pages
 from hicache_ext.testing.faults import PageStoreWrapper
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.storage.guards.hung import KEY, Clock, HungStore, eventually
 
 READS, WRITES = 1.0, 5.0
@@ -90,7 +92,7 @@ def settle(store: PageStore) -> None:
 
 
 def state(store: PageStore) -> BreakerState:
-    breaker = breaker_of(store)
+    breaker = ability(store, BreakerStore)
     assert breaker is not None
     return breaker.state
 

@@ -26,8 +26,8 @@ from hicache_ext.storage.serving.hints.receiver import HintReceiver
 from hicache_ext.storage.serving.hints.sender import HintSender
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from hicache_ext.testing.memory_store import MemoryPageStore
 from tests.rigs.redis_servers import RedisServer, redis_program
 
 LIMITS = BoardLimits(keep=5, longest=100, lifetime=60)

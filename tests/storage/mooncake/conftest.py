@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.engine import Engine
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hicache_ext.storage.contract.diagnosis import Level
+from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import SetResult
-from hicache_ext.storage.tiers.mooncake import open_mooncake_tier
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
@@ -62,7 +62,7 @@ def test_any_order_of_calls(open_quickly, client):
 
 
 def test_the_doctor_sees_a_healthy_pool(servers):
-    store = open_mooncake_tier("pool", tier_for(servers, timeout=PATIENCE))
+    store = open_tier("pool", tier_for(servers, timeout=PATIENCE))
     findings = {finding.subject: finding for finding in store.diagnose()}
     store.close()
     assert not [finding for finding in findings.values() if finding.level in (Level.ERROR, Level.WARNING)]
@@ -88,17 +88,17 @@ def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, open_quickly,
 
 def test_pages_outlive_the_librarys_client(servers, client):
     client.empty()
-    store = open_mooncake_tier("pool", tier_for(servers, timeout=PATIENCE))
+    store = open_tier("pool", tier_for(servers, timeout=PATIENCE))
     store_pages(store, page_keys(3))
     store.close()
-    store = open_mooncake_tier("pool", tier_for(servers, timeout=PATIENCE))
+    store = open_tier("pool", tier_for(servers, timeout=PATIENCE))
     assert_hits(store, page_keys(3))
     store.close()
 
 
 def test_a_process_that_contributes_memory_reads_and_writes_its_own(servers, client):
     client.empty()
-    store = open_mooncake_tier("pool", tier_for(servers, timeout=PATIENCE, segment_size="64MiB"))
+    store = open_tier("pool", tier_for(servers, timeout=PATIENCE, segment_size="64MiB"))
     assert store_pages(store, page_keys(40), [1 << 19]) == [SetResult.STORED] * 40
     assert_hits(store, page_keys(40), [1 << 19])
     store.close()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.mooncake import open_mooncake_tier
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -39,7 +39,7 @@ def cluster(network, tmp_path) -> Iterator[MooncakeServers]:
 
 @pytest.fixture
 def store(cluster) -> Iterator[MooncakeStore]:
-    store = open_mooncake_tier("pool", tier_for(cluster))
+    store = open_tier("pool", tier_for(cluster))
     assert isinstance(store, MooncakeStore)
     yield store
     store.close()
@@ -162,7 +162,7 @@ def test_a_holder_frozen_while_pages_are_written_leaves_no_half_page(cluster, st
 def test_a_killed_holder_takes_its_pages_along_and_another_serves(network, tmp_path):
     # Until the master forgets the dead one it sends half of the pages there.
     with MooncakeServers(tmp_path, client_ttl=2) as cluster:
-        store = open_mooncake_tier("pool", tier_for(cluster))
+        store = open_tier("pool", tier_for(cluster))
         keys = page_keys(8)
         store_all(store, keys)
         cluster.kill_holder()
@@ -177,7 +177,7 @@ def test_a_killed_holder_takes_its_pages_along_and_another_serves(network, tmp_p
 
 def test_a_full_pool_rejects_or_evicts_and_what_it_says_it_has_is_right(network, tmp_path):
     with MooncakeServers(tmp_path, segment_bytes=64 * MIB, lease_ms=100) as cluster:
-        store = open_mooncake_tier("pool", tier_for(cluster, timeout=20))
+        store = open_tier("pool", tier_for(cluster, timeout=20))
         counts = dict.fromkeys(SetResult, 0)
         for round_number in range(16):
             keys = page_keys(8, f"round {round_number}")
@@ -201,13 +201,13 @@ def test_a_required_tier_without_a_master_does_not_start_and_says_why(cluster):
     tier = tier_for(cluster)
     cluster.kill_master()
     with pytest.raises(StoreSetupError, match=f"no Mooncake master answers at {cluster.master}"):
-        timed("open without a master", lambda: open_mooncake_tier("pool", tier))
+        timed("open without a master", lambda: open_tier("pool", tier))
 
 
 def test_a_tier_that_is_not_required_attaches_when_the_master_comes(cluster):
     tier = tier_for(cluster, required=False)
     cluster.kill_master()
-    opened, _ = timed("open without a master", lambda: open_mooncake_tier("pool", tier))
+    opened, _ = timed("open without a master", lambda: open_tier("pool", tier))
     assert isinstance(opened, MooncakeStore)
     try:
         assert store_pages(opened, page_keys(1)) == [SetResult.REJECTED]
@@ -221,7 +221,7 @@ def test_a_frozen_master_does_not_hold_the_start(cluster):
     tier = tier_for(cluster)
     cluster.freeze_master()
     with pytest.raises(StoreSetupError, match="setup with the master"):
-        timed("open with a frozen master", lambda: open_mooncake_tier("pool", tier))
+        timed("open with a frozen master", lambda: open_tier("pool", tier))
     cluster.thaw_master()
 
 
@@ -237,7 +237,7 @@ def test_a_store_that_is_away_can_be_closed(cluster, store):
 
 def test_clear_of_one_prefix_leaves_strangers_alone(cluster, store):
     store._attachment.engine.tier = tier_for(cluster, timeout=PATIENCE)
-    other = open_mooncake_tier("pool", tier_for(cluster, timeout=PATIENCE, prefix="hicache.ext"))
+    other = open_tier("pool", tier_for(cluster, timeout=PATIENCE, prefix="hicache.ext"))
     keys = page_keys(4)
     store_pages(store, keys)
     store_pages(other, keys)
@@ -251,7 +251,7 @@ def test_a_sweep_leaves_what_lies_behind_a_gap_without_a_lease(network, tmp_path
     from tests.storage.mooncake.raw_client import RawClient
 
     with MooncakeServers(tmp_path, lease_ms=20_000) as cluster:
-        store, raw = open_mooncake_tier("pool", tier_for(cluster, timeout=PATIENCE)), RawClient(cluster)
+        store, raw = open_tier("pool", tier_for(cluster, timeout=PATIENCE)), RawClient(cluster)
         keys = page_keys(200)
         store_pages(store, keys[:2] + keys[100:])
         assert store.count_leading(keys) == 2

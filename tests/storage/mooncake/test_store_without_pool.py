@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config import MooncakeTierConfig
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import attachment as attachment_module
 from hicache_ext.storage.tiers.mooncake import pages as pages_module
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.engine import environment
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.storage.tiers.mooncake.transfers import (
@@ -406,7 +406,7 @@ def test_the_librarys_variables_are_set_before_the_import_and_the_users_kept():
     code = """
 import os, sys
 os.environ["MC_LOG_LEVEL"] = "INFO"
-from hicache_ext.config import MooncakeTierConfig
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 import hicache_ext.storage.tiers.mooncake.pages
 from hicache_ext.storage.tiers.mooncake import engine
 assert "mooncake" not in sys.modules

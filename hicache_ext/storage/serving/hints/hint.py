@@ -1,11 +1,11 @@
-"""What a hint says, and how it is written: see docs/pd.md.
+"""The format of a hint; docs/pd.md says what hints are for.
 
 ::
 
     "HXHINT1\\0"  scope (16)  milliseconds since 1970 (8)  number of pages (4)  page hashes (32 each)
 
-A hint is a stranger's word: whoever can write to the pool can write one. It is taken apart with every length checked,
-and says nothing but which pages to look for under the reader's own identity.
+Whoever can write to the pool can write a hint, so it is not trusted: every length is checked, and it only names pages
+to look for under the reader's own identity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Hint:
     """The first pages of a conversation are in the pool."""
 
     scope: bytes
-    """Which model and page size: ``hint_scope`` of the backend that says so."""
+    """Model and page size: ``hint_scope`` of the sending backend."""
     written: float
     """Seconds since 1970, by the writer's clock."""
     page_hashes: tuple[bytes, ...]

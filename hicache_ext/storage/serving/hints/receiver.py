@@ -1,12 +1,12 @@
-"""The prefill node's side of hints: looks at the board and has the pages brought to the local tier."""
+"""The prefill node's side of hints: polls the board and has the pages fetched to the local tier."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.serving.hints.hint import decode
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL = 60.0
 
 BringInward = Callable[[Sequence[bytes]], Mapping[str, int]]
-"""Brings the pages of these hashes to the local tier; how many were present, fetched, absent, dropped."""
+"""Fetches the pages of these hashes to the local tier; returns how many were present, fetched, absent, dropped."""
 
 
 class HintReceiver:
-    """One thread. A hint that is malformed, old, or of another model is counted and otherwise nothing happens.
+    """One thread. A hint that is malformed, old, or of another model is counted and ignored.
 
     Counted in ``metrics``: ``hint`` received, malformed, stale, other_model; ``board`` failed; ``page`` present,
     fetched, absent, dropped.
@@ -45,35 +45,34 @@ class HintReceiver:
         self.metrics = TierMetrics("hints", prefix="hints_")
         self._last_log = time.monotonic()
         self._last_logged: dict[str, int] = {}
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hicache-ext-hints", daemon=True)
-        self._thread.start()
+        self._since: frozenset[str] | None = None
+        """What was on the board the last time."""
+        self._loop = BackgroundLoop("hicache-ext-hints", self._look)
+        self._loop.wake(interval)
 
     def close(self, timeout: float) -> None:
         """End the thread, unless a store holds it for longer than ``timeout``."""
-        self._closing.set()
-        self._thread.join(timeout)
+        self._loop.stop(timeout)
         self._log()
 
-    def _run(self) -> None:
-        since = None
-        while not self._closing.wait(self._interval):
+    def _look(self) -> float:
+        try:
+            self._since, hints = self._board().read_hints(self._since, self._limits)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, it may be back the next time
+            logger.debug("hicache_ext: no hints: %s", error)
+            self.metrics.add("board", "failed")
+            return self._interval
+        for hint in hints:
+            if self._loop.stopping:
+                break
             try:
-                since, hints = self._board().read_hints(since, self._limits)
-            except Exception as error:  # noqa: BLE001 - whatever a store raises, it may be back the next time
-                logger.debug("hicache_ext: no hints: %s", error)
-                self.metrics.add("board", "failed")
-                continue
-            for hint in hints:
-                if self._closing.is_set():
-                    return
-                try:
-                    self._take(hint)
-                except Exception:
-                    self.metrics.add("hint", "failed")
-                    logger.exception("hicache_ext: following a hint")
-            if time.monotonic() - self._last_log >= _LOG_INTERVAL:
-                self._log()
+                self._take(hint)
+            except Exception:
+                self.metrics.add("hint", "failed")
+                logger.exception("hicache_ext: following a hint")
+        if time.monotonic() - self._last_log >= _LOG_INTERVAL:
+            self._log()
+        return self._interval
 
     def _take(self, data: bytes) -> None:
         hint = decode(data, self._most_pages)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from hicache_ext.page.identity import page_hash_bytes
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard
 from hicache_ext.storage.serving.hints.hint import Hint, encode
@@ -16,17 +17,17 @@ from hicache_ext.storage.serving.hints.hint import Hint, encode
 logger = logging.getLogger(__name__)
 
 _WAITING = 64
-"""Hints that wait for a board that is slow; the oldest goes when there are more."""
+"""Hints queued for a slow board; beyond that the oldest is dropped."""
 
 Board = Callable[[], HintBoard]
-"""The board of the tiers in use, which a reload may exchange. Raises StoreError where there is none."""
+"""The board of the tiers in use; a reload may change it. Raises StoreError where there is none."""
 
 
 class HintSender:
     """``announce`` never waits and may be called from any thread.
 
-    Counted in ``metrics`` under ``hint``: sent, dropped (the queue was full), failed, too_long (a conversation of more
-    pages than a hint may name: it says the first ones).
+    Counted in ``metrics`` under ``hint``: sent, dropped (the queue was full), failed, too_long (more pages than a hint
+    may name: it names the first ones).
     """
 
     def __init__(
@@ -37,45 +38,31 @@ class HintSender:
         self._limits = limits
         self._most_pages = most_pages
         self._metrics = metrics
-        self._waiting: deque[Sequence[str]] = deque()
-        self._condition = threading.Condition()
-        self._closing = False
+        self._waiting: deque[Sequence[str]] = deque(maxlen=_WAITING)
         self._last_log = 0.0
-        self._thread = threading.Thread(target=self._run, name="hicache-ext-hints", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("hicache-ext-hints", self._send_waiting)
 
     def announce(self, page_hashes: Sequence[str]) -> None:
-        """The pages of a conversation, from its first one on, are in the pool. The sequence is read later."""
-        with self._condition:
-            if len(self._waiting) >= _WAITING:
-                self._waiting.popleft()
-                self._metrics.add("hint", "dropped")
-            self._waiting.append(page_hashes)
-            self._condition.notify()
+        """The pages of a conversation, from the first on, are in the pool. The sequence is read later."""
+        if len(self._waiting) >= _WAITING:
+            self._metrics.add("hint", "dropped")
+        self._waiting.append(page_hashes)
+        self._loop.wake()
 
     def close(self, timeout: float) -> None:
-        """Forget what waits and end the thread, unless a board holds it for longer than ``timeout``."""
-        with self._condition:
-            self._closing = True
-            self._waiting.clear()
-            self._condition.notify()
-        self._thread.join(timeout)
+        """Drop queued hints and end the thread, unless a board holds it for longer than ``timeout``."""
+        self._loop.stop(timeout)
 
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._waiting and not self._closing:
-                    self._condition.wait()
-                if self._closing:
-                    return
-                page_hashes = self._waiting.popleft()
+    def _send_waiting(self) -> float:
+        while self._waiting and not self._loop.stopping:
             try:
-                self._send(page_hashes)
+                self._send(self._waiting.popleft())
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may get through
                 self._metrics.add("hint", "failed")
                 if time.monotonic() - self._last_log >= 60:
                     self._last_log = time.monotonic()
                     logger.warning("hicache_ext: a hint was not sent: %s", error)
+        return math.inf
 
     def _send(self, page_hashes: Sequence[str]) -> None:
         if len(page_hashes) > self._most_pages:

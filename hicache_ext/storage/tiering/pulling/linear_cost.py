@@ -1,4 +1,4 @@
-"""What a piece of work costs, learnt from how long earlier ones took: seconds = start-up + amount x per unit."""
+"""The cost of work, learnt from earlier measurements: seconds = start-up + amount x per unit."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import threading
 import time
 
 _DECAY = 0.7
-"""Weight of all earlier observations against the newest: about three count, so that a tier that slows is noticed."""
+"""Weight of all earlier observations against the newest: about three count, so that a slower tier is noticed."""
 _SURPRISE = 2.0
-"""Two observations in a row that are off by this factor, both in one direction: what was learnt before them is over."""
+"""Two observations in a row off by this factor, in one direction, discard all earlier ones."""
 
 
 class LinearCost:
     """A line through decayed observations. Thread-safe; an observation costs about a microsecond.
 
-    Where all amounts seen are alike, a line is not determined. Then a smaller amount is taken to cost as much as those
-    seen, and a larger one in proportion: the dear side of every line through them.
+    Equal amounts do not determine a line. Then a smaller amount is taken to cost as much as those seen, and a larger
+    one in proportion: the upper bound of all lines through them.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LinearCost:
             self._last = time.monotonic()
 
     def _surprise(self, amount: float, seconds: float) -> int:
-        """1 for much dearer than expected, -1 for much cheaper, 0 otherwise."""
+        """1: much more than expected, -1: much less, 0 otherwise."""
         expected = self._predict(amount)
         if expected is None:
             return 0
@@ -52,7 +52,7 @@ class LinearCost:
 
     @property
     def is_surprised(self) -> bool:
-        """The last observation was far off what was expected; whether that lasts, the next one says."""
+        """The last observation was far off; the next one decides whether that lasts."""
         return self._last_surprise != 0
 
     def predict(self, amount: float) -> float | None:

@@ -1,4 +1,4 @@
-"""A tier that knows how long it takes: feeds the pull rule, and is not asked where no answer could be worth it."""
+"""A tier whose calls are measured for the pull rule, and that is not asked where no answer could pay."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hicache_ext.storage.tiering.pulling.linear_cost import LinearCost
 _COUNTED = (GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
 
 WorthAsking = Callable[[], bool]
-"""Whether to look anything up."""
+"""Whether a look-up can pay."""
 
 
 @dataclass(slots=True)
 class LookUp:
-    """What came of one thread's look-ups."""
+    """The outcome of one thread's look-ups."""
 
     found: int = 0
-    """Keys that are there."""
+    """Keys found."""
     not_asked: int = 0
-    """Keys that nobody looked for, because reading them would not have paid."""
+    """Keys not looked up, because reading them would not have paid."""
 
 
 class MeasuredStore(DelegatingStore):
@@ -44,7 +44,7 @@ class MeasuredStore(DelegatingStore):
         started = time.perf_counter()
         results = self.inner.get(batch)
         seconds = time.perf_counter() - started
-        # A read that failed counts as if it had delivered: the time it took is what the next one may take.
+        # A failed read counts as if it had delivered: the next one may take as long.
         counted = [size for size, result in zip(batch.sizes, results, strict=True) if result in _COUNTED]
         if counted:
             self.read_cost.observe(sum(counted), seconds)
@@ -71,23 +71,23 @@ class MeasuredStore(DelegatingStore):
         self._last_probe = time.monotonic()
 
     def age(self) -> float:
-        """Seconds since it was last measured, or somebody tried to."""
+        """Seconds since the last measurement or attempt."""
         return min(self.read_cost.age(), time.monotonic() - self._last_probe)
 
     def ask_only_if(self, worth_asking: WorthAsking) -> None:
-        """A look-up that is about to begin on this thread: where ``worth_asking`` says no, its keys count as absent."""
+        """For the next look-ups of this thread: while ``worth_asking`` is False, keys count as absent."""
         self._of_thread.worth_asking = worth_asking
         self._of_thread.look_up = LookUp()
 
     def take_look_up(self) -> LookUp:
-        """What came of this thread's look-ups since ``ask_only_if``, whose condition ends here."""
+        """The outcome of this thread's look-ups since ``ask_only_if``; ends its condition."""
         self._of_thread.worth_asking = None
         look_up: LookUp = getattr(self._of_thread, "look_up", LookUp())
         self._of_thread.look_up = LookUp()
         return look_up
 
     def found_so_far(self) -> int:
-        """Keys that this thread's look-ups have found since ``ask_only_if``."""
+        """Keys found by this thread's look-ups since ``ask_only_if``."""
         look_up: LookUp | None = getattr(self._of_thread, "look_up", None)
         return 0 if look_up is None else look_up.found
 

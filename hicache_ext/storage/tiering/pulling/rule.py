@@ -1,15 +1,13 @@
 """Pull or recompute: is reading a prefix from storage cheaper than computing it?
 
-A remote pull can cost more than the prefill it saves (a slow tier, a fast model, a short prefix), and SGLang pulls
-every hit. The rule sits where the backend answers ``batch_exists``: a prefix that should be computed is answered as
-absent.
+SGLang pulls every hit, and a remote pull can cost more than the prefill it saves (a slow tier, a fast model, a short
+prefix). The rule acts where the backend answers ``batch_exists``: a prefix to be computed is answered as absent.
 
-Modes: ``off`` pulls always (there is no rule then); ``fixed`` pulls from ``min_tokens`` on; ``adaptive`` also compares
-what the read is expected to take, by what each tier's last reads took, with what computing is expected to take, by what
-the last prefill batches took (or the configured rate). Once a tier was too slow, a pull must be cheaper by
-``hysteresis`` to be made again. A tier from which not even a hit of the whole prefix would pay, with the time of its
-look-ups counted in, is not asked: a slow look-up costs a request as much as a slow read. Tiers that are not used are
-measured in the background, never on a request.
+Modes: ``off``: no rule. ``fixed``: pull from ``min_tokens`` on. ``adaptive``: also compare the expected time of the
+read (from each tier's last reads) with that of computing (from the last prefill batches, or the configured rate). After
+a tier was too slow, a pull must be cheaper by ``hysteresis``. A tier from which not even a hit of the whole prefix
+would pay, look-up included, is not asked. Unused tiers are measured in the background, never on a request. Reasons:
+docs/decisions/pull-rule.md.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from functools import partial
 
 from hicache_ext.config.pd import PullConfig
 from hicache_ext.errors import StoreClosedError
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import PageBatch, PageStore
 from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
@@ -31,20 +30,20 @@ from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
 logger = logging.getLogger(__name__)
 
 _MARGIN = 0.1
-"""A pull must be expected to be cheaper by this share: what SGLang does around a read is in no tier's measurement."""
+"""A pull must be cheaper by this share: SGLang's own work around a read is not measured."""
 _PROBE_PAGES = (1, 32)
-"""Two sizes determine the line: what a read costs to start, and what each byte costs."""
+"""Two sizes determine the line: start-up and cost per byte."""
 _PROBE_KEYS = 256
-"""Looked up at most. Fewer would let a long round trip be taken for dear keys where requests ask for that many."""
+"""At most so many keys are looked up. With fewer, a long round trip would look like expensive keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do about a prefix of ``tokens`` tokens, and why."""
+    """What to do with a prefix, and why."""
 
     pull: bool
     reason: str
-    """short, long_enough, unmeasured, cheaper, dearer, not_cheaper_enough, not_asked: the metric's label."""
+    """Label of the metric: short, long_enough, unmeasured, cheaper, dearer, not_cheaper_enough, not_asked."""
     tokens: int
     read_seconds: float | None = None
     compute_seconds: float | None = None
@@ -57,17 +56,18 @@ class Decision:
 
 
 Tiers = Callable[[], Sequence[PageStore]]
-"""The tiers in use, which a reload may exchange."""
+"""The tiers in use; a reload may change them."""
 
 
 def open_pull_rule(config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> PullRule | None:
-    """The rule over those of ``tiers()`` that are measured; None with mode off."""
+    """The rule over the measured ones of ``tiers()``; None with mode off."""
     return None if config.mode == "off" else PullRule(config, tiers, compute_cost)
 
 
 @dataclass(slots=True)
 class Asked:
-    """One question of SGLang's: how many of ``pages`` leading pages to pull; ``looked_up`` by tier, at its end."""
+    """One question of SGLang: how many of ``pages`` leading pages to pull. ``looked_up``: outcome by tier, at the
+    end."""
 
     pages: int
     page_tokens: int
@@ -76,7 +76,7 @@ class Asked:
     """Objects that a page is split in."""
     looked_up: dict[MeasuredStore, LookUp] = field(default_factory=dict)
     too_dear: tuple[float, float] | None = None
-    """Seconds of the look-up and the read, and of computing, for which a tier was not asked."""
+    """Why a tier was not asked: seconds of look-up and read, and of computing."""
 
     @property
     def tokens(self) -> int:
@@ -102,7 +102,7 @@ class PullRule:
 
     @contextmanager
     def looking_up(self, pages: int, page_tokens: int, page_bytes: int, parts: int = 1) -> Iterator[Asked | None]:
-        """Around the look-ups for one question, on their thread. None: too short, look for nothing."""
+        """Around the look-ups for one question, on their thread. None: too short, look nothing up."""
         asked = Asked(pages, page_tokens, page_bytes, parts)
         if asked.tokens < self._config.min_tokens:
             self._count(Decision(False, "short", asked.tokens))
@@ -118,9 +118,9 @@ class PullRule:
             asked.looked_up = {tier: tier.take_look_up() for tier in tiers}
 
     def _is_worth_asking(self, asked: Asked, tier: MeasuredStore, others: Sequence[MeasuredStore]) -> bool:
-        """Whether looking up and reading all that ``others`` have not been found to have can be cheaper than computing.
+        """Whether looking up and reading all pages that ``others`` lack can be cheaper than computing.
 
-        Not only the keys of the look-up at hand: a long chain is looked up in portions, and the first is short.
+        All pages, not those of the current look-up: a long chain is looked up in portions, and the first one is short.
         """
         if self._config.mode != "adaptive":
             return True
@@ -136,9 +136,9 @@ class PullRule:
         return False
 
     def pages_to_pull(self, asked: Asked, pages: int, keys: Callable[[int], list[bytes]]) -> int:
-        """``pages``, which were found, or 0 if they should be computed.
+        """``pages`` (those found), or 0 if they should be computed.
 
-        ``keys(n)`` gives the store keys of the first parts of the first n pages asked for, for a probe.
+        ``keys(n)``: store keys of the first parts of the first n pages asked for, for a probe.
         """
         not_asked = [tier for tier, look_up in asked.looked_up.items() if look_up.not_asked]
         if not pages:
@@ -160,7 +160,7 @@ class PullRule:
         logger.debug("hicache_ext: %s", decision)
 
     def decide(self, tokens: int, size: int, found: Mapping[MeasuredStore, int]) -> Decision:
-        """``found``: how many of the pages' keys each tier has, for their shares of ``size`` bytes."""
+        """``found``: how many keys each tier has, for its share of ``size`` bytes."""
         if tokens < self._config.min_tokens:
             return Decision(False, "short", tokens)
         if self._config.mode == "fixed":
@@ -198,9 +198,9 @@ class PullRule:
         return seconds
 
     def _probe(self, unused: Sequence[MeasuredStore], asked: Asked, keys: Callable[[int], list[bytes]]) -> None:
-        """Look up what was asked for and read a few pages of it, from each of ``unused`` that was not measured lately.
+        """Look up the keys and read a few pages, from each tier of ``unused`` that was not measured lately.
 
-        In the background, one probe at once. What a tier lacks measures its look-ups alone.
+        In the background, one probe at a time. A tier without the pages has only its look-ups measured.
         """
         stale = [tier for tier in unused if tier.age() >= self._config.probe_interval]
         if not stale:
@@ -214,24 +214,25 @@ class PullRule:
                 for tier in stale:
                     self._measure(tier, probed, asked)
             except StoreClosedError:
-                pass  # the server is on its way out
+                pass  # the server is closing
             except Exception:
                 logger.exception("hicache_ext: measuring a tier")
             finally:
                 self._probing.release()
 
-        threading.Thread(target=measure, name="hicache-ext-pull-probe", daemon=True).start()
+        if not BackgroundLoop("hicache-ext-pull-probe", measure).wake():
+            self._probing.release()
 
     def _measure(self, tier: MeasuredStore, keys: list[bytes], asked: Asked) -> None:
         self.metrics.add("probe", tier.name)
         tier.probed()
         present = tier.count_leading(keys)
         if tier.look_up_cost.is_surprised:
-            # Asked again at once: two surprises end what was learnt, and one probe is enough to come back.
+            # Asked twice: two surprises discard what was learnt, so that one probe is enough to come back.
             present = tier.count_leading(keys)
         looking, computing = tier.look_up_cost.predict(asked.pages), self._compute_seconds(asked.tokens)
         if looking is not None and computing is not None and looking > computing:
-            return  # nothing that a read could take would pay
+            return  # no read could pay
         size = asked.page_bytes // asked.parts
         for pages in _PROBE_PAGES:
             chosen = keys[: min(pages, present)]

@@ -1,11 +1,11 @@
-"""What computing a prefix costs, learnt by size: an answer for a long one is not worn away by many short ones.
+"""The cost of computing a prefix, learnt by size.
 
-After every pull a node computes the few tokens that are left. A line through the last batches would know nothing but
-those, and what it says about a whole prompt then would be a guess a hundred times their size.
+By size, because after every pull a node computes the few tokens that are left. A line through the last batches would
+know only those, and its value for a whole prompt would be an extrapolation by a factor of a hundred.
 
-Too high an estimate would never be corrected: everything is pulled then, and nothing computed. So estimates fall faster
-than they rise, and what was seen once (the first batch of its size after the start takes many times as long) or a while
-ago is in doubt: where the doubt decides, the prefix is computed, which measures it.
+An estimate that is too high would never be corrected: everything is pulled then, and nothing computed. So estimates
+fall faster than they rise. What was seen once (the first batch of its size takes many times as long) or long ago is
+uncertain: where the uncertainty decides, the prefix is computed, which measures it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 _NEW_LOWER = 0.7
 _NEW_HIGHER = 0.3
-"""Weight of an observation against what was known of its size."""
+"""Weight of a higher observation against the estimate of its size."""
 _DOUBT_ONCE = 20.0
 _DOUBT_OLD = 3.0
 _OLD = 60.0
-"""Seconds without an observation."""
+"""Seconds without an observation after which an estimate is uncertain."""
 _SHORT = 4
 """A batch of at most a fourth of a prefix shows what is left to compute when the prefix is pulled."""
 
@@ -39,7 +39,7 @@ class _Known:
 class SizedCost:
     """Seconds by amount, one figure per power of two. Thread-safe.
 
-    Where nothing near was seen the cheap side is taken: computing is then tried, and measured.
+    Where no similar size was seen, the lower bound is taken: computing is then tried, and measured.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,7 +76,7 @@ class SizedCost:
         return seconds_last + max(0.0, seconds_last - seconds_below) * (amount - last) / (last - below)
 
     def doubt(self, amount: int) -> float:
-        """By what factor the figure for ``amount`` may be too high, 1 or more."""
+        """The factor, 1 or more, by which the estimate for ``amount`` may be too high."""
         with self._lock:
             if not self._by_size:
                 return 1.0
@@ -87,7 +87,7 @@ class SizedCost:
             return _DOUBT_OLD if self._clock() - nearest.observed > _OLD else 1.0
 
     def saved_by(self, amount: float) -> float | None:
-        """Seconds that not computing ``amount`` saves, where something short is computed in any case."""
+        """Seconds saved by not computing ``amount``; a short rest is computed in any case."""
         with self._lock:
             shortest = self._by_size[min(self._by_size)] if self._by_size else None
         whole = self.predict(amount)

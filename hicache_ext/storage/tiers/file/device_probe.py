@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from hicache_ext.runtime import vectored
 from hicache_ext.runtime.access import open_file
 from hicache_ext.runtime.file_lock import lock_within
 from hicache_ext.runtime.whole_file import read_document, write_whole
-from hicache_ext.storage.tiers.file import vectored
 
 Mode = Literal["buffered", "dontcache", "direct"]
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -18,7 +18,6 @@ import fcntl
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from pathlib import Path
 import lmdb
 
 from hicache_ext.runtime.access import open_file
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import try_lock
 from hicache_ext.runtime.whole_file import read_document, remove_whole, write_whole
 
@@ -62,33 +62,32 @@ def recorded_ttl(path: Path) -> float | None:
 
 
 class Sweeper:
-    """Calls ``sweep`` every so often in a thread until it is closed. ``sweep`` looks at ``stop`` now and then."""
+    """Calls ``sweep`` every so often in the background until it is closed."""
 
-    def __init__(self, tier: str, path: Path, ttl: float, sweep: Callable[[threading.Event], int]) -> None:
-        """``sweep`` answers how many pages it removed; it may raise OSError or lmdb.Error."""
+    def __init__(self, tier: str, path: Path, ttl: float, sweep: Callable[[BackgroundLoop], int]) -> None:
+        """``sweep`` answers how many pages it removed, and ends early when the loop is stopping; it may raise OSError
+        or lmdb.Error."""
         self._tier = tier
         self._path = path
         self._sweep = sweep
         self._interval = max(_SHORTEST_INTERVAL, min(ttl / _SWEEPS_PER_TTL, _LONGEST_INTERVAL))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"hicache-{tier}-ttl", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop(f"hicache-{tier}-ttl", self._run)
+        self._loop.wake(self._interval)
 
     def close(self) -> None:
         """Waits for a sweep under way, which ends early."""
-        self._stop.set()
-        self._thread.join()
+        self._loop.stop()
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._interval):
-            try:
-                with _turn(self._path) as mine:
-                    removed = self._sweep(self._stop) if mine else 0
-            except (OSError, lmdb.Error) as error:
-                logger.warning("tier %s: removing expired pages of %s: %s", self._tier, self._path, error)
-                continue
-            if removed:
-                logger.info("tier %s: %d expired pages of %s removed", self._tier, removed, self._path)
+    def _run(self) -> float:
+        try:
+            with _turn(self._path) as mine:
+                removed = self._sweep(self._loop) if mine else 0
+        except (OSError, lmdb.Error) as error:
+            logger.warning("tier %s: removing expired pages of %s: %s", self._tier, self._path, error)
+            removed = 0
+        if removed:
+            logger.info("tier %s: %d expired pages of %s removed", self._tier, removed, self._path)
+        return self._interval
 
 
 @contextlib.contextmanager

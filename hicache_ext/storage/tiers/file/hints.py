@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from hicache_ext.runtime.access import make_directory, open_file
+from hicache_ext.runtime.liveness import writer_name
 from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
-from hicache_ext.storage.tiers.file.usage import writer_name
 
 _NAME = re.compile(r"[0-9]{20}-[A-Za-z0-9_.-]{1,200}\.(hint|new)")
 _NUMBERS = itertools.count()

@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.runtime.access import INDEX_FILE
 from hicache_ext.runtime.whole_file import create_whole, parsed, write_whole
+from hicache_ext.storage.tiers.file.modes import INDEX_FILE
 
 logger = logging.getLogger(__name__)
 

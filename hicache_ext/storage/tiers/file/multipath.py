@@ -4,10 +4,10 @@ Each path has a store of its own (slabs or page files) and an equal share of the
 the paths work on their parts of it at the same time.
 
 A path goes out of service when several calls in a row met errors of its device and moved not one page. From then on no
-call touches it: its pages are misses, and new ones go to the other paths, by the same rule that reads use. A thread of
-its own closes what was open there, writes and syncs a small file every so often, and once that works opens the path
-again: its index is trusted, or rebuilt from the pages. What was written elsewhere meanwhile is no longer looked for and
-ages out. Pages of identities cleared meanwhile are cleared before the path comes back.
+call touches it: its pages are misses, and new ones go to the other paths, by the same rule that reads use. A probe in
+the background closes what was open there, writes and syncs a small file, and once that works opens the path again: its
+index is trusted, or rebuilt from the pages. What was written elsewhere meanwhile is no longer looked for and ages out.
+Pages of identities cleared meanwhile are cleared before the path comes back.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from typing import Any, Protocol
 import lmdb
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.storage.contract.abilities import Resizable
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, Resizable, SetResult, StoreInfo
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.device_errors import Trouble, is_device_error
 from hicache_ext.storage.tiers.file.fullness import Fullness, gauges_of_paths
@@ -43,7 +46,7 @@ FIRST_PROBE = 1.0
 _LONGEST_PAUSE = 60.0
 """Seconds before the first probe of a path out of service, doubled after each that failed, up to this."""
 _CLOSE_TIMEOUT = 10.0
-"""Seconds that close() waits for a probe: on a device that hangs it may never end."""
+"""Seconds that close() waits for probes: on a device that hangs one may never end."""
 _LOOK_INTERVAL = 5.0
 """Seconds between two looks at how full the paths are, while somebody asks."""
 
@@ -65,14 +68,13 @@ OpenPath = Callable[[Path, Trouble], PathStore]
 class _Part:
     """One path. ``store`` is None while it is out of service and closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, breaker: Breaker) -> None:
         self.path = path
+        self.breaker = breaker
         self.store: PathStore | None = None
         self.last_error: Exception | None = None
         self.errors = 0
         self.failed_calls: Counter[str] = Counter()
-        self.probe_at = 0.0
-        self.pause = FIRST_PROBE
         self.clear_all = False
         self.cleared: set[bytes] = set()
         """Identities that were cleared while the path was out of service."""
@@ -107,18 +109,16 @@ class SpreadStore:
         self._name = name
         self._metrics = metrics
         self._open_path = open_path
-        self._first_probe = first_probe
         self._evicted_age = evicted_age or RecentMean()
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
-        self._parts = [_Part(path) for path in paths]
+        self._parts = [self._part(number, path, first_probe) for number, path in enumerate(paths)]
         self._choice = PathChoice([str(path) for path in paths])
         self._usable: tuple[int, ...] = ()
         self._identities: dict[bytes, dict[str, Any]] = {}
-        self._state = threading.Condition()
+        self._state = threading.Lock()
         # A path's share of the capacity, in a tuple, since it was changed; the opener knows the one at the start.
         self._new_share: tuple[int | None] | None = None
         self._closing = False
-        self._prober: threading.Thread | None = None
         self._calls = CallGate(name)
         try:
             self._open_all()
@@ -340,6 +340,16 @@ class SpreadStore:
 
     # -- out of service and back -----------------------------------------------------------------------------------
 
+    def _part(self, number: int, path: Path, first_probe: float) -> _Part:
+        def probe() -> bool:
+            return self._try_again(number)
+
+        def changed(state: BreakerState, reason: str) -> None:
+            self._changed(number, state, reason)
+
+        backoff = Backoff(first_probe, _LONGEST_PAUSE)
+        return _Part(path, Breaker(f"hicache-{self._name}-probe", probe, backoff, on_change=changed))
+
     def _open_all(self) -> None:
         broken: list[tuple[int, StoreSetupError]] = []
         for number, part in enumerate(self._parts):
@@ -354,17 +364,20 @@ class SpreadStore:
             raise broken[0][1]
         self._usable = tuple(number for number, part in enumerate(self._parts) if part.store is not None)
         for number, refusal in broken:
-            self._announce_out(number, refusal.reason)
+            self._parts[number].breaker.trip(refusal.reason)
 
     def _take_out(self, number: int, error: Exception | None) -> None:
-        with self._state:
-            if self._closing or number not in self._usable:
-                return
-            self._usable = tuple(other for other in self._usable if other != number)
-        self._announce_out(number, str(error))
+        if not self._closing and number in self._usable:
+            self._parts[number].breaker.trip(str(error))
 
-    def _announce_out(self, number: int, reason: str) -> None:
+    def _changed(self, number: int, state: BreakerState, reason: str) -> None:
         part = self._parts[number]
+        if state is not BreakerState.OPEN:
+            self._metrics.add("path_back_in_service", str(part.path))
+            logger.warning("tier %s: path %s is back in service", self._name, part.path)
+            return
+        with self._state:
+            self._usable = tuple(other for other in self._usable if other != number)
         self._metrics.add("path_out_of_service", str(part.path))
         logger.error(
             "tier %s: path %s is out of service: %s. Its pages are misses%s; it is tried again in the background",
@@ -373,39 +386,17 @@ class SpreadStore:
             reason,
             " and new ones go to the other paths" if self._usable else " and nothing is stored",
         )
-        with self._state:
-            part.pause = self._first_probe
-            part.probe_at = time.monotonic() + part.pause
-            if self._prober is None:
-                self._prober = threading.Thread(target=self._probe, name=f"hicache-{self._name}-probe", daemon=True)
-                self._prober.start()
-            self._state.notify_all()
-
-    def _probe(self) -> None:
-        """Until the tier is closed: bring back the paths that work again."""
-        while True:
-            with self._state:
-                waiting = [part for number, part in enumerate(self._parts) if number not in self._usable]
-                pause = min((part.probe_at for part in waiting), default=float("inf")) - time.monotonic()
-                if not self._closing and pause > 0:
-                    self._state.wait(None if pause == float("inf") else pause)
-                if self._closing:
-                    return
-                due = [number for number, part in enumerate(self._parts) if self._is_due(number, part)]
-            for number in due:
-                self._try_again(number)
 
     def _stop_probing(self) -> None:
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
         with self._state:
             self._closing = True
-            self._state.notify_all()
-        if self._prober is not None:
-            self._prober.join(_CLOSE_TIMEOUT)
+        for part in self._parts:
+            part.breaker.close(0)
+        for part in self._parts:
+            part.breaker.close(max(0.0, deadline - time.monotonic()))
 
-    def _is_due(self, number: int, part: _Part) -> bool:
-        return number not in self._usable and time.monotonic() >= part.probe_at
-
-    def _try_again(self, number: int) -> None:
+    def _try_again(self, number: int) -> bool:
         part = self._parts[number]
         store, part.store = part.store, None
         try:
@@ -418,24 +409,12 @@ class SpreadStore:
             opened = self._open_path(part.path, part.note)
         except (OSError, StoreSetupError) as error:
             logger.debug("tier %s: path %s is still out of service: %s", self._name, part.path, error)
-            self._try_later(part)
-            return
-        except Exception:
-            # Whatever it is must not end this thread: the path would never come back.
-            logger.exception("tier %s: opening path %s", self._name, part.path)
-            self._try_later(part)
-            return
+            return False
         for digest, document in list(self._identities.items()):
             opened.register_identity(digest, document)
         while not self._put_back(number, opened):
             pass
-        self._metrics.add("path_back_in_service", str(part.path))
-        logger.warning("tier %s: path %s is back in service", self._name, part.path)
-
-    @staticmethod
-    def _try_later(part: _Part) -> None:
-        part.pause = min(2 * part.pause, _LONGEST_PAUSE)
-        part.probe_at = time.monotonic() + part.pause
+        return True
 
     def _put_back(self, number: int, opened: PathStore) -> bool:
         """Clear what was cleared meanwhile, then use the path; False when another clear() came in between."""

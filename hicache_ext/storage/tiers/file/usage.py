@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +21,9 @@ from pathlib import Path
 
 from hicache_ext.runtime import file_lock
 from hicache_ext.runtime.access import open_file
+from hicache_ext.runtime.liveness import writer_alive, writer_name
 
 _RECORD_LIMIT = 1 << 20
-_FOREIGN_WRITER_SILENCE = 600.0
-"""Seconds without a sign of life after which a writer of another machine counts as dead."""
 
 
 @dataclass(slots=True)
@@ -213,34 +211,3 @@ def _record_in(raw: bytes) -> UsageRecord | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-
-
-def writer_name(pid: int | None = None) -> str:
-    """``host:pid:start`` of a process; the start time tells a recycled pid from the writer that had it before."""
-    pid = os.getpid() if pid is None else pid
-    return f"{_host()}:{pid}:{_start_time(pid)}"
-
-
-def writer_alive(writer: str, last_change: float) -> bool:
-    """Whether the process that called itself ``writer`` may still be running."""
-    host, _, rest = writer.rpartition(":")[0].rpartition(":")
-    if host != _host():
-        return time.time() - last_change < _FOREIGN_WRITER_SILENCE
-    return rest.isdigit() and writer_name(int(rest)) == writer
-
-
-def _host() -> str:
-    # Part of file names, too.
-    return socket.gethostname().replace("/", "_")
-
-
-def _start_time(pid: int) -> str:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "gone"
-    fields = stat.rpartition(")")[2].split()
-    # A killed process stays a zombie until its parent looks. It writes no more, unless another thread of it is still
-    # ending, perhaps inside a write: a slot given away by then held the bytes of two pages (one kill in 150).
-    ended = fields[0] in ("Z", "X") and int(fields[17]) <= 1
-    return "gone" if ended else fields[19]

@@ -1,6 +1,6 @@
 """The one place that holds a Mooncake client: no call gets through before setup, after close, or without a master.
 
-States: *attached* (calls go through), *away* (calls are refused at once; a thread tries to get back), *closed*.
+States: *attached* (calls go through), *away* (calls are refused at once; it is probed in the background), *closed*.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.breaker import Breaker
 from hicache_ext.runtime.call_threads import CallThreads
 from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, OK, Engine
 
@@ -23,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-_FIRST_RETRY = 0.25
-_LAST_RETRY = 5.0
+_ATTEMPTS = Backoff(0.25, 5.0)
+"""Seconds between two attempts to get back."""
 _PROBE_SECONDS = 1.0
 _PROBE_KEY = "hicache_ext/probe"
 _LONGEST_REST = 30.0
@@ -42,14 +44,12 @@ class Attachment:
         self.engine = engine
         self._condition = threading.Condition()
         self._client: Any = None
-        self._away = False
+        self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS)
         self._resting_until = 0.0
         self._under_way = 0
         self._abandoned = 0
         """Calls that went on after their caller had left; they touch memory of the store alone."""
         self._closed = False
-        self._stop = threading.Event()
-        self._return_thread: threading.Thread | None = None
         self._threads = CallThreads(f"hicache-{name}-call", _NICENESS)
         self._memory: list[tuple[int, int]] = []
         """(address, bytes) of memory to register."""
@@ -63,8 +63,7 @@ class Attachment:
             if required:
                 raise
             logger.warning("hicache_ext: %s; going on without it until it answers (required: false)", error)
-            with self._condition:
-                self._leave()
+            self._master.trip(str(error))
 
     @contextlib.contextmanager
     def client(self, *, resting_too: bool = False) -> Iterator[Any]:
@@ -75,8 +74,8 @@ class Attachment:
         with self._condition:
             if self._closed:
                 raise StoreClosedError(self.name)
-            away = self._away or self._abandoned > 0 or (not resting_too and time.monotonic() < self._resting_until)
-            client = None if away else self._client
+            resting = not resting_too and time.monotonic() < self._resting_until
+            client = None if resting or self._abandoned > 0 or not self._master.up else self._client
             self._under_way += 1
         try:
             yield client
@@ -87,15 +86,13 @@ class Attachment:
 
     @property
     def attached(self) -> bool:
-        return not self._away and not self._closed and self._abandoned == 0 and time.monotonic() >= self._resting_until
+        free = not self._closed and self._abandoned == 0 and time.monotonic() >= self._resting_until
+        return free and self._master.up
 
     def report(self, code: int) -> None:
         """A call was answered with ``code``: without its master the pool is away until it answers again."""
         if code in MASTER_LOST:
-            with self._condition:
-                if not self._away and not self._closed:
-                    logger.warning("hicache_ext: tier %s: the master does not answer (%d)", self.name, code)
-                    self._leave()
+            self._leave(f"the master does not answer ({code})")
 
     def rest(self, seconds: float) -> None:
         """A transfer failed after ``seconds``: refuse calls for twice as long, so that waiting is the exception."""
@@ -177,26 +174,22 @@ class Attachment:
 
     # -- away and back ---------------------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        """Refuse calls and start the thread that tries to get back. The condition is held."""
-        self._away = True
-        self._return_thread = threading.Thread(
-            target=self._try_to_return, name=f"hicache-{self.name}-return", daemon=True
-        )
-        self._return_thread.start()
+    def _leave(self, reason: str) -> None:
+        with self._condition:
+            if not self._closed and self._master.trip(reason):
+                logger.warning("hicache_ext: tier %s: %s", self.name, reason)
 
-    def _try_to_return(self) -> None:
-        pause = _FIRST_RETRY
-        while not self._stop.wait(pause):
-            pause = min(2 * pause, _LAST_RETRY)
-            if not self.engine.master_answers(_PROBE_SECONDS):
-                continue
-            try:
-                if self._return():
-                    logger.info("hicache_ext: tier %s: the master answers again", self.name)
-                    return
-            except Exception as error:  # noqa: BLE001 - the next attempt may do better
-                logger.warning("hicache_ext: tier %s: not back yet: %s", self.name, error)
+    def _try_to_return(self) -> bool:
+        if not self.engine.master_answers(_PROBE_SECONDS):
+            return False
+        try:
+            returned = self._return()
+        except Exception as error:  # noqa: BLE001 - the next attempt may do better
+            logger.warning("hicache_ext: tier %s: not back yet: %s", self.name, error)
+            return False
+        if returned:
+            logger.info("hicache_ext: tier %s: the master answers again", self.name)
+        return returned
 
     def _return(self) -> bool:
         """Attach, or ask the attached client whether its master answers: an open port may belong to a frozen one."""
@@ -217,11 +210,7 @@ class Attachment:
                 self._client = client
         elif client.is_exist(_PROBE_KEY) in MASTER_LOST:
             return False
-        if not self.on_return(client):
-            return False
-        with self._condition:
-            self._away = False
-        return True
+        return self.on_return(client)
 
     def close(self) -> None:
         """Wait for calls under way, give memory back, close the client. Idempotent.
@@ -234,14 +223,12 @@ class Attachment:
             if self._closed:
                 return
             self._closed = True
-            self._stop.set()
+            self._master.close(0)
             ended = self._condition.wait_for(
                 lambda: self._under_way == 0 and self._abandoned == 0, deadline - time.monotonic()
             )
-        if self._return_thread is not None:
-            # It may be inside a probe or a setup.
-            self._return_thread.join(max(0.0, deadline - time.monotonic()))
-            ended = ended and not self._return_thread.is_alive()
+        # It may be inside a probe or a setup.
+        ended = self._master.close(max(0.0, deadline - time.monotonic())) and ended
         self._threads.close(max(0.0, deadline - time.monotonic()))
         if not ended:
             logger.warning("hicache_ext: tier %s: a call has not ended; its client stays open", self.name)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hicache_ext.errors import StoreSetupError
 
 if TYPE_CHECKING:
-    from hicache_ext.config import MooncakeTierConfig
+    from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 logger = logging.getLogger(__name__)
 

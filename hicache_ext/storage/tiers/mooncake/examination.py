@@ -18,7 +18,7 @@ from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
 
 if TYPE_CHECKING:
-    from hicache_ext.config import MooncakeTierConfig
+    from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 _PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 _SAMPLE_BYTES = 1 << 20

@@ -40,7 +40,7 @@ from hicache_ext.storage.tiers.mooncake.transfers import (
 )
 
 if TYPE_CHECKING:
-    from hicache_ext.config import MooncakeTierConfig
+    from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 logger = logging.getLogger(__name__)
 

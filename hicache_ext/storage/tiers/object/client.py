@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from hicache_ext.errors import StoreSetupError
 
 if TYPE_CHECKING:
-    from hicache_ext.config import ObjectTierConfig, Secret
+    from hicache_ext.config import Secret
+    from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
 RETRIES = 3
 _FIRST_PAUSE = timedelta(milliseconds=50)

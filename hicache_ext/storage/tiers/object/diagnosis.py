@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import datetime
 import secrets
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.diagnosis import Finding, Level
-from hicache_ext.storage.contract.trial import trial_directory, try_store
+from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.object.client import Failure
-
-if TYPE_CHECKING:
-    from hicache_ext.config import ObjectTierConfig
-    from hicache_ext.storage.tiers.object.store import ObjectPageStore
 
 _CLOCK_SKEW = 60.0
 """Seconds; S3 refuses signatures that are 15 minutes off."""
 
 
-def examine(name: str, tier: ObjectTierConfig) -> Sequence[Finding]:
-    """``diagnose`` for a tier that is not opened. Of a directory the trial is in one of its own, so that nothing in it
-    is made or changed. Raises StoreSetupError or ConfigError."""
-    from hicache_ext.storage.tiers.object import open_object_tier
+class Examined(PageStore, Protocol):
+    """The store of an object tier, as far as it is looked at."""
 
-    if tier.scheme != "file":
-        with closing(open_object_tier(name, tier)) as store:
-            return store.diagnose()
-    directory = Path("/", tier.prefix)
-    findings: list[Finding] = []
-    if not directory.exists():
-        seen = f"{directory} does not exist; a server makes it at its start"
-        findings.append(Finding("path", Level.NOTE, seen, "mount its disk first, if that is meant"))
-    try:
-        with trial_directory(directory) as place:
-            trial = tier.model_copy(update={"url": f"file://{place}"})
-            with closing(open_object_tier(name, trial)) as store:
-                found = store.diagnose()
-            return findings + [replace(one, seen=one.seen.replace(str(place), str(directory))) for one in found]
-    except OSError as error:
-        raise StoreSetupError(name, f"directory {str(directory)!r}: {error.strerror or error}") from error
+    @property
+    def client(self) -> Any: ...
+
+    def within(self, request: Callable[[], Any]) -> tuple[bool, Failure | None]:
+        """Whether ``request`` ended in time, and what went wrong if it did."""
 
 
-def diagnose(store: ObjectPageStore, obstore: Any) -> list[Finding]:
+def diagnose(store: Examined, obstore: Any) -> list[Finding]:
     """Reachability, versions, first writer, clock, eviction, round trip. Bounded by the store's timeout per step."""
     findings = [Finding("client", Level.OK, f"obstore {obstore.__version__}")]
     clock: list[Finding] = []
@@ -80,7 +60,7 @@ def diagnose(store: ObjectPageStore, obstore: Any) -> list[Finding]:
     return findings + try_store(store)
 
 
-def _clock(store: ObjectPageStore, obstore: Any) -> Finding:
+def _clock(store: Examined, obstore: Any) -> Finding:
     """How far this machine's clock is from the store's. Raises what obstore raises."""
     name = f"probe/{secrets.token_hex(16)}"
     before = datetime.datetime.now(datetime.UTC)

@@ -1,7 +1,7 @@
 """One server of the tier: its connections, and whether it is up.
 
 A node goes down when it cannot be connected to or misses a deadline. From then on calls answer at once for its pages,
-and the store's keeper thread tries it until it is back: no call waits twice for a node that is gone.
+and it is tried in the background until it is back: no call waits twice for a node that is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from hicache_ext.errors import ConfigError
+from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.tiers.redis.connection import Connection, open_connection
 from hicache_ext.storage.tiers.redis.resp import ProtocolError
@@ -21,8 +23,7 @@ from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings, re
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE = 0.1
-_LONGEST_PAUSE = 2.0
+_ATTEMPTS = Backoff(0.1, 2.0)
 """Seconds between two attempts to reach a node that is down."""
 
 
@@ -87,6 +88,7 @@ class Node:
         metrics: TierMetrics,
         when_down: Callable[[], None],
     ) -> None:
+        """Down until it was reached for the first time: in the background from ``start`` on, or by ``attempt``."""
         self.endpoint = endpoint
         self._settings = settings
         self._tls = tls
@@ -95,19 +97,22 @@ class Node:
         self.pages = Lane(settings.connections)
         self.requests = Lane(2)
         self.examinations = Lane(1, keeps=False)
-        self._lock = threading.Lock()
         self._address: tuple[int, tuple[str, int] | str] | None = None
-        self._up = False
         self._tried = threading.Event()
-        self._closed = False
-        self._next_attempt = 0.0
-        self._pause = 0.0
+        self._problem: BaseException | None = None
+        self._breaker = Breaker(
+            f"hicache-{metrics.tier}-node",
+            self._reach,
+            _ATTEMPTS,
+            on_change=self._changed,
+            state=BreakerState.OPEN,
+        )
         self.writes_rejected_until = 0.0
         """time.monotonic() until when the server is taken to be out of memory."""
 
     @property
     def up(self) -> bool:
-        return self._up
+        return self._breaker.up and not self._breaker.closing
 
     @contextlib.contextmanager
     def connection(self, lane: Lane, deadline: float, *, fresh: bool = False) -> Iterator[Connection]:
@@ -116,7 +121,7 @@ class Node:
         ``fresh`` after an idle one turned out to be dead: the other idle ones may be, too. Raises NodeDownError,
         TimeoutError, OSError, ProtocolError.
         """
-        if not self._up:
+        if not self.up:
             raise NodeDownError(f"{self.endpoint} is down")
         with lane.place(deadline):
             if fresh:
@@ -128,7 +133,7 @@ class Node:
             except BaseException:
                 connection.close()
                 raise
-            if self._up and connection.reader.empty:
+            if self.up and connection.reader.empty:
                 lane.push(connection)
             else:
                 connection.close()
@@ -151,53 +156,52 @@ class Node:
     # -- down and up -----------------------------------------------------------------------------------------------
 
     def mark_down(self, error: BaseException) -> None:
-        """Take the node out of service until the keeper has reached it again."""
-        with self._lock:
-            if not self._up:
-                return
-            self._up = False
-            self._pause = _FIRST_PAUSE
-            self._next_attempt = time.monotonic()
-        self._drop_idle()
-        self._metrics.add("node", "down")
-        logger.warning("redis node %s is down: %s", self.endpoint, error_words(error))
-        self._when_down()
+        """Take the node out of service until it has been reached again."""
+        if not self._breaker.closing:
+            self._breaker.trip(error_words(error))
 
-    def attempt_due(self) -> bool:
-        return not self._up and not self._closed and time.monotonic() >= self._next_attempt
+    def start(self) -> None:
+        """Try in the background to reach a node that is down."""
+        self._breaker.resume(at_once=True)
 
     def attempt(self) -> BaseException | None:
-        """Try to reach the node within a second; why not, or None. Called by the keeper, never by a caller's thread."""
-        try:
-            self._address = resolve(self.endpoint)
-            deadline = time.monotonic() + self._settings.short_call
-            connection = open_connection(self._settings, self.endpoint, self._address, self._tls, deadline)
-        except (OSError, ProtocolError, ConfigError) as error:
-            self._tried.set()
-            with self._lock:
-                self._pause = min(_LONGEST_PAUSE, self._pause * 2 or _FIRST_PAUSE)
-                self._next_attempt = time.monotonic() + self._pause
-            return error
-        with self._lock:
-            if self._closed:
-                connection.close()
-                return None
-            self._up = True
-        self.pages.push(connection)
-        self._tried.set()
-        self._metrics.add("node", "up")
-        logger.info("redis node %s is up", self.endpoint)
-        return None
+        """Try to reach the node within a second, on this thread; why not, or None."""
+        return None if self._breaker.probe_now() else self._problem
 
     def wait_until_tried(self, seconds: float) -> None:
         """Returns once a new node has been tried for the first time, or after ``seconds``."""
         self._tried.wait(seconds)
 
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._up = False
+    def close(self, seconds: float) -> None:
+        """Waits so long for an attempt under way."""
+        self._breaker.close(seconds)
         self._drop_idle()
+
+    def _reach(self) -> bool:
+        try:
+            self._address = resolve(self.endpoint)
+            deadline = time.monotonic() + self._settings.short_call
+            connection = open_connection(self._settings, self.endpoint, self._address, self._tls, deadline)
+        except (OSError, ProtocolError, ConfigError) as error:
+            self._problem = error
+            self._tried.set()
+            return False
+        if self._breaker.closing:
+            connection.close()
+        else:
+            self.pages.push(connection)
+        return True
+
+    def _changed(self, state: BreakerState, reason: str) -> None:
+        self._tried.set()
+        if state is BreakerState.OPEN:
+            self._drop_idle()
+            self._metrics.add("node", "down")
+            logger.warning("redis node %s is down: %s", self.endpoint, reason)
+            self._when_down()
+        else:
+            self._metrics.add("node", "up")
+            logger.info("redis node %s is up", self.endpoint)
 
     def _drop_idle(self) -> None:
         self.pages.drop_idle()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hicache_ext.storage.tiers.file.vectored import IOV_MAX, after
+from hicache_ext.runtime.vectored import IOV_MAX, after
 
 LONGEST_LINE = 4096
 LONGEST_TEXT = 64 * 1024

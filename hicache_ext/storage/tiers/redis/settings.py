@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import redis
 
-    from hicache_ext.config.redis_tier import RedisTierConfig
     from hicache_ext.config.secrets import Secret
+    from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 
 SHORT_CALL = 1.0
 """Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""

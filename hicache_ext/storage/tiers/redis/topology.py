@@ -1,4 +1,4 @@
-"""Which node holds which key, and the thread that keeps this true.
+"""Which node holds which key, and the loop that keeps this true.
 
 A cluster's slot is CRC16-XMODEM of the key modulo 16384 (redis.io/docs/latest/operate/oss_and_stack/reference/
 cluster-spec). The map comes from CLUSTER SLOTS, asked by redis-py of one node at a time: its cluster client answers
@@ -18,6 +18,7 @@ from typing import Any
 import redis
 
 from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
@@ -30,7 +31,6 @@ _REFRESH_INTERVAL = 30.0
 """Seconds between two looks at the map when nothing seems wrong."""
 _REFRESH_PAUSE = 0.5
 """Seconds at least between two looks, however many calls were redirected."""
-_KEEPER_STEP = 0.1
 _LONGEST_FAREWELL = 5.0
 
 
@@ -50,18 +50,16 @@ class Topology:
         self._tls = tls
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._closing = False
         self._nodes: dict[Endpoint, Node] = {}
         self._slots: list[Node | None] | None = None
         self._single: Node | None = None
-        self._next_refresh = 0.0
+        self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
         self._looked = threading.Event()
         self._required = required
-        self._keeper = threading.Thread(target=self._keep, name=f"hicache-{name}-keeper", daemon=True)
-        self._keeper.start()
+        self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
+        self._keeper.wake()
         reached = self._looked.wait(settings.timeout)
         problem = self._first_look if reached else TimeoutError(f"no answer within {settings.timeout:g} s")
         if isinstance(problem, StoreSetupError) or (problem is not None and required):
@@ -111,49 +109,44 @@ class Topology:
 
     def refresh_soon(self) -> None:
         self._refresh_wanted = True
-        self._wake.set()
+        self._keeper.wake()
 
     def close(self) -> None:
-        """Ends the keeper; what it has under way is waited for, unless a name server keeps it for very long."""
-        self._closing = True
-        self._wake.set()
-        self._keeper.join(_LONGEST_FAREWELL)
+        """What is under way is waited for, unless a name server keeps it for very long."""
+        deadline = time.monotonic() + _LONGEST_FAREWELL
+        self._keeper.stop(_LONGEST_FAREWELL)
         with self._lock:
             nodes = list(self._nodes.values())
         for node in nodes:
-            node.close()
+            node.close(0)
+        for node in nodes:
+            node.close(max(0.0, deadline - time.monotonic()))
 
     def _node(self, endpoint: Endpoint) -> Node:
-        """The node at ``endpoint``, made if it is new; a new one is down until the keeper has reached it."""
+        """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
         with self._lock:
             node = self._nodes.get(endpoint)
             if node is None:
                 node = Node(self._settings, endpoint, self._tls, self._metrics, self.refresh_soon)
                 self._nodes[endpoint] = node
-                self._wake.set()
+                node.start()
             return node
 
     # -- the keeper ------------------------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
-        while not self._closing:
-            self._wake.clear()
-            wanted = self._refresh_wanted or any(not node.up for node in self.nodes) or not self.nodes
-            now = time.monotonic()
-            if now >= self._next_refresh or (wanted and now >= self._next_refresh - _REFRESH_INTERVAL + _REFRESH_PAUSE):
-                self._refresh_wanted = False
-                self._next_refresh = now + _REFRESH_INTERVAL
-                self._look()
-            with self._lock:
-                nodes = list(self._nodes.values())
-            for node in nodes:
-                if node.attempt_due() and not self._closing:
-                    try:
-                        node.attempt()
-                    except Exception:
-                        logger.exception("tier %s: reaching %s", self._name, node.endpoint)
-            settled = all(node.up for node in nodes) and nodes and not self._refresh_wanted
-            self._wake.wait(max(_KEEPER_STEP, self._next_refresh - time.monotonic()) if settled else _KEEPER_STEP)
+    def _keep(self) -> float:
+        left = self._last_look + self._pause() - time.monotonic()
+        if left > 0:
+            return left
+        self._refresh_wanted = False
+        self._last_look = time.monotonic()
+        self._look()
+        return self._pause()
+
+    def _pause(self) -> float:
+        """Seconds between two looks, as things are."""
+        wanted = self._refresh_wanted or not self.nodes or any(not node.up for node in self.nodes)
+        return _REFRESH_PAUSE if wanted else _REFRESH_INTERVAL
 
     def _look(self) -> None:
         problem: BaseException | None = None
@@ -179,7 +172,7 @@ class Topology:
         with self._lock:
             known = sorted(self._nodes.values(), key=lambda node: not node.up)
         for endpoint in dict.fromkeys([*(node.endpoint for node in known), *self._settings.endpoints]):
-            if self._closing:
+            if self._keeper.stopping:
                 break
             try:
                 ranges = self._slot_ranges(endpoint)
@@ -234,8 +227,8 @@ class Topology:
             for node in gone:
                 del self._nodes[node.endpoint]
         for node in gone:
-            node.close()
-        problems = [node.attempt() for node in self.nodes if not node.up and not self._closing]
+            node.close(0)
+        problems = [node.attempt() for node in self.nodes if not node.up and not self._keeper.stopping]
         up = any(node.up for node in self.nodes)
         return None if up else next((p for p in problems if p is not None), ConnectionError("it has no slots"))
 

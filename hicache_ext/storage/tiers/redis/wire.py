@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from hicache_ext.storage.tiers.file.vectored import IOV_MAX, after
+from hicache_ext.runtime.vectored import IOV_MAX, after
 
 _TIMER_SLACK = 0.05
 """Seconds by which a socket's timer may be out of date: setting it for every operation costs a system call each."""

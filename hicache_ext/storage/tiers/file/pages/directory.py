@@ -28,6 +28,7 @@ from typing import Any
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, settle
+from hicache_ext.runtime.liveness import writer_name
 from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME, adopt, check_manifest
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
@@ -38,7 +39,6 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     occupied,
     save_document,
 )
-from hicache_ext.storage.tiers.file.usage import writer_name
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""

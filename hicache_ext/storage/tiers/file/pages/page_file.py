@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
-from hicache_ext.storage.tiers.file import vectored
+from hicache_ext.runtime import vectored
 from hicache_ext.storage.tiers.file.device_probe import RWF_DONTCACHE
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory

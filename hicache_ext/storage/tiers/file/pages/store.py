@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import stat
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.workers import CallGate, Workers
 from hicache_ext.storage.contract.reports import RecentMean
@@ -449,13 +449,13 @@ class PageFileStore:
                     self._count_error(error)
         return removed
 
-    def remove_expired(self, stop: threading.Event) -> int:
-        """Remove the pages older than the ttl, until ``stop``; how many that were."""
+    def remove_expired(self, loop: BackgroundLoop) -> int:
+        """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
         removed = 0
         for fan_out in self._directory.fan_out_directories():
             identity = bytes.fromhex(Path(fan_out).parent.name)
             for path, status in self._directory.page_files(fan_out):
-                if stop.is_set():
+                if loop.stopping:
                     return removed
                 if self._expired(path, status):
                     key = identity + bytes.fromhex(Path(path).stem)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.runtime.access import TEMPORARY_FILE
+from hicache_ext.runtime.liveness import writer_alive
 from hicache_ext.runtime.whole_file import read_document, write_whole
 from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME
-from hicache_ext.storage.tiers.file.usage import writer_alive
+from hicache_ext.storage.tiers.file.modes import TEMPORARY_FILE
 
 BLOCK = 4096
 """What a file occupies is rounded up to this many bytes."""

@@ -37,14 +37,15 @@ from hicache_ext.page.envelope import (
     page_seal,
 )
 from hicache_ext.page.memory import addresses_of
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.jit import Function, compiled_kernels, sources_digest, use
+from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import key_words
 from hicache_ext.storage.tiers.file.device_probe import Mode
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_code import GROUP_WORDS, RECORD_WORDS, WAYS
-from hicache_ext.storage.tiers.file.vectored import IOV_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ class _Loading:
                     self._load(stamp)
                 else:
                     logger.info("the file tier compiles its code, once per version and machine; in Python until then")
-                    threading.Thread(target=self._compile, args=(stamp,), name="hicache-compile", daemon=True).start()
+                    BackgroundLoop("hicache-compile", lambda: self._compile(stamp)).wake()
             self.begun = True
 
     def _compile(self, stamp: Path | None) -> None:

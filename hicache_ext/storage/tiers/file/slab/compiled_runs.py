@@ -30,7 +30,7 @@ from hicache_ext.runtime.foreign_calls import (
     swapped,
 )
 from hicache_ext.runtime.jit import compiled
-from hicache_ext.storage.tiers.file.vectored import IOV_MAX
+from hicache_ext.runtime.vectored import IOV_MAX
 
 DONE, LOOK_AGAIN = 0, 1
 """Results of a page. A negative one is -errno."""

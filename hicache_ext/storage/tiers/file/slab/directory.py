@@ -39,11 +39,13 @@ import numpy as np
 
 from hicache_ext.errors import FormatError, StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.runtime.access import INDEX_FILE, make_directory, make_tier_directory, open_file
+from hicache_ext.runtime.access import make_directory, make_tier_directory, open_file
 from hicache_ext.runtime.file_lock import PATIENCE, lock_within, show_progress, try_lock
+from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.whole_file import remove_whole, sync_whole, write_whole
-from hicache_ext.storage.tiers.file.file_system import WHY_IN_PLACE, file_system_of
+from hicache_ext.storage.tiers.file.layout_choice import WHY_IN_PLACE
 from hicache_ext.storage.tiers.file.manifest import SLAB_FILE, adopt, check_before_start, is_taken_over, write_manifest
+from hicache_ext.storage.tiers.file.modes import INDEX_FILE
 from hicache_ext.storage.tiers.file.pages.tree import save_document
 from hicache_ext.storage.tiers.file.slab.change import FoundPage
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex

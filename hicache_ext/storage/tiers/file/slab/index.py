@@ -28,6 +28,7 @@ import xxhash
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.access import make_directory, make_tier_directory, open_file
+from hicache_ext.runtime.liveness import writer_alive, writer_name
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.tiers.file.slab import lookup, slot_code
@@ -51,7 +52,6 @@ from hicache_ext.storage.tiers.file.slab.records import (
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.slot_table import Seals, SlotTable, View
 from hicache_ext.storage.tiers.file.slab.touches import Uses
-from hicache_ext.storage.tiers.file.usage import writer_alive, writer_name
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Files of int64 words that several processes map.
 
 A file has all its blocks before it is mapped, and only file systems that write blocks where they are will do: elsewhere
-a full disk would be a SIGBUS (file_system.py).
+a full disk would be a SIGBUS (layout_choice.py).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
@@ -31,7 +32,6 @@ from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.tiers.file.slab.records import Slab
 from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_io import ALIGNMENT, SlotIo
-from hicache_ext.storage.tiers.file.vectored import IOV_MAX
 
 _MOST_SEGMENTS = IOV_MAX - 1
 _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)

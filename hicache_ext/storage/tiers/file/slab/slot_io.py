@@ -15,8 +15,8 @@ import numpy as np
 
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import address_of
+from hicache_ext.runtime import vectored
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.file import vectored
 from hicache_ext.storage.tiers.file.device_probe import RWF_DONTCACHE, Mode
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK

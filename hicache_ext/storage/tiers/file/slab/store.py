@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.workers import CallGate, Workers
 from hicache_ext.storage.contract.reports import RecentMean
@@ -480,18 +481,18 @@ class SlabStore:
                 self._count_error(error)
         self._index.free_cleared(cleared)
 
-    def remove_expired(self, stop: threading.Event) -> int:
-        """Free the slots of pages older than the ttl, until ``stop``; their number. Raises lmdb.Error."""
+    def remove_expired(self, loop: BackgroundLoop) -> int:
+        """Free the slots of pages older than the ttl, until ``loop`` is stopped; their number. Raises lmdb.Error."""
         removed = 0
         oldest = self._oldest()
         begin: int | None = 0
-        while begin is not None and not stop.is_set():
+        while begin is not None and not loop.stopping:
             expired, begin = self._directory.index.expired(oldest, begin, _SWEEP_BATCH)
             if len(expired):
                 with self._directory.index.changing() as change:
                     removed += change.remove_expired(expired, oldest)
             # Others want the interpreter, too.
-            stop.wait(0.001)
+            loop.rest(0.001)
         self._metrics.add("evicted", "ttl", removed)
         return removed
 

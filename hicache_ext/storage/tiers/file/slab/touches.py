@@ -10,10 +10,13 @@ who ask `hicache-ext ls`. What ranks a page does not tell them, because uses in 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from hicache_ext.runtime.background import BackgroundLoop
 
 _QUIET = 0.05
 """Seconds without a note that are taken for a pause."""
@@ -43,21 +46,19 @@ class Touches:
 
     def __init__(self, name: str, write: Callable[[], bool]) -> None:
         """``write`` takes what is noted (``take``) and writes it; False when there was nothing. It never raises."""
-        self._name = name
         self._write = write
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
         self._noted: Chains = []
         self._pages = 0
         self._hits: dict[bytes, int] = {}
         self._last: dict[bytes, float] = {}
-        self._last_note = 0.0
-        self._closing = False
-        self._thread: threading.Thread | None = None
+        self._first_note = self._last_note = 0.0
+        self._loop = BackgroundLoop(f"hicache-{name}-touch", self._write_in_a_pause)
 
     def note(self, keys: Sequence[bytes]) -> None:
         """The leading pages of a chain were used, and may rank higher for it."""
-        with self._condition:
-            if not keys or self._closing or self._pages + len(keys) > _MOST_NOTED:
+        with self._lock:
+            if not keys or self._loop.stopping or self._pages + len(keys) > _MOST_NOTED:
                 return
             was_empty = self._is_empty
             self._noted.append(keys)
@@ -67,8 +68,8 @@ class Touches:
     def count(self, identity: bytes, hits: int) -> None:
         """Pages of an identity were read."""
         now = time.time()
-        with self._condition:
-            if self._closing:
+        with self._lock:
+            if self._loop.stopping:
                 return
             was_empty = self._is_empty
             self._hits[identity] = self._hits.get(identity, 0) + hits
@@ -81,15 +82,13 @@ class Touches:
 
     def _is_noted(self, was_empty: bool) -> None:
         self._last_note = time.monotonic()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"hicache-{self._name}-touch", daemon=True)
-            self._thread.start()
-        elif was_empty:
-            self._condition.notify_all()
+        if was_empty:
+            self._first_note = self._last_note
+            self._loop.wake(_QUIET)
 
     def take(self) -> Chains:
         """The chains noted longest ago, as many as one transaction may write; they are noted no more."""
-        with self._condition:
+        with self._lock:
             count = pages = 0
             for keys in self._noted:
                 if count and pages + len(keys) > _MOST_AT_ONCE:
@@ -101,35 +100,26 @@ class Touches:
 
     def take_uses(self) -> dict[bytes, Uses]:
         """What was counted since this was last asked, by identity."""
-        with self._condition:
+        with self._lock:
             hits, last = self._hits, self._last
             self._hits, self._last = {}, {}
         return {identity: Uses(count, last[identity]) for identity, count in hits.items()}
 
     def forget(self) -> None:
         """Drop what is noted."""
-        with self._condition:
+        with self._lock:
             self._noted, self._pages, self._hits, self._last = [], 0, {}, {}
 
     def close(self) -> None:
         """End the thread; everything noted is written before this returns."""
-        with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        self._loop.stop()
         while self._write():
             pass
 
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: not self._is_empty or self._closing)
-                latest = time.monotonic() + _LONGEST
-                while not self._closing and (now := time.monotonic()) < min(self._last_note + _QUIET, latest):
-                    self._condition.wait(min(self._last_note + _QUIET, latest) - now)
-                if self._closing:
-                    return
-            while not self._closing and self._write():
-                pass
+    def _write_in_a_pause(self) -> float:
+        wait = min(self._last_note + _QUIET, self._first_note + _LONGEST) - time.monotonic()
+        if wait > 0:
+            return wait
+        while not self._loop.stopping and self._write():
+            pass
+        return math.inf

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.tiers.file.file_system import FileSystem, choose_layout, file_system_of
+from hicache_ext.runtime.file_systems import FileSystem, file_system_of
+from hicache_ext.storage.tiers.file.layout_choice import choose_layout
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 
 CAPACITY = 64 << 20
@@ -112,7 +113,7 @@ def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held
 
 def test_a_file_system_that_cannot_preallocate_gets_page_files(tmp_path, mounted, monkeypatch):
     monkeypatch.setattr(
-        "hicache_ext.storage.tiers.file.file_system._cannot_allocate", lambda _: "Operation not supported"
+        "hicache_ext.storage.tiers.file.layout_choice._cannot_allocate", lambda _: "Operation not supported"
     )
     choice = choose_layout(tmp_path / "tier", CAPACITY, mounted("xfs"))
     assert choice.layout == "pages"

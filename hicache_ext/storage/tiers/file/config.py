@@ -12,10 +12,11 @@ from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import listed, quoted, refuse, shown
 from hicache_ext.config.schema import Allowed, as_pydantic_error, checked, one_of, true_or_false
+from hicache_ext.config.sharing import Sharing
 from hicache_ext.config.templates import expand_templates
 from hicache_ext.config.tier import TierConfig
 from hicache_ext.config.units import SIZE_ALLOWED, format_duration, format_size
-from hicache_ext.config.values import NO_LIMIT, duration, or_auto, or_word, size, whole_number
+from hicache_ext.config.values import NO_LIMIT, directory_relation, duration, or_auto, or_word, size, whole_number
 from hicache_ext.errors import ConfigError
 
 SMALLEST_CAPACITY = 1024 * 1024
@@ -81,15 +82,6 @@ def parse_group(value: object) -> str | int:
     if not _GROUP_NAME.fullmatch(value):
         raise ConfigError("", f"{shown(value)} is no name of a group", _GROUP_ALLOWED)
     return value
-
-
-def directory_relation(path: str, other: str) -> str:
-    """How normalised ``path`` collides with ``other``, in words, or ""."""
-    if path == other:
-        return "is the same directory as"
-    if path.startswith(other + "/"):
-        return "is inside"
-    return "contains" if other.startswith(path + "/") else ""
 
 
 def _shared(value: object) -> bool:
@@ -181,6 +173,8 @@ class FileTierConfig(TierConfig):
         return group
 
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
+    carries_hints: ClassVar[bool] = True
+    keeps_identities: ClassVar[bool] = True
 
     @field_validator("shared", mode="after")
     @classmethod
@@ -191,6 +185,17 @@ class FileTierConfig(TierConfig):
 
     def directories(self) -> tuple[str, ...]:
         return self.path
+
+    @property
+    def may_be_private(self) -> bool:
+        return not self.shared
+
+    def sharing(self) -> Sharing:
+        if self.shared is not None:
+            return Sharing(self.shared, "as configured")
+        if self.layout == "slab":
+            return Sharing(False, "slabs belong to one machine")
+        return super().sharing()
 
     def summary(self) -> str:
         capacity = "unlimited" if self.capacity is None else format_size(self.capacity)

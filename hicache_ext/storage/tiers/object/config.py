@@ -88,6 +88,7 @@ class ObjectTierConfig(RemoteTierConfig):
     """Object stores."""
 
     keeps_timeout: ClassVar[bool] = True
+    keeps_identities: ClassVar[bool] = True
 
     type: Annotated[Literal["object"], Allowed("object")] = "object"
     url: Annotated[

@@ -138,6 +138,8 @@ class RedisTierConfig(RemoteTierConfig):
     """Redis or Valkey, one server or a cluster."""
 
     keeps_timeout: ClassVar[bool] = True
+    carries_hints: ClassVar[bool] = True
+    keeps_identities: ClassVar[bool] = True
 
     type: Annotated[Literal["redis"], Allowed("redis")] = "redis"
     url: Annotated[

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage.tiers.file import vectored
+from hicache_ext.runtime import vectored
 from tests.rigs.disk_faults import DiskFaults
 
 

@@ -1,8 +1,7 @@
 """The decode node's side of the pool: copies what was generated to host memory and has it written, page by page.
 
-It takes the place of the working parts of SGLang's ``DecodeKVCacheOffloadManager`` (sglang_hooks.py routes its methods
-here) and keeps that manager's promises to the scheduler: a finished request's device memory is released once, after the
-last copy out of it; ``ongoing_offload`` names the copies under way.
+It takes the place of the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here).
+Requests, copies and host memory are behind :class:`Offload`.
 
 Path of a page: generated -> copied to host memory at the next stride or at the finish -> waits in the WaitingRoom ->
 handed to the PoolWriter -> written, or tried again, or counted as lost. Host memory is freed at the end in every case.
@@ -17,14 +16,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hicache_ext.config.pd import WriteConfig
 from hicache_ext.pd.continuation import Continuation, Piece
-from hicache_ext.pd.page_chain import PageChain
+from hicache_ext.pd.offload import Offload, Request
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
 from hicache_ext.pd.request_options import options_of
 from hicache_ext.pd.waiting_room import WaitingRoom
@@ -45,48 +44,30 @@ Minimum = Callable[[list[int]], list[int]]
 """The element-wise minimum over the ranks."""
 
 
-class Manager(Protocol):
-    """What is used of SGLang's DecodeKVCacheOffloadManager."""
-
-    req_to_token_pool: Any
-    page_size: int
-    cache_controller: Any
-    decode_host_mem_pool: Any
-    ongoing_offload: dict[int, Any]
-
-    def _mark_offload_started(self, req: Any) -> None: ...
-    def _mark_offload_finished(self, req: Any) -> None: ...
-    def _has_inflight_offload(self, req: Any) -> bool: ...
-    def _release_finished_req(self, req: Any) -> None: ...
-
-
 class DecodeWriter:
     """See the module docstring. Scheduler thread only, except that counters may be read by anybody."""
 
     def __init__(
         self,
-        manager: Manager,
+        offload: Offload,
         config: WriteConfig,
         writer: PoolWriter,
         metrics: TierMetrics,
         *,
-        bigrams: bool = False,
         minimum: Minimum | None = None,
         hints: HintSender | None = None,
     ) -> None:
-        self._manager = manager
+        self._offload = offload
         self._config = config
         self._writer = writer
         self.metrics = metrics
-        self._bigrams = bigrams
         self._minimum = minimum
         self._hints = hints
-        self._page_size = manager.page_size
+        self._page_size = offload.page_size
         self._stride = max(1, config.stride // self._page_size) * self._page_size
         self._room = WaitingRoom(config.drop)
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
         self._continuations_made = 0
-        self._copies_made = 0
         self._copies_this_step = 0
         self._pages_in_flight = 0
         self._started = time.monotonic()
@@ -98,11 +79,11 @@ class DecodeWriter:
     @property
     def idle(self) -> bool:
         """Nothing is being copied, waits or is being written."""
-        return not (self._manager.ongoing_offload or len(self._room) or self._pages_in_flight)
+        return not (any(self._offload.copying()) or len(self._room) or self._pages_in_flight)
 
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
-    def request_advanced(self, request: Any) -> bool:
+    def request_advanced(self, request: Request) -> bool:
         """A request has a new token, or has finished. True: a copy of it is due, which releases it when it is done.
 
         For a running request that is not due this is a look-up and two comparisons.
@@ -110,7 +91,7 @@ class DecodeWriter:
         finished = request.finished()
         continuation = self._continuations.get(request)
         if continuation is None:
-            if request.kv.req_pool_idx in (None, -1) or not request.output_ids:
+            if not self._offload.is_on_device(request) or not request.output_ids:
                 return False
             continuation = self._begin(request)
         if not finished and (continuation.closed or len(request.output_ids) < continuation.next_copy_at):
@@ -122,12 +103,10 @@ class DecodeWriter:
             return False
         return self._copy(request, continuation, finished)
 
-    def _begin(self, request: Any) -> Continuation:
+    def _begin(self, request: Request) -> Continuation:
         options = options_of(request)
         prompt = request.origin_input_ids
-        chain = PageChain(
-            self._page_size, bigrams=self._bigrams, extra_key=request.extra_key, cache_salt=request.cache_salt
-        )
+        chain = self._offload.page_chain(request)
         prompt_pages = chain.pages_in(len(prompt))
         self._continuations_made += 1
         continuation = Continuation(
@@ -150,32 +129,28 @@ class DecodeWriter:
         """Length of ``output_ids`` at which a stride of whole pages is there; the last token has no KV yet."""
         return copied_pages * self._page_size + self._stride - prompt_length + 1
 
-    def _wanted(self, request: Any, continuation: Continuation, finished: bool) -> bool:
-        if continuation.closed or request.kv.req_pool_idx in (None, -1):
+    def _wanted(self, request: Request, continuation: Continuation, finished: bool) -> bool:
+        if continuation.closed or not self._offload.is_on_device(request):
             return False
         continuation.generated = len(request.output_ids) - 1
         if continuation.generated < self._config.min_tokens:
             if finished:
                 self.metrics.add("request", "too_short")
             return False
-        if finished and not self._config.flush_on_abort and _was_aborted(request):
+        if finished and not self._config.flush_on_abort and self._offload.was_aborted(request):
             self.metrics.add("request", "aborted")
             self._close(continuation, "aborted")
             return False
         return True
 
-    def _copy(self, request: Any, continuation: Continuation, finished: bool) -> bool:
+    def _copy(self, request: Request, continuation: Continuation, finished: bool) -> bool:
         """Start copying the whole pages that are due; whether a copy began."""
         page_size = self._page_size
         prompt_length, generated = len(request.origin_input_ids), continuation.generated
         end_page = (prompt_length + generated) // page_size
         first_page = continuation.copied_pages
-        if (
-            finished
-            and end_page > continuation.prompt_pages
-            and not continuation.prefix_known
-            and self._config.missing_prefix == "complete"
-        ):
+        lacks_prefix = not continuation.prefix_known and self._config.missing_prefix == "complete"
+        if finished and lacks_prefix and end_page > continuation.prompt_pages:
             # Once released, the prompt's KV is gone: this is the last chance to have it if the pool lacks it.
             first_page = 0
             self._start_over(continuation)
@@ -184,11 +159,7 @@ class DecodeWriter:
             return False
         continuation.next_copy_at = len(request.output_ids) + self._stride
         tokens = _tokens_between(request, continuation.chain.tokens_for(first_page, end_page))
-        start, end = first_page * page_size, end_page * page_size
-        row = self._manager.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
-        device_indices = row[start:end].to(torch.int64)
-        self._copies_made += 1
-        host_indices = self._queue_copy(device_indices, continuation)
+        host_indices = self._host_memory(pages * page_size, continuation)
         if host_indices is None:
             self.metrics.add("copy", "no_host_memory" if finished else "deferred")
             if finished:
@@ -196,45 +167,25 @@ class DecodeWriter:
             return False
         self._copies_this_step += 1
         piece = Piece(continuation, first_page, pages, host_indices, tokens, continuation.epoch)
-        self._manager.ongoing_offload[self._copies_made] = (request, piece)
-        self._manager._mark_offload_started(request)
+        self._offload.queue_copy(request, piece)
         continuation.copied_pages = end_page
         continuation.next_copy_at = self._copy_due_at(prompt_length, end_page)
         return True
 
-    def _queue_copy(self, device_indices: torch.Tensor, continuation: Continuation) -> torch.Tensor | None:
-        """Host indices of a copy that the next step starts, if need be after dropping what waits.
-
-        All copies of a step are one operation of SGLang's: what it costs the scheduler, it costs once.
-        """
-        from sglang.srt.managers.cache_controller import CacheOperation
-
-        controller, pool = self._manager.cache_controller, self._manager.decode_host_mem_pool
-        host_indices: torch.Tensor | None = None
-        if pool.available_size() >= len(device_indices) or self._make_room(len(device_indices), continuation):
-            host_indices = pool.alloc(len(device_indices))
-        if host_indices is not None:
-            controller.write_queue.append(CacheOperation(host_indices, device_indices, self._copies_made))
-        return host_indices
+    def _host_memory(self, tokens: int, continuation: Continuation) -> torch.Tensor | None:
+        """Host indices for a copy, if need be after dropping what waits."""
+        if self._offload.free_host_tokens < tokens and not self._make_room(tokens, continuation):
+            return None
+        return self._offload.allocate(tokens)
 
     def _start_copies(self) -> None:
-        controller = self._manager.cache_controller
-        if not controller.write_queue:
-            return
-        numbers = [number for operation in controller.write_queue for number in operation.node_ids]
-        try:
-            controller.start_writing()
-        except Exception:
-            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
-            controller.write_queue.clear()
-            for number in numbers:
-                self._close(self._manager.ongoing_offload[number][1].continuation, "copy_failed")
-                self._copy_ended(number)
+        for piece in self._offload.start_copies():
+            self._close(piece.continuation, "copy_failed")
+            self._copy_ended(piece)
 
     def _make_room(self, tokens: int, spare: Continuation) -> bool:
-        pool = self._manager.decode_host_mem_pool
         victims: list[Continuation] = []
-        gain = pool.available_size()
+        gain = self._offload.free_host_tokens
         for victim in self._room.victims(spare):
             if gain >= tokens:
                 break
@@ -268,38 +219,25 @@ class DecodeWriter:
     def finish_copies(self) -> None:
         """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
         self._start_copies()
-        acks = self._manager.cache_controller.ack_write_queue
-        for ack in acks:
-            ack.finish_event.synchronize()
-        self._copies_ended(len(acks))
+        self._copies_ended(self._offload.wait())
 
     def _progress(self) -> tuple[int, int, int]:
         """Copies ended, writes ended, milliseconds since the start: the least of all ranks."""
-        copied = 0
-        for ack in self._manager.cache_controller.ack_write_queue:
-            if not ack.finish_event.query():
-                break
-            copied += 1
-        numbers = [copied, self._writer.finished_jobs, int((time.monotonic() - self._started) * 1000)]
+        milliseconds = int((time.monotonic() - self._started) * 1000)
+        numbers = [self._offload.ended_copies(), self._writer.finished_jobs, milliseconds]
         if self._minimum is not None:
             numbers = self._minimum(numbers)
         return numbers[0], numbers[1], numbers[2]
 
-    def _copies_ended(self, count: int) -> None:
-        queue = self._manager.cache_controller.ack_write_queue
-        for _ in range(count):
-            for number in queue.pop(0).node_ids:
-                self._copy_ended(number)
+    def _copies_ended(self, operations: int) -> None:
+        for piece in self._offload.take_copies(operations):
+            self._copy_ended(piece)
 
-    def _copy_ended(self, number: int) -> None:
-        request, piece = self._manager.ongoing_offload.pop(number)
-        self._manager._mark_offload_finished(request)
+    def _copy_ended(self, piece: Piece) -> None:
         if piece.epoch == piece.continuation.epoch and not piece.continuation.closed:
             self._room.add(piece)
         else:
             self._free([piece])
-        if request.finished() and not self._manager._has_inflight_offload(request):
-            self._manager._release_finished_req(request)
 
     def _hand_out(self) -> None:
         while self._pages_in_flight < self._config.pages_in_flight:
@@ -390,11 +328,7 @@ class DecodeWriter:
         continuation.epoch += 1
         self._free(waiting)
         dropped_from = [piece.first_page for piece in waiting]
-        dropped_from += [
-            piece.first_page
-            for _, piece in self._manager.ongoing_offload.values()
-            if piece.continuation is continuation
-        ]
+        dropped_from += [piece.first_page for piece in self._offload.copying() if piece.continuation is continuation]
         if dropped_from:
             continuation.copied_pages = min(dropped_from)
 
@@ -414,7 +348,7 @@ class DecodeWriter:
 
     def _free(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            self._manager.decode_host_mem_pool.free(piece.host_indices)
+            self._offload.free(piece.host_indices)
 
     # -- reporting -------------------------------------------------------------------------------------------------
 
@@ -442,10 +376,9 @@ class DecodeWriter:
             logger.info("hicache_ext: decode writer: %s", counters)
 
     def _levels(self) -> dict[str, int]:
-        pool = self._manager.decode_host_mem_pool
         return {
             "waiting_pages": self._room.pages + self._pages_in_flight,
-            "host_used_tokens": pool.size - pool.available_size(),
+            "host_used_tokens": self._offload.host_tokens - self._offload.free_host_tokens,
         }
 
 
@@ -455,12 +388,7 @@ def _is_last(job: WriteJob) -> bool:
     return continuation.finished and job.pieces[-1].end_page == continuation.copied_pages
 
 
-def _was_aborted(request: Any) -> bool:
-    reason = getattr(request, "finished_reason", None)
-    return type(reason).__name__ == "FINISH_ABORT"
-
-
-def _tokens_between(request: Any, wanted: slice) -> Sequence[int]:
+def _tokens_between(request: Request, wanted: slice) -> Sequence[int]:
     """Tokens of prompt and output together, without joining the two whole."""
     prompt, output = request.origin_input_ids, request.output_ids
     length = len(prompt)

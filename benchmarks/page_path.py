@@ -1,0 +1,297 @@
+#!/usr/bin/env python3
+"""The way of a page from SGLang's call to the medium and back: how many hands it passes, and how long it takes.
+
+Counted is what one call does on the thread that calls and on the threads that help it: Python functions of this
+package that are called, the files they are in, how deep they are nested, and all Python calls together (numpy, torch
+and the standard library, too). The tier is what a configuration with one path and a capacity gives; a batch is 128
+pages of 32 KiB, as SGLang passes it.
+
+Timed are calls on the same pages in the page cache. With ``--against PATH``, another checkout takes turns with this
+one, round by round, each in a process of its own: ``python benchmarks/page_path.py --against ../before``. A round's
+figure is its lower quartile: on a machine with other work the upper half measures that work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PAGES = 128
+PAGE_SIZE = 16
+LAYERS, HEADS, HEAD_DIM = 4, 4, 32
+"""With 2 bytes a number: 32 KiB a page."""
+_HERE = Path(__file__).resolve().parent.parent
+_WARM_UP = 20
+_CALLS_A_ROUND = 50
+
+
+class _Hands:
+    """Counts calls while it is in force, on every thread that began under ``watch_new_threads``."""
+
+    def __init__(self, package: Path) -> None:
+        self._package = f"{package}{os.sep}"
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._on = False
+        self.clear()
+
+    def clear(self) -> None:
+        self.all_calls = 0
+        self.deepest = 0
+        self.functions: Counter[str] = Counter()
+
+    def watch_new_threads(self) -> None:
+        threading.setprofile(self._profile)
+
+    def count(self, call: Callable[[], Any]) -> dict[str, Any]:
+        self.clear()
+        self._on, self._local.depth = True, 0
+        sys.setprofile(self._profile)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+            self._on = False
+        files = {name.partition(":")[0] for name in self.functions}
+        return {
+            "calls": sum(self.functions.values()),
+            "files": len(files),
+            "depth": self.deepest,
+            "all": self.all_calls,
+            "functions": dict(self.functions.most_common()),
+        }
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self._on or event not in ("call", "return"):
+            return
+        code = frame.f_code
+        ours = code.co_filename.startswith(self._package)
+        if event == "return":
+            if ours:
+                self._local.depth = max(0, getattr(self._local, "depth", 0) - 1)
+            return
+        with self._lock:
+            self.all_calls += 1
+            if ours:
+                self._local.depth = getattr(self._local, "depth", 0) + 1
+                self.deepest = max(self.deepest, self._local.depth)
+                self.functions[f"{code.co_filename[len(self._package) :]}:{code.co_qualname}"] += 1
+
+
+class _Bench:
+    """The backend of one checkout, opened as SGLang opens it, and its calls."""
+
+    def __init__(self, directory: Path, *, watched: bool) -> None:
+        """``watched``: the threads that help are counted, too, which makes them slower."""
+        from hicache_ext.testing.sglang_cpu import prepare_process
+
+        prepare_process()
+        import torch
+        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+
+        import hicache_ext
+        from hicache_ext.storage.backend import HiCacheExtBackend
+        from hicache_ext.testing.host_pools import mha_pools, page_indices
+
+        self.hands = _Hands(Path(hicache_ext.__file__).parent)
+        if watched:
+            self.hands.watch_new_threads()
+        torch.set_num_threads(1)
+        pools = mha_pools(page_size=PAGE_SIZE, pages=2 * PAGES, layers=LAYERS, heads=HEADS, head_dim=HEAD_DIM)
+        ours = {"tiers": {"disk": {"type": "file", "path": str(directory), "capacity": "256MiB", "layout": "slab"}}}
+        facts = {f"{kind}_{fact}": int(fact == "size") for kind in ("tp", "pp", "attn_cp") for fact in ("rank", "size")}
+        self.backend = HiCacheExtBackend(
+            HiCacheStorageConfig(
+                **facts,
+                is_mla_model=False,
+                enable_storage_metrics=False,
+                is_page_first_layout=True,
+                model_name="bench",
+                extra_config={
+                    "backend_name": "hicache_ext",
+                    "module_path": "hicache_ext.storage.backend",
+                    "class_name": "HiCacheExtBackend",
+                    "interface_v1": 1,
+                    "hicache_ext": ours,
+                },
+            ),
+            {},
+        )
+        self.backend.register_mem_pool_host(pools.host)
+        self.backend.register_mem_host_pool_v2(pools.host, PoolName.KV)
+        self.backend.on_host_pools_registered()
+        _wait_for_compiled_code()
+        self._pools = pools
+        self._from = page_indices(PAGE_SIZE, list(range(PAGES)))
+        self._to = page_indices(PAGE_SIZE, list(range(PAGES, 2 * PAGES)))
+        self._names = 0
+        self.keys = self._new_keys()
+        assert all(self.backend.batch_set_v1(self.keys, self._from, None))
+        assert all(self.get())
+        kv = pools.host.kv_buffer.view(torch.uint8)
+        half = PAGES * PAGE_SIZE
+        assert torch.equal(kv[:, :half], kv[:, half : 2 * half]), "what was read is not what was written"
+
+    def _new_keys(self) -> list[str]:
+        self._names += PAGES
+        return [f"{number:064x}" for number in range(self._names, self._names + PAGES)]
+
+    def get(self) -> list[bool]:
+        answer: list[bool] = self.backend.batch_get_v1(self.keys, self._to, None)
+        return answer
+
+    def exists(self) -> int:
+        return int(self.backend.batch_exists(self.keys, None))
+
+    def set(self) -> list[bool]:
+        """Always of new pages."""
+        answer: list[bool] = self.backend.batch_set_v1(self._new_keys(), self._from, None)
+        return answer
+
+    def hands_of(self) -> dict[str, dict[str, Any]]:
+        counted: dict[str, dict[str, Any]] = {}
+        for name, call in (("batch_get_v1", self.get), ("batch_exists", self.exists), ("batch_set_v1", self.set)):
+            for _ in range(_WARM_UP):
+                call()
+            # The least of some: threads that found nothing to help with, and clocks that were due, are not the way.
+            counted[name] = min((self.hands.count(call) for _ in range(_WARM_UP)), key=lambda found: found["calls"])
+        return counted
+
+    def seconds_of(self, call: Callable[[], Any], calls: int) -> list[float]:
+        seconds = []
+        for _ in range(calls):
+            started = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+
+def _wait_for_compiled_code() -> None:
+    # By its name, which is not the same in all checkouts.
+    name = next(name for name in sys.modules if name.startswith("hicache_ext") and name.endswith(".slab.compiled_code"))
+    sys.modules[name].wait_for_compiled_code()
+
+
+def _serve(directory: Path, *, watched: bool) -> None:
+    """One checkout: answers each line of its input with a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    bench = _Bench(directory, watched=watched)
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        word = line.strip()
+        answer: Any
+        if word == "hands":
+            answer = bench.hands_of()
+        else:
+            answer = statistics.quantiles(bench.seconds_of(getattr(bench, word), _CALLS_A_ROUND))[0]
+        print(json.dumps(answer), file=answers, flush=True)
+    bench.backend.close()
+
+
+class _Checkout:
+    """The process of one checkout."""
+
+    def __init__(self, root: Path, directory: Path, *, watched: bool) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(directory)]
+        command += ["--watched"] if watched else []
+        self._process = subprocess.Popen(
+            command, env=environment, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer()
+
+    def ask(self, word: str) -> Any:
+        assert self._process.stdin is not None
+        print(word, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a checkout's process ended: {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def _report_hands(roots: dict[str, Path], place: Path, functions: bool) -> None:
+    hands: dict[str, dict[str, Any]] = {}
+    for name, root in roots.items():
+        checkout = _Checkout(root, place / f"{name}-watched", watched=True)
+        hands[name] = checkout.ask("hands")
+        checkout.close()
+    print("| call | checkout | calls | files | depth | all Python calls |\n|---|---|--:|--:|--:|--:|")
+    for call in hands[_HERE.name]:
+        for name, found in hands.items():
+            row = found[call]
+            print(f"| {call} | {name} | {row['calls']} | {row['files']} | {row['depth']} | {row['all']} |")
+    if functions:
+        for call, found in hands[_HERE.name].items():
+            print(f"\n{call}:")
+            for function, count in found["functions"].items():
+                print(f"{count:5} {function}")
+
+
+def _report_times(roots: dict[str, Path], place: Path, rounds: int) -> None:
+    checkouts: dict[str, _Checkout] = {}
+    try:
+        for name, root in roots.items():
+            checkouts[name] = _Checkout(root, place / name, watched=False)
+        print(f"\n| call of {PAGES} pages | " + " | ".join(f"{name}, us" for name in checkouts) + " | ratio |")
+        print("|---|" + "--:|" * (len(checkouts) + 1))
+        for call in ("get", "exists", "set"):
+            times: dict[str, list[float]] = {name: [] for name in checkouts}
+            for number in range(rounds):
+                order = list(checkouts.items())
+                for name, checkout in order if number % 2 == 0 else reversed(order):
+                    times[name].append(checkout.ask(call))
+            cells = " | ".join(f"{statistics.median(found) * 1e6:.0f}" for found in times.values())
+            ratios = [one[0] / one[-1] for one in zip(*times.values(), strict=True)]
+            print(f"| {call} | {cells} | {statistics.median(ratios):.3f} |", flush=True)
+    finally:
+        for checkout in checkouts.values():
+            checkout.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--rounds", type=int, default=60, help="of 50 calls each; 0 times nothing")
+    parser.add_argument("--functions", action="store_true", help="name every function that is called")
+    parser.add_argument("--directory", type=Path, help="on the file system to use; /dev/shm has the least noise")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        _serve(arguments.serve, watched=arguments.watched)
+        return
+    place = Path(tempfile.mkdtemp(prefix="hicache-page-path-", dir=arguments.directory))
+    roots = {_HERE.name: _HERE}
+    if arguments.against is not None:
+        roots[arguments.against.resolve().name] = arguments.against.resolve()
+    try:
+        _report_hands(roots, place, arguments.functions)
+        if arguments.rounds:
+            _report_times(roots, place, arguments.rounds)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Down, probed, back: one class for whatever can go away and come back (a tier, a path, a node, a master).
+
+CLOSED: all calls go through, until somebody calls ``trip``.
+OPEN: no call goes through. A probe runs in the background, more and more seldom, until it succeeds.
+HALF_OPEN, the slow start: after a good probe a share of the calls goes through that grows over ``slow_start`` seconds,
+so that a store that has just come up is not run over. One bad call opens the breaker again.
+
+A breaker that was tripped *in doubt* is probed at once, and a good probe before the first regular one closes it without
+a slow start. When calls are bad enough to trip is the user's own rule (guards/tier_breaker.py has the one for tiers).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from hicache_ext.runtime.background import BackgroundLoop, Backoff
+
+logger = logging.getLogger(__name__)
+
+_FIRST_SHARE = 0.1
+"""Of the calls, at the beginning of the slow start."""
+_PAUSE_IN_DOUBT = 0.1
+"""Seconds until the first probe in doubt; a client may first have to connect anew."""
+
+
+class BreakerState(enum.Enum):
+    CLOSED = "closed"
+    HALF_OPEN = "half_open"
+    OPEN = "open"
+
+    @property
+    def level(self) -> float:
+        """For a gauge: the higher, the less is asked."""
+        return {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 1.0, BreakerState.OPEN: 2.0}[self]
+
+
+class Breaker:
+    """Threads: any. The thread of the probes lives while the breaker is not CLOSED."""
+
+    def __init__(
+        self,
+        name: str,
+        probe: Callable[[], bool],
+        backoff: Backoff,
+        *,
+        on_change: Callable[[BreakerState, str], None] = lambda state, reason: None,
+        slow_start: float = 0.0,
+        state: BreakerState = BreakerState.CLOSED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``name`` is that of the thread. ``probe``: whether it answers again; what it raises means no.
+
+        ``backoff``: pauses between probes; the first one of an opening is longer each time a slow start failed.
+        ``on_change(state, reason)`` is called after every change, under no lock, on the thread that made it.
+        ``state``: one that begins OPEN is probed from ``resume`` on.
+        """
+        self._probe = probe
+        self._backoff = backoff
+        self._on_change = on_change
+        self._slow_start = slow_start
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state = state
+        self._recovering_since = 0.0
+        self._credit = 0.0
+        """Calls that the slow start has still to let through."""
+        self._opened = 0
+        """How often, since it was last closed."""
+        self._generation = 0
+        """Raised at each change of state: what began before says nothing about the time after it."""
+        self._in_doubt = False
+        self._pause = 0.0
+        self._probe_at = 0.0
+        self._probing = threading.Lock()
+        self._probes = 0
+        self._loop = BackgroundLoop(name, self._step, backoff)
+
+    @property
+    def state(self) -> BreakerState:
+        return self._state
+
+    @property
+    def up(self) -> bool:
+        """Whether calls may go through, some of them at least."""
+        return self._state is not BreakerState.OPEN
+
+    @property
+    def closing(self) -> bool:
+        """``close`` was called."""
+        return self._loop.stopping
+
+    @property
+    def probing(self) -> bool:
+        """Whether the thread of the probes lives."""
+        return self._loop.running
+
+    @property
+    def probe_interval(self) -> float:
+        """Seconds until the first probe of this opening: longer each time it came back and failed again."""
+        with self._lock:
+            return self._first_pause()
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def admit(self) -> int | None:
+        """A ticket for ``trip`` if a call may go through, else None."""
+        state = self._state
+        if state is BreakerState.CLOSED:
+            return self._generation
+        with self._lock:
+            state = self._state
+            if state is not BreakerState.HALF_OPEN:
+                return None if state is BreakerState.OPEN else self._generation
+            share = self._share()
+            if share < 1:
+                self._credit += share
+                if self._credit < 1:
+                    return None
+                self._credit -= 1
+                return self._generation
+            self._close()
+            ticket = self._generation
+        self._on_change(BreakerState.CLOSED, "")
+        return ticket
+
+    def trip(self, reason: str, ticket: int | None = None, *, in_doubt: bool = False) -> bool:
+        """Open, and probe in the background. False when it was open, or closed again since ``ticket`` was given."""
+        with self._lock:
+            if self._state is BreakerState.OPEN or ticket not in (None, self._generation):
+                return False
+            # What has just come back was in no doubt before.
+            self._in_doubt = in_doubt and self._state is BreakerState.CLOSED
+            self._change(BreakerState.OPEN)
+            self._opened += 1
+        self._on_change(BreakerState.OPEN, reason)
+        self.resume()
+        return True
+
+    # -- probes ----------------------------------------------------------------------------------------------------
+
+    def resume(self, *, at_once: bool = False) -> None:
+        """Probe in the background from now on, unless it is closed."""
+        with self._lock:
+            if self._state is BreakerState.CLOSED:
+                return
+            self._pause = self._first_pause()
+            after = 0.0 if at_once or self._state is BreakerState.HALF_OPEN else self._pause
+            self._probe_at = time.monotonic() + after
+        self._loop.wake(after)
+
+    def probe_now(self) -> bool:
+        """Probe on this thread, or wait for the probe under way; whether calls may go through."""
+        probes = self._probes
+        with self._probing:
+            if self._state is not BreakerState.OPEN or self._probes != probes:
+                return self.up
+            try:
+                good = self._probe()
+            except Exception:
+                logger.exception("hicache_ext: a probe failed")
+                good = False
+            self._probes += 1
+            if good:
+                self.recover()
+            return good
+
+    def recover(self) -> None:
+        """A probe went well."""
+        with self._lock:
+            if self._state is not BreakerState.OPEN or self.closing:
+                return
+            slow = self._slow_start > 0 and not self._in_doubt
+            if slow:
+                self._change(BreakerState.HALF_OPEN)
+                self._recovering_since = self._clock()
+                self._credit = 1.0  # the first call goes through, so that what is asked seldom comes back, too
+            else:
+                self._close()
+        self._on_change(BreakerState.HALF_OPEN if slow else BreakerState.CLOSED, "")
+
+    def take_over(self, before: Breaker) -> None:
+        """Begin with the state of another one that judged the same thing. Probing goes on with ``resume``."""
+        with before._lock, self._lock:
+            self._state, self._opened, self._in_doubt = before._state, before._opened, before._in_doubt
+            self._recovering_since, self._credit = before._recovering_since, before._credit
+
+    def close(self, seconds: float | None = None) -> bool:
+        """Begin no further probe and wait for the one under way, ``seconds`` at most; whether it has ended."""
+        return self._loop.stop(seconds)
+
+    def _step(self) -> float | None:
+        with self._lock:
+            match self._state:
+                case BreakerState.CLOSED:
+                    return None
+                case BreakerState.HALF_OPEN:
+                    left = self._recovering_since + self._slow_start - self._clock()
+                case BreakerState.OPEN:
+                    left = self._probe_at - time.monotonic()
+                    if left <= 0 and self._pause >= self._backoff.first:
+                        # No probe went well for as long as the first regular one is waited for: it is no hiccup.
+                        self._in_doubt = False
+        if left > 0:
+            return left
+        if self._state is BreakerState.HALF_OPEN:
+            # Also where nobody asks.
+            self._end_slow_start()
+        elif not self.probe_now():
+            with self._lock:
+                self._pause = min(self._backoff.longest, 2 * self._pause)
+                self._probe_at = time.monotonic() + self._pause
+        return 0.0
+
+    def _end_slow_start(self) -> None:
+        with self._lock:
+            if self._state is not BreakerState.HALF_OPEN:
+                return
+            self._close()
+        self._on_change(BreakerState.CLOSED, "")
+
+    # -- under the lock --------------------------------------------------------------------------------------------
+
+    def _first_pause(self) -> float:
+        pause = self._backoff.limit(self._opened)
+        return min(_PAUSE_IN_DOUBT, pause) if self._in_doubt else pause
+
+    def _close(self) -> None:
+        self._change(BreakerState.CLOSED)
+        self._opened = 0
+        self._in_doubt = False
+
+    def _change(self, state: BreakerState) -> None:
+        self._state = state
+        self._generation += 1
+
+    def _share(self) -> float:
+        """Of the calls, now, in HALF_OPEN."""
+        part = (self._clock() - self._recovering_since) / self._slow_start
+        return _FIRST_SHARE + (1 - _FIRST_SHARE) * part if part < 1 else 1.0

@@ -1,0 +1,29 @@
+"""The models that SGLang has loaded in this process, as the hook on the load saw them (model_weights.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hicache_ext.page.fingerprint import ModelFingerprint
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    runner: Any
+    """SGLang's ModelRunner: it alone knows what some launch arguments were resolved to."""
+    draft: bool
+    fingerprint: ModelFingerprint
+
+
+loaded: list[LoadedModel] = []
+"""In the order of loading."""
+
+
+def target() -> LoadedModel | None:
+    """None outside a server, and where the hook saw no load."""
+    return next((model for model in loaded if not model.draft), None)
+
+
+def drafts() -> list[LoadedModel]:
+    return [model for model in loaded if model.draft]

@@ -1,0 +1,142 @@
+"""SGLang's side of the decode writer: its DecodeKVCacheOffloadManager as an ``Offload`` (pd/offload.py).
+
+Keeps that manager's promises to the scheduler: a finished request's device memory is released once, after the last copy
+out of it; ``ongoing_offload`` names the copies under way.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hicache_ext.pd.continuation import Piece
+from hicache_ext.pd.page_chain import PageChain
+
+logger = logging.getLogger(__name__)
+
+
+class Manager(Protocol):
+    """What is used of SGLang's DecodeKVCacheOffloadManager."""
+
+    req_to_token_pool: Any
+    page_size: int
+    cache_controller: Any
+    decode_host_mem_pool: Any
+    ongoing_offload: dict[int, Any]
+
+    def _mark_offload_started(self, req: Any) -> None: ...
+    def _mark_offload_finished(self, req: Any) -> None: ...
+    def _has_inflight_offload(self, req: Any) -> bool: ...
+    def _release_finished_req(self, req: Any) -> None: ...
+
+
+class ManagerOffload:
+    """``bigrams``: whether prefill nodes of this launch key their tree by bigrams (EAGLE, MTP)."""
+
+    def __init__(self, manager: Manager, *, bigrams: bool = False) -> None:
+        self.page_size = manager.page_size
+        self._manager = manager
+        self._bigrams = bigrams
+        self._copies_made = 0
+
+    def is_on_device(self, request: Any) -> bool:
+        return request.kv.req_pool_idx not in (None, -1)
+
+    def was_aborted(self, request: Any) -> bool:
+        return type(getattr(request, "finished_reason", None)).__name__ == "FINISH_ABORT"
+
+    def page_chain(self, request: Any) -> PageChain:
+        return page_chain(
+            self.page_size, bigrams=self._bigrams, extra_key=request.extra_key, cache_salt=request.cache_salt
+        )
+
+    @property
+    def host_tokens(self) -> int:
+        return int(self._manager.decode_host_mem_pool.size)
+
+    @property
+    def free_host_tokens(self) -> int:
+        return int(self._manager.decode_host_mem_pool.available_size())
+
+    def allocate(self, tokens: int) -> torch.Tensor | None:
+        host_indices: torch.Tensor | None = self._manager.decode_host_mem_pool.alloc(tokens)
+        return host_indices
+
+    def free(self, host_indices: torch.Tensor) -> None:
+        self._manager.decode_host_mem_pool.free(host_indices)
+
+    def queue_copy(self, request: Any, piece: Piece) -> None:
+        from sglang.srt.managers.cache_controller import CacheOperation
+
+        manager = self._manager
+        row = manager.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+        tokens = slice(piece.first_page * self.page_size, piece.end_page * self.page_size)
+        self._copies_made += 1
+        operation = CacheOperation(piece.host_indices, row[tokens].to(torch.int64), self._copies_made)
+        manager.cache_controller.write_queue.append(operation)
+        manager.ongoing_offload[self._copies_made] = (request, piece)
+        manager._mark_offload_started(request)
+
+    def start_copies(self) -> list[Piece]:
+        controller = self._manager.cache_controller
+        if not controller.write_queue:
+            return []
+        numbers = [number for operation in controller.write_queue for number in operation.node_ids]
+        try:
+            controller.start_writing()
+        except Exception:
+            logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
+            controller.write_queue.clear()
+            return [self._take(number) for number in numbers]
+        return []
+
+    def copying(self) -> Iterable[Piece]:
+        return (piece for _, piece in self._manager.ongoing_offload.values())
+
+    def ended_copies(self) -> int:
+        ended = 0
+        for ack in self._manager.cache_controller.ack_write_queue:
+            if not ack.finish_event.query():
+                break
+            ended += 1
+        return ended
+
+    def take_copies(self, operations: int) -> Iterator[Piece]:
+        queue = self._manager.cache_controller.ack_write_queue
+        for _ in range(operations):
+            for number in queue.pop(0).node_ids:
+                yield self._take(number)
+
+    def wait(self) -> int:
+        acks = self._manager.cache_controller.ack_write_queue
+        for ack in acks:
+            ack.finish_event.synchronize()
+        return len(acks)
+
+    def _take(self, number: int) -> Piece:
+        manager = self._manager
+        request, piece = manager.ongoing_offload.pop(number)
+        manager._mark_offload_finished(request)
+        if request.finished() and not manager._has_inflight_offload(request):
+            manager._release_finished_req(request)
+        taken: Piece = piece
+        return taken
+
+
+def page_chain(page_size: int, *, bigrams: bool, extra_key: str | None, cache_salt: str | None) -> PageChain:
+    """A chain hashed by SGLang itself."""
+
+    def hash_pages(tokens: Sequence[int], before: str | None) -> list[str]:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        ids = tokens if isinstance(tokens, array) else array("q", tokens)
+        key = RadixKey(ids, extra_key=extra_key, is_bigram=bigrams, cache_salt=cache_salt)
+        hashes: list[str] = get_storage_hash_str(key, before, page_size=page_size)
+        return hashes
+
+    return PageChain(page_size, hash_pages, bigrams=bigrams)

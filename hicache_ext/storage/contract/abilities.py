@@ -1,0 +1,68 @@
+"""What some stores can do beside the contract, and how it is found behind wrappers.
+
+An ability is a small runtime-checkable protocol: ``Gauged`` and ``Resizable`` and ``IdentityKeeper`` here,
+``Diagnosable`` (diagnosis.py), ``HintBoard`` (hint_board.py). A wrapper forwards none of them: whoever needs one asks
+``ability(store, Protocol)``, which looks through the wrappers (``inner``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+from hicache_ext.storage.contract.store import PageStore
+
+_Ability = TypeVar("_Ability")
+
+Gauges = Mapping[str, float]
+
+
+def layers(store: PageStore) -> Iterator[PageStore]:
+    """The store, and what it wraps, outermost first; a tier that is not open yet (late_open.py) wraps nothing."""
+    layer: PageStore | None = store
+    while layer is not None:
+        yield layer
+        layer = getattr(layer, "inner", None)
+
+
+def ability(store: PageStore, wanted: Callable[..., _Ability]) -> _Ability | None:
+    """The outermost layer that has the ability: ``wanted`` is a protocol, or a class of wrapper."""
+    # A Callable, because mypy does not take a protocol for a type[...].
+    kind = cast("type[_Ability]", wanted)
+    return next((layer for layer in layers(store) if isinstance(layer, kind)), None)
+
+
+@runtime_checkable
+class Gauged(Protocol):
+    """A store that says how it is."""
+
+    def gauges(self) -> Gauges:
+        """Some of ``reports.UNKNOWN``, as they are now. From memory alone: no I/O, and no lock that is held during any.
+        Also after close()."""
+
+
+def gauges_of(store: PageStore) -> dict[str, float]:
+    """What a store and its wrappers say: of a gauge that several know, what the outermost says."""
+    known: dict[str, float] = {}
+    for layer in layers(store):
+        if isinstance(layer, Gauged):
+            known = {**layer.gauges(), **known}
+    return known
+
+
+@runtime_checkable
+class IdentityKeeper(Protocol):
+    """A store that keeps the documents of ``register_identity`` where every node can read them."""
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        """Digest -> document. For tools, on a thread of theirs: it may take seconds. Raises StoreError."""
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """A store whose capacity may change while it is in use (a reload of the configuration)."""
+
+    def can_resize(self, capacity: int | None) -> bool: ...
+
+    def resize(self, capacity: int | None) -> None:
+        """``capacity`` as at the start, in bytes. What is too much goes with the next writes."""

@@ -1,0 +1,160 @@
+"""Opening a file tier as configured: the layout of each path, how it is read and written, its share of the capacity."""
+
+from __future__ import annotations
+
+import functools
+import grp
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+
+from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.runtime.access import Access
+from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.mounts import on_root_file_system
+from hicache_ext.storage.contract.reports import RecentMean
+from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.tiers.file.device_errors import Trouble
+from hicache_ext.storage.tiers.file.device_probe import Measured, measured_device, takes_direct
+from hicache_ext.storage.tiers.file.expiry import record_ttl
+from hicache_ext.storage.tiers.file.io_plan import IoPlan, choose_io
+from hicache_ext.storage.tiers.file.layout_choice import LayoutChoice, choose_layout
+from hicache_ext.storage.tiers.file.manifest import check_before_start, layout_in
+from hicache_ext.storage.tiers.file.modes import prepare_directory
+from hicache_ext.storage.tiers.file.multipath import PathStore, SpreadStore
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiers.file.config import FileTierConfig
+
+logger = logging.getLogger(__name__)
+
+_warned_of_root: set[tuple[str, str]] = set()
+
+
+def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
+    """The store for ``tiers.<name>`` of type file. Raises ConfigError or StoreSetupError."""
+    key = f"hicache_ext.tiers.{name}"
+    if tier.layout == "slab" and tier.capacity is None:
+        raise ConfigError(f"{key}.capacity", "the slab layout preallocates its files", "a size such as 512GiB")
+    if tier.layout == "pages" and tier.io == "direct":
+        raise ConfigError(f"{key}.io", "'direct' needs layout slab: page files are not aligned", "auto, buffered")
+    for path in tier.path:
+        _warn_of_root(name, tier, path)
+    return open_paths(name, tier)
+
+
+def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
+    """The store, without a look at what the configuration says of it as a whole. Raises as ``open_file_tier``."""
+    access = _access(f"hicache_ext.tiers.{name}", tier)
+    metrics, evicted_age = TierMetrics(name), RecentMean()
+    open_path = functools.partial(_open_path, name, tier, access, metrics, evicted_age)
+    return SpreadStore(name, [Path(path) for path in tier.path], open_path, metrics, evicted_age=evicted_age)
+
+
+def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> LayoutChoice:
+    """The layout that a server takes for ``path``. Changes nothing. Raises StoreSetupError where it would not start,
+    and OSError as the disk does."""
+    root = on_root_file_system(str(path)) if tier.require_mount else None
+    if root is not None:
+        raise StoreSetupError(
+            name,
+            f"{str(path)!r} is on {root}, and require_mount is true",
+            ["mount its disk, or set require_mount: false"],
+        )
+    chosen = choose_layout(path, tier.capacity, shared=bool(tier.shared))
+    if tier.layout != "auto":
+        chosen = LayoutChoice(tier.layout, "as configured")
+    if chosen.layout == "slab" and tier.capacity is None:
+        raise StoreSetupError(name, f"{str(path)!r} holds slabs, which need a capacity", ["set capacity to a size"])
+    if chosen.layout == "slab" and tier.shared:
+        problem = f"{str(path)!r} holds slabs, which belong to one machine, and shared is true"
+        raise StoreSetupError(name, problem, ["leave shared out, or name another directory"])
+    return chosen
+
+
+def _access(key: str, tier: FileTierConfig) -> Access:
+    """Raises ConfigError for a group that this machine does not have."""
+    if not isinstance(tier.group, str):
+        return Access(tier.mode == "group", tier.group)
+    try:
+        return Access(True, grp.getgrnam(tier.group).gr_gid)
+    except KeyError:
+        raise ConfigError(
+            f"{key}.group", f"this machine has no group {tier.group!r}", "a group, or its number"
+        ) from None
+
+
+def _warn_of_root(name: str, tier: FileTierConfig, path: str) -> None:
+    """Once in a process: a tier that cannot start is opened again and again."""
+    root = on_root_file_system(path)
+    if root is not None and not tier.require_mount and (name, path) not in _warned_of_root:
+        _warned_of_root.add((name, path))
+        logger.warning(
+            "tier %s: %s is on %s; if a disk of its own is meant, it is not mounted (require_mount: true refuses that)",
+            name,
+            path,
+            root,
+        )
+
+
+def _open_path(
+    name: str,
+    tier: FileTierConfig,
+    access: Access,
+    metrics: TierMetrics,
+    evicted_age: RecentMean,
+    path: Path,
+    trouble: Trouble,
+) -> PathStore:
+    """The store of one path with its share of the capacity."""
+    try:
+        chosen = chosen_layout(name, tier, path)
+        check_before_start(path, chosen.layout, name)
+        prepare_directory(path, access, name, is_tier=layout_in(path) is not None)
+        plan = _plan(name, tier, path, chosen)
+    except OSError as error:
+        of_another = ["run the server as the account that owns it, or share it with mode: group"]
+        remedies = of_another if isinstance(error, PermissionError) else []
+        raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}", remedies) from error
+    share = None if tier.capacity is None else tier.capacity // len(tier.path)
+    logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, chosen.layout, chosen.reason, plan, plan.reason)
+    common: dict[str, Any] = {"ttl": tier.ttl, "metrics": metrics, "trouble": trouble, "evicted_age": evicted_age}
+    store: PathStore
+    if chosen.layout == "slab":
+        from hicache_ext.storage.tiers.file.slab.store import SlabStore
+
+        try:
+            store = SlabStore(name, path, capacity=share, plan=plan, **common)
+        except (OSError, lmdb.Error) as error:
+            raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
+    else:
+        from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+
+        shared = tier.sharing().shared
+        store = PageFileStore(name, path, capacity=share, plan=plan, shared=shared, **common)
+    record_ttl(name, path, tier.ttl)
+    return store
+
+
+def _plan(name: str, tier: FileTierConfig, path: Path, chosen: LayoutChoice) -> IoPlan:
+    """Raises OSError as the disk does."""
+    direct_possible = chosen.layout == "slab"
+    if tier.io == "direct" and not direct_possible:
+        raise StoreSetupError(name, f"io is 'direct', and {str(path)!r} holds page files, which are not aligned")
+    if tier.io == "direct" and not takes_direct(path):
+        raise StoreSetupError(name, f"io is 'direct', and the file system of {str(path)!r} does not do O_DIRECT")
+    if tier.io == "auto" and file_system_of(path).type in ("tmpfs", "ramfs"):
+        return IoPlan(threads=tier.threads or IoPlan().threads, reason="the file system is memory")
+    if tier.io == "buffered" and tier.threads is not None:
+        measured = Measured()
+    else:
+        try:
+            measured = measured_device(path)
+        except OSError as error:
+            # A tier that can be used is not lost to a measurement that cannot be made (no room for its file).
+            logger.warning("tier %s: %s was not measured: %s", name, path, error)
+            measured = Measured()
+    return choose_io(tier.io, tier.capacity, tier.threads, measured, direct_possible=direct_possible)

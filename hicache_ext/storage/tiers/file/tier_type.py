@@ -1,0 +1,42 @@
+"""``type: file``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hicache_ext.storage.contract.diagnosis import Finding
+from hicache_ext.storage.contract.registry import TierType
+from hicache_ext.storage.tiers.file.config import FileTierConfig
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.contract.store import PageStore
+
+_ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "ENOENT", "ESTALE", "ETIMEDOUT", "unknown", "Error", "MapFullError")
+
+
+class FileTier(TierType):
+    """Local disks and shared file systems."""
+
+    config = FileTierConfig
+
+    def open(self, name: str, tier: FileTierConfig) -> PageStore:
+        from hicache_ext.storage.tiers.file.opening import open_file_tier
+
+        return open_file_tier(name, tier)
+
+    def examine(self, name: str, tier: FileTierConfig) -> Sequence[Finding]:
+        from hicache_ext.storage.tiers.file.examination import examine
+
+        return examine(name, tier)
+
+    def series(self) -> Mapping[str, Sequence[str]]:
+        return {
+            "bytes": ("evicted",),
+            "evicted": ("capacity", "ttl"),
+            "corrupt": ("seal", "unreadable", "not_a_file"),
+            "rejected": ("capacity", "no_space", "obstacle"),
+            "error": _ERRORS,
+            "io": ("unaligned",),
+            "suspect": ("good",),
+        }

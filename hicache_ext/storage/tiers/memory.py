@@ -1,0 +1,102 @@
+"""The memory tier: pages in a dict of this process. The example to copy for a tier of your own (docs/write-a-tier.md).
+
+Nothing outlives the process and nobody else sees the pages; every other promise of contract/store.py is kept. Tests
+of everything that stands above a tier use it, because it is quick.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from hicache_ext.config import TierConfig
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.page_object import decode_object, encode_object
+from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.registry import TierType
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+
+
+class MemoryTierConfig(TierConfig):
+    """``type: memory``. A key of its own is one more field (docs/write-a-tier.md)."""
+
+    type: Literal["memory"] = "memory"
+    keeps_identities = True
+
+
+class MemoryTier(TierType):
+    config = MemoryTierConfig
+
+    def open(self, name: str, tier: MemoryTierConfig) -> MemoryPageStore:
+        return MemoryPageStore(name)
+
+
+class MemoryPageStore(TierStore):
+    """``objects``: 48-byte key -> page object; open to tests, which read and damage it there."""
+
+    type_name = "memory"
+
+    def __init__(self, name: str = "memory", *, objects: dict[bytes, bytes] | None = None) -> None:
+        super().__init__(name)
+        self.objects: dict[bytes, bytes] = {} if objects is None else objects
+        self._documents: dict[bytes, dict[str, Any]] = {}
+        self._lock = threading.Lock()  # calls come from several threads
+
+    def details(self) -> dict[str, Any]:
+        return {"pages": len(self.objects)}
+
+    # One result for each page. HIT only for the page that was asked for, whole: decode_object checks it, then copies.
+    def _read(self, batch: PageBatch) -> list[GetResult]:
+        with self._lock:
+            return [self._read_page(*page) for page in zip(batch.keys, batch.buffers, strict=True)]
+
+    def _read_page(self, key: bytes, segments: Sequence[memoryview]) -> GetResult:
+        stored = self.objects.get(key)
+        if stored is None:
+            return GetResult.MISS
+        reason = decode_object(memoryview(stored), key, segments)
+        if reason is None:
+            return GetResult.HIT
+        # Gone, so that the next write replaces it. A tier whose medium others share removes a bad page only when the
+        # stored copy was shown to be bad (contract/bad_pages.py).
+        self.metrics.add("corrupt", reason)
+        del self.objects[key]
+        return GetResult.CORRUPT
+
+    # The first writer wins, and a page becomes visible whole: here one assignment, on disk a rename or a transaction.
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        with self._lock:
+            return [self._write_page(*page) for page in zip(batch.keys, batch.buffers, strict=True)]
+
+    def _write_page(self, key: bytes, segments: Sequence[memoryview]) -> SetResult:
+        if key in self.objects:
+            return SetResult.EXISTS
+        self.objects[key] = bytes(encode_object(key, segments))
+        return SetResult.STORED
+
+    # Present, not checked: a page may still turn out CORRUPT when it is read.
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.objects for key in keys]
+
+    # How many were there.
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            return sum(self.objects.pop(key, None) is not None for key in keys)
+
+    # How many identities had pages; None means all. A medium that cannot do it at once takes the pages out of sight
+    # and removes them in the background (contract/clearing.py).
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
+        with self._lock:
+            known = {key[:IDENTITY_LENGTH] for key in self.objects}
+            cleared = known if digests is None else known & set(digests)
+            for key in [key for key in self.objects if key[:IDENTITY_LENGTH] in cleared]:
+                del self.objects[key]
+            return len(cleared)
+
+    # An ability: whoever warms this tier asks which identities it has.
+    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._documents[digest] = document
+
+    def identities(self) -> dict[bytes, dict[str, Any]]:
+        return dict(self._documents)

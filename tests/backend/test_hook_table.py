@@ -1,0 +1,43 @@
+"""The table of hooks: it fits this SGLang, and says in one sentence what a missing hook costs."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+
+import pytest
+
+from hicache_ext.testing.sglang_cpu import prepare_process
+
+prepare_process()
+
+from hicache_ext.sglang import hooks  # noqa: E402
+from hicache_ext.sglang.hooks import ADAPTERS, COPIES, FEATURES, HOOKS, Hook  # noqa: E402
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.split(".", 3)[-1])
+def test_every_target_exists_in_this_sglang_and_is_hooked_once(hook: Hook) -> None:
+    assert callable(pkgutil.resolve_name(hook.target))
+    assert [other.target for other in HOOKS].count(hook.target) == 1
+    assert hook.function.__name__.startswith(hook.kind) or hook.feature is COPIES
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook.kind == "around"], ids=lambda hook: hook.target)
+def test_a_hook_around_a_call_takes_the_original_first(hook: Hook) -> None:
+    assert next(iter(inspect.signature(hook.function).parameters)) == "original"
+
+
+def test_a_feature_without_a_hook_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
+    monkeypatch.setattr(hooks, "_is_hooked", lambda target: target != missing)
+    assert hooks.not_in_force() == {
+        ADAPTERS: f"the hook on {missing} is not in force (is SGLANG_PLUGINS set?): adapters cannot be told apart"
+    }
+    monkeypatch.setattr(hooks, "_is_hooked", lambda target: False)
+    assert set(hooks.not_in_force()) == {feature for feature in FEATURES if feature.wanted()}
+    assert list(hooks.not_in_force([ADAPTERS])) == [ADAPTERS]
+
+
+def test_a_target_that_this_sglang_lacks_is_not_in_force() -> None:
+    assert not hooks._is_hooked("sglang.srt.no_such_module.Thing.call")
+    assert not hooks._is_hooked("sglang.srt.managers.scheduler.Scheduler.no_such_call")

@@ -1,0 +1,138 @@
+"""The breaker with its probes: a server that goes away and comes back. The rule of tiers is in tests/storage/guards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.breaker import Breaker, BreakerState
+
+PATIENCE = 30.0
+CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
+
+
+def eventually(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class Server:
+    """What a breaker stands in front of."""
+
+    def __init__(self, **settings: object) -> None:
+        self.answers = False
+        self.raises: Exception | None = None
+        self.probes: list[str] = []
+        """Names of the threads that probed."""
+        self.changes: list[tuple[BreakerState, str]] = []
+        self.breaker = Breaker(
+            "test-probe",
+            self._probe,
+            Backoff(0.01, 0.02),
+            on_change=lambda *change: self.changes.append(change),
+            **settings,  # type: ignore[arg-type]
+        )
+
+    def _probe(self) -> bool:
+        self.probes.append(threading.current_thread().name)
+        if self.raises is not None:
+            raise self.raises
+        return self.answers
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    assert server.breaker.close(PATIENCE)
+
+
+def test_it_is_probed_in_the_background_until_it_answers_and_then_in_full_use(server: Server) -> None:
+    assert server.breaker.trip("gone") and not server.breaker.up
+    eventually(lambda: len(server.probes) >= 3)
+    server.answers = True
+    eventually(lambda: server.breaker.up)
+    assert server.changes == [(OPEN, "gone"), (CLOSED, "")]
+    assert set(server.probes) == {"test-probe"}
+    eventually(lambda: not server.breaker.probing)
+
+
+def test_a_probe_that_raises_has_no_answer(server: Server) -> None:
+    server.raises = OSError("no route")
+    server.breaker.trip("gone")
+    eventually(lambda: len(server.probes) >= 2)
+    assert not server.breaker.up
+    server.raises, server.answers = None, True
+    eventually(lambda: server.breaker.up)
+
+
+def test_what_is_open_is_not_tripped_again_nor_by_what_began_before_the_last_change(server: Server) -> None:
+    ticket = server.breaker.admit()
+    assert server.breaker.trip("gone", ticket)
+    assert not server.breaker.trip("gone again") and server.breaker.admit() is None
+    server.answers = True
+    assert server.breaker.probe_now()
+    assert not server.breaker.trip("late news", ticket) and server.breaker.up
+    assert server.breaker.trip("gone", server.breaker.admit())
+
+
+def test_one_that_begins_open_is_probed_from_resume_on() -> None:
+    server = Server(state=OPEN)
+    assert not server.breaker.up and not server.breaker.probing
+    server.answers = True
+    server.breaker.resume(at_once=True)
+    eventually(lambda: server.breaker.up)
+    assert server.changes == [(CLOSED, "")]
+    assert server.breaker.close(PATIENCE)
+
+
+def test_two_that_ask_at_once_share_one_probe(server: Server) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    probe = server._probe
+
+    def slow() -> bool:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return probe()
+
+    server.breaker._probe = slow
+    server.breaker.trip("gone")
+    assert begun.wait(PATIENCE)
+    answers: list[bool] = []
+    other = threading.Thread(target=lambda: answers.append(server.breaker.probe_now()))
+    other.start()
+    time.sleep(0.02)
+    server.answers = True
+    go_on.set()
+    other.join(PATIENCE)
+    assert answers == [True] and len(server.probes) == 1
+
+
+def test_a_slow_start_ends_by_itself_and_is_cut_by_a_bad_call() -> None:
+    server = Server(slow_start=0.05)
+    server.answers = True
+    server.breaker.trip("gone")
+    eventually(lambda: server.breaker.state is CLOSED)
+    assert [state for state, _ in server.changes] == [OPEN, HALF_OPEN, CLOSED]
+    long = Server(slow_start=3600.0)
+    long.answers = True
+    for _ in range(2):
+        long.breaker.trip("gone")
+        eventually(lambda: long.breaker.state is HALF_OPEN)
+    assert server.breaker.close(PATIENCE) and long.breaker.close(PATIENCE)
+
+
+def test_a_closed_one_neither_probes_nor_comes_back(server: Server) -> None:
+    server.breaker.trip("gone")
+    assert server.breaker.close(PATIENCE)
+    server.answers = True
+    probes = len(server.probes)
+    server.breaker.recover()
+    time.sleep(0.05)
+    assert len(server.probes) == probes and not server.breaker.up
