@@ -17,13 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hicache_ext.bench.harness import BenchmarkError, fresh_directory
+from hicache_ext.bench.harness import fresh_directory
 from hicache_ext.bench.multiturn_command import add_arguments, compare, running_targets
 from hicache_ext.bench.multiturn_targets import Answer, Target
 from hicache_ext.bench.multiturn_workload import Conversation
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing.server import ServerError, SglangServer
+from hicache_ext.errors import BenchmarkError, ServerError
+from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.rigs.pd_pair import PdPair
 

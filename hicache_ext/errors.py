@@ -1,19 +1,39 @@
-"""The error tree of hicache_ext.
+"""The error tree of hicache_ext: every exception class of the package, and nothing else.
 
 ::
 
     HicacheExtError
-    |-- ConfigError            the user's configuration is wrong; raised at start only
-    |-- UnsupportedError       a pool, layout or SGLang version that cannot be served; raised at start only
-    |-- FormatError            bytes that are not a page of ours (envelope.py)
-    |-- MissingPackageError    a command needs a package that is not installed (packages.py)
-    `-- StoreError             a tier could not be opened or used
-        |-- StoreClosedError   a call after close()
-        |-- TierTypeError      a type of tier that is not known, or that another package brings and that cannot be used
-        `-- StoreSetupError    a tier cannot start (directory, server, credentials)
+    |-- ConfigError                 the user's configuration is wrong; raised at start only
+    |   `-- ConfigErrors            several wrong places in it
+    |-- UnsupportedError            a pool, layout or SGLang version that cannot be served; raised at start only
+    |-- MissingPackageError         a command needs a package that is not installed (packages.py)
+    |-- WeightsError                a model's files cannot be identified (page/fingerprint.py)
+    |-- FormatError                 bytes that are not a page of ours (page/envelope.py)
+    |-- StoreError                  a tier could not be opened or used
+    |   |-- StoreClosedError        a call after close()
+    |   |-- StoreSetupError         a tier cannot start (directory, server, credentials)
+    |   |-- TierTypeError           a type of tier is not known, or another package brings it and it cannot be used
+    |   |-- NoBoardError            a tier carries no hints
+    |   |-- NotReadError            an object that is under suspicion could not be read again
+    |   |-- NotBegunError           a deadline ended a call before it began
+    |   |-- TooLateError            a call did not end by its deadline
+    |   |-- LoginError              a Redis server refuses the login; also a ConnectionError
+    |   |-- RefusedError            a Redis server refuses a whole call
+    |   |-- ServerClosedError       a Redis server closed the connection; also a ConnectionError
+    |   |-- NodeDownError           a Redis node is known to be down; also a ConnectionError
+    |   |-- LaneBusyError           no connection to a Redis node became free; also a TimeoutError
+    |   `-- ProtocolError           what a Redis server sent is not RESP
+    |       `-- OversizedValueError a value too long to be read
+    |-- ControlError                the control socket of a server cannot be used
+    |-- WarmError                   nothing can be warmed
+    |-- StatsError                  no metrics can be shown
+    |-- CopyError                   a copy engine could not submit a copy
+    |-- CalibrationError            a calibration cannot be read
+    |-- BenchmarkError              a benchmark cannot go on
+    `-- ServerError                 a server under test did not start or answer
 
-Only constructors and the command line raise these. Calls that SGLang makes at run time never raise: they answer with
-the enums of ``storage/contract/store.py``.
+Only constructors and the command line let these out. Calls that SGLang makes at run time never raise: they answer with
+the enums of ``storage/contract/store.py``. tests/test_errors.py compares the drawing with the classes.
 """
 
 from __future__ import annotations
@@ -42,6 +62,21 @@ class ConfigError(HicacheExtError):
         super().__init__(sentence)
 
 
+class ConfigErrors(ConfigError):
+    """Several wrong places in one configuration, in the order in which they were found.
+
+    ``key``, ``problem`` and ``allowed`` are those of the first; the message has one sentence per line.
+    """
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        first = errors[0]
+        super().__init__(first.key, first.problem, first.allowed)
+        self.errors = tuple(errors)
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)
+
+
 class UnsupportedError(HicacheExtError):
     """Something SGLang asked for that this package refuses to serve, said in one sentence at start."""
 
@@ -50,6 +85,18 @@ class UnsupportedError(HicacheExtError):
         self.reason = reason
         self.remedy = remedy
         super().__init__(f"{subject} cannot be served: {reason}" + (f"; {remedy}" if remedy else ""))
+
+
+class MissingPackageError(HicacheExtError):
+    """A package that a command needs; ``requirement`` is what pip is to be given."""
+
+    def __init__(self, package: str, requirement: str, problem: str = "which is not installed") -> None:
+        self.package = package
+        super().__init__(f"this needs the package {package}, {problem}: pip install '{requirement}'")
+
+
+class WeightsError(HicacheExtError):
+    """The files of a model cannot be identified; the message says why."""
 
 
 class FormatError(HicacheExtError):
@@ -90,3 +137,93 @@ class StoreSetupError(StoreError):
         if remedies:
             sentence += "; " + "; ".join(remedies)
         super().__init__(sentence)
+
+
+class NoBoardError(StoreError):
+    """The store carries no hints."""
+
+
+class NotReadError(StoreError):
+    """The object could not be read again; says nothing about it. The message is a word for the log."""
+
+
+class NotBegunError(StoreError):
+    """The call was not begun."""
+
+
+class TooLateError(StoreError):
+    """The call did not end in time, and was left behind if it had begun."""
+
+
+class LoginError(StoreError, ConnectionError):
+    """The server is there and refuses; ``code`` is the error's first word, the only one that repeats no argument."""
+
+    def __init__(self, step: str, code: str) -> None:
+        super().__init__(f"{step} was answered with {code}")
+        self.code = code
+
+
+class RefusedError(StoreError):
+    """An error reply that says nothing about one page; the connection is given up. ``code`` is its first word."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(f"the server answered {code}")
+        self.code = code
+
+
+class ServerClosedError(StoreError, ConnectionError):
+    """The server ended the connection."""
+
+    def __init__(self) -> None:
+        super().__init__("the server closed the connection")
+
+
+class NodeDownError(StoreError, ConnectionError):
+    """The node is known to be down; nothing was tried."""
+
+
+class LaneBusyError(StoreError, TimeoutError):
+    """No connection became free in time; says nothing about the node."""
+
+    def __init__(self) -> None:
+        super().__init__("every connection is in use")
+
+
+class ProtocolError(StoreError):
+    """Not RESP, or not the reply that was asked for."""
+
+
+class OversizedValueError(ProtocolError):
+    """A value too long to be read and thrown away."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(f"a value of {length} bytes")
+        self.length = length
+
+
+class ControlError(HicacheExtError):
+    """The directory of control sockets cannot be used, or a server does not answer; one sentence."""
+
+
+class WarmError(HicacheExtError):
+    """Nothing can be warmed, and why."""
+
+
+class StatsError(HicacheExtError):
+    """No metrics to show, and why."""
+
+
+class CopyError(HicacheExtError):
+    """A copy that an engine could not submit. Bytes of that layer may have moved or not; submit it again elsewhere."""
+
+
+class CalibrationError(HicacheExtError):
+    """A calibration that cannot be read."""
+
+
+class BenchmarkError(HicacheExtError):
+    """A benchmark that cannot go on, or whose contender answered wrongly: figures of it would mean nothing."""
+
+
+class ServerError(HicacheExtError):
+    """The server did not start, died, or refused a request; the message ends with the tail of its log."""

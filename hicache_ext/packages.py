@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from hicache_ext.errors import HicacheExtError
+from hicache_ext.errors import MissingPackageError
 
 EXTRAS = {
     "sglang": "sglang",
@@ -23,27 +23,24 @@ EXTRAS = {
 """Package as it is imported -> the extra of hicache-ext that installs it, itself or as a dependency."""
 
 
-class MissingPackageError(HicacheExtError):
-    """A package that the command needs and that is not installed, or cannot be imported."""
+def missing_package(package: str, problem: str = "which is not installed") -> MissingPackageError:
+    """The sentence for one package; ``problem`` is a relative clause."""
+    requirement = f"hicache-ext[{EXTRAS[package]}]" if package in EXTRAS else package
+    return MissingPackageError(package, requirement, problem)
 
-    def __init__(self, package: str, problem: str = "which is not installed") -> None:
-        self.package = package
-        wanted = f"hicache-ext[{EXTRAS[package]}]" if package in EXTRAS else package
-        super().__init__(f"this needs the package {package}, {problem}: pip install '{wanted}'")
 
-    @classmethod
-    def behind(cls, error: ImportError) -> MissingPackageError | None:
-        """The package whose absence ``error`` tells of. None where no other package is behind it: that is a bug."""
-        package = (error.name or "").partition(".")[0]
-        if not package or package == __package__ or package in sys.stdlib_module_names:
-            return None
-        if isinstance(error, ModuleNotFoundError) and error.name == package:
-            return cls(package)
-        return cls(package, f"which cannot be imported ({error})")
+def package_behind(error: ImportError) -> MissingPackageError | None:
+    """The package whose absence ``error`` tells of. None where no other package is behind it: that is a bug."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package == __package__ or package in sys.stdlib_module_names:
+        return None
+    if isinstance(error, ModuleNotFoundError) and error.name == package:
+        return missing_package(package)
+    return missing_package(package, f"which cannot be imported ({error})")
 
 
 def need(*packages: str) -> None:
     """Raise MissingPackageError for the first of ``packages`` that is not installed; imports none of them."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise MissingPackageError(package)
+            raise missing_package(package)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hicache_ext.bench.harness import BenchmarkError
+from hicache_ext.errors import BenchmarkError, CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
 from hicache_ext.kernels.cuda_driver import Form, open_driver
-from hicache_ext.kernels.engine import CopyEngine, CopyError, Direction, Operation, copy_now
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, copy_now
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, LayerCopy, LayerStack, device_rows, host_rows, page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.triton_engine import TritonEngine, has_triton

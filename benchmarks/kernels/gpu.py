@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from hicache_ext.bench.kernel_calibrate import driver_version
+from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine
 from hicache_ext.kernels.cuda_driver import open_driver
-from hicache_ext.kernels.engine import CopyEngine, CopyError, Direction, Operation, copy_now
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, copy_now
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows, page_tokens
 from hicache_ext.kernels.loader import LayerwiseLoader
 from hicache_ext.kernels.reference import ReferenceEngine

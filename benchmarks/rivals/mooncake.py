@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.rivals.ours import ours
-from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.bench.pool_measuring import SEGMENTS, Contender, Engine, Pages
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.rivals.ours import ours, package
-from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.bench.pool_measuring import Contender, Engine, Pages
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.runtime.vectored import IOV_MAX, after
 from tests.rigs.redis_servers import RedisServer, redis_program
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hicache_ext.bench.harness import BenchmarkError, Clock, Sample, Summary, interleaved, ratio
+from hicache_ext.bench.harness import Clock, Sample, Summary, interleaved, ratio
 from hicache_ext.bench.report import Panel, PlotPoint, Table, number
+from hicache_ext.errors import BenchmarkError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.bench.harness import BenchmarkError
+from hicache_ext.errors import BenchmarkError
 
 if TYPE_CHECKING:
     import torch

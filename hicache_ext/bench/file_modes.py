@@ -21,7 +21,8 @@ from pathlib import Path
 from hicache_ext.bench.comparison import Measured
 from hicache_ext.bench.file_contenders import EXISTS_CASES, Contender, FileContender, Workplace
 from hicache_ext.bench.file_memory import GEOMETRIES, HostBuffers, page_keys
-from hicache_ext.bench.harness import BenchmarkError, Sample, Stopwatch, fresh_directory
+from hicache_ext.bench.harness import Sample, Stopwatch, fresh_directory
+from hicache_ext.errors import BenchmarkError
 
 EXISTS_GEOMETRY = GEOMETRIES[0]
 EXISTS_PAYLOAD = 4096

@@ -19,13 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_ext.errors import HicacheExtError
-
 _DELETE_ATTEMPTS = 50
-
-
-class BenchmarkError(HicacheExtError):
-    """A benchmark that cannot go on, or whose contender answered wrongly: figures of it would mean nothing."""
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

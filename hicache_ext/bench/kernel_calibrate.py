@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.bench.report import today
 from hicache_ext.config import KernelsConfig
+from hicache_ext.errors import BenchmarkError, CopyError
 from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, merged
-from hicache_ext.kernels.engine import CopyError, Direction, Operation
+from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import SGLANG, engine_makers

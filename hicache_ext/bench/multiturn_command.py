@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, tables
 from hicache_ext.bench.multiturn_targets import Answer, Endpoint, RunningPair, Target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
+from hicache_ext.errors import BenchmarkError
 
 _PACKAGES = ("hicache-ext", "sglang", "torch")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from hicache_ext.bench.harness import BenchmarkError
 from hicache_ext.bench.multiturn_workload import Conversation
+from hicache_ext.errors import BenchmarkError
 
 _TIMEOUT = 600.0
 

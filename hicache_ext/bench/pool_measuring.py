@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.bench.comparison import Measured
-from hicache_ext.bench.harness import BenchmarkError, Sample
-from hicache_ext.errors import HicacheExtError
+from hicache_ext.bench.harness import Sample
+from hicache_ext.errors import BenchmarkError, HicacheExtError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 
 MODES = ("write", "read")

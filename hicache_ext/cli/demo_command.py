@@ -18,9 +18,10 @@ from pathlib import Path
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_flags
+from hicache_ext.errors import ServerError
 from hicache_ext.packages import need
 from hicache_ext.storage.tiers.file.inspection import open_inspector
-from hicache_ext.testing.server import ServerError, SglangServer
+from hicache_ext.testing.server import SglangServer
 
 TURNS = 6
 RESTART_AFTER = 3

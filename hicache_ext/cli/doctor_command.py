@@ -14,10 +14,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hicache_ext.config import ConfigErrors, check_document
+from hicache_ext.config import check_document
 from hicache_ext.doctor.examination import Section, examine, worst
 from hicache_ext.doctor.reading import read_configuration
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, ConfigErrors
 from hicache_ext.storage.contract.diagnosis import Level
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hicache_ext import __version__
-from hicache_ext.errors import ConfigError, HicacheExtError
-from hicache_ext.packages import MissingPackageError
+from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
+from hicache_ext.packages import package_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def without_traceback(run: Callable[[], int]) -> int:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ConfigError | MissingPackageError) else 1
     except ImportError as error:
-        missing = MissingPackageError.behind(error)
+        missing = package_behind(error)
         if missing is None:
             raise
         print(missing, file=sys.stderr)

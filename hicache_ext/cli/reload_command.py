@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from hicache_ext.config import load_document
-from hicache_ext.errors import HicacheExtError
-from hicache_ext.storage.serving.control import Answer, ControlError, ask, servers
+from hicache_ext.errors import ControlError, HicacheExtError
+from hicache_ext.storage.serving.control import Answer, ask, servers
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

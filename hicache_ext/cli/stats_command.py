@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hicache_ext.config import parse_duration
-from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.errors import ConfigError, StatsError
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
 
 _TIMEOUT = 10.0
@@ -42,10 +42,6 @@ _SOURCES = {
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _ESCAPES = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
-
-
-class StatsError(HicacheExtError):
-    """Why there are no metrics to show."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, ConfigErrors
 
 _LONGEST_ECHO = 200
 _LARGEST_ECHOED_NUMBER = 10**30
@@ -20,21 +20,6 @@ _SECRET_KEY = re.compile(
     r"(^|[_-])(password|passwd|passphrase|pwd|secret|token|credentials?|auth|(access|api|private|secret)_?key)(s|$|[_-])",
     re.IGNORECASE,
 )
-
-
-class ConfigErrors(ConfigError):
-    """Several wrong places in one configuration, in the order in which they were found.
-
-    ``key``, ``problem`` and ``allowed`` are those of the first; the message has one sentence per line.
-    """
-
-    def __init__(self, errors: Sequence[ConfigError]) -> None:
-        first = errors[0]
-        super().__init__(first.key, first.problem, first.allowed)
-        self.errors = tuple(errors)
-
-    def __str__(self) -> str:
-        return "\n".join(str(error) for error in self.errors)
 
 
 def config_error(errors: Sequence[ConfigError]) -> ConfigError:

@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.errors import HicacheExtError
+from hicache_ext.errors import CalibrationError
 from hicache_ext.kernels.engine import Direction, Operation
 
 FORMAT_VERSION = 1
 MARGIN = 1.05
 """How many times as fast as the baseline an engine must be: what is closer than that is noise."""
-
-
-class CalibrationError(HicacheExtError):
-    """A calibration that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

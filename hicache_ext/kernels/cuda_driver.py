@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hicache_ext.kernels.engine import CopyError
+from hicache_ext.errors import CopyError
 
 _FORM_12_VERSION = 12080
 _FORM_13_VERSION = 13000

@@ -16,13 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hicache_ext.errors import HicacheExtError
+from hicache_ext.errors import CopyError
 from hicache_ext.kernels.geometry import LayerStack
 from hicache_ext.kernels.plan import CopyPlan, make_plan
-
-
-class CopyError(HicacheExtError):
-    """A copy that an engine could not submit. Bytes of that layer may have moved or not; submit it again elsewhere."""
 
 
 class Direction(StrEnum):

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from hicache_ext.kernels.engine import CopyError, Direction, Operation, Transfer
+from hicache_ext.errors import CopyError
+from hicache_ext.kernels.engine import Direction, Operation, Transfer
 from hicache_ext.kernels.geometry import LayerStack
 from hicache_ext.kernels.selection import Selector
 

@@ -13,17 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from hicache_ext.config import KernelsConfig
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import CalibrationError, ConfigError, CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
-from hicache_ext.kernels.calibration import (
-    Calibration,
-    CalibrationError,
-    Situation,
-    calibration_file,
-    read_calibration,
-)
+from hicache_ext.kernels.calibration import Calibration, Situation, calibration_file, read_calibration
 from hicache_ext.kernels.cuda_driver import open_driver
-from hicache_ext.kernels.engine import CopyEngine, CopyError, Operation
+from hicache_ext.kernels.engine import CopyEngine, Operation
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics

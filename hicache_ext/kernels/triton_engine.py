@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from hicache_ext.errors import CopyError
 from hicache_ext.kernels.cuda_driver import reaches_registered_memory
-from hicache_ext.kernels.engine import CopyError, Direction, Operation
+from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerStack
 
 DEFAULT_PROGRAMS = 4

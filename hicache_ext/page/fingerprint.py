@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hicache_ext.errors import WeightsError
 from hicache_ext.runtime.access import make_directory, open_file
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_systems import file_system_of
@@ -59,10 +60,6 @@ _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
 _OTHERS_TURN = 0.2
 _LONGEST_TURN = 60.0
 """Seconds without progress after which a file is read although another process holds its record."""
-
-
-class WeightsError(Exception):
-    """The files of a model cannot be identified; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

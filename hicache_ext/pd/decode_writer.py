@@ -1,14 +1,14 @@
-"""The decode node's side of the pool: copies what was generated to host memory and has it written, page by page.
+"""The decode node's writer: copies generated pages to host memory and has them written to the pool.
 
-It takes the place of the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here).
-Requests, copies and host memory are behind :class:`Offload`.
+It replaces the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here). Requests,
+copies and host memory are behind :class:`Offload`.
 
-Path of a page: generated -> copied to host memory at the next stride or at the finish -> waits in the WaitingRoom ->
-handed to the PoolWriter -> written, or tried again, or counted as lost. Host memory is freed at the end in every case.
+A page is generated, copied to host memory at the next stride or at the finish, queued in the WaitingRoom, given to the
+PoolWriter, and written, tried again, or counted as lost. Its host memory is freed in every case.
 
-All of it but the PoolWriter runs on the scheduler thread and never waits for a store or a copy. Ranks stay in step:
-what a rank decides depends on numbers that the ranks have agreed on in ``step`` (one small reduction per step when
-there are several ranks, as in SGLang's own manager; a second one when writes have ended).
+Everything but the PoolWriter runs on the scheduler thread and never waits for a store or a copy. Ranks decide alike,
+because decisions depend only on numbers agreed on in ``step``: one small reduction per step when there are several
+ranks, as in SGLang's own manager, and a second one when writes have ended. Reasons: docs/decisions/decode-writer.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _PAGES_PER_WRITE = 128
 _COPIES_PER_STEP = 8
-"""Running requests whose copies one step starts: a batch that reaches its stride together is spread over some steps."""
+"""Copies of running requests started by one step: a batch that reaches its stride together is spread over steps."""
 _LOG_INTERVAL = 60.0
 _LEVEL_INTERVAL = 1.0
 _FIRST_BACKOFF_MS = 250
@@ -45,7 +45,7 @@ Minimum = Callable[[list[int]], list[int]]
 
 
 class DecodeWriter:
-    """See the module docstring. Scheduler thread only, except that counters may be read by anybody."""
+    """See the module docstring. Scheduler thread only; any thread may read the counters."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class DecodeWriter:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being copied, waits or is being written."""
+        """Nothing is being copied, queued or written."""
         return not (any(self._offload.copying()) or len(self._room) or self._pages_in_flight)
 
     # -- called by the scheduler for each request after each step -------------------------------------------------
@@ -126,7 +126,8 @@ class DecodeWriter:
         return continuation
 
     def _copy_due_at(self, prompt_length: int, copied_pages: int) -> int:
-        """Length of ``output_ids`` at which a stride of whole pages is there; the last token has no KV yet."""
+        """Length of ``output_ids`` at which the next stride of whole pages is complete; the last token has no KV
+        yet."""
         return copied_pages * self._page_size + self._stride - prompt_length + 1
 
     def _wanted(self, request: Request, continuation: Continuation, finished: bool) -> bool:
@@ -151,7 +152,7 @@ class DecodeWriter:
         first_page = continuation.copied_pages
         lacks_prefix = not continuation.prefix_known and self._config.missing_prefix == "complete"
         if finished and lacks_prefix and end_page > continuation.prompt_pages:
-            # Once released, the prompt's KV is gone: this is the last chance to have it if the pool lacks it.
+            # The prompt's KV is gone after the release: copy it now, in case the pool lacks it.
             first_page = 0
             self._start_over(continuation)
         pages = end_page - first_page
@@ -173,7 +174,7 @@ class DecodeWriter:
         return True
 
     def _host_memory(self, tokens: int, continuation: Continuation) -> torch.Tensor | None:
-        """Host indices for a copy, if need be after dropping what waits."""
+        """Host indices for a copy; drops queued pages if needed."""
         if self._offload.free_host_tokens < tokens and not self._make_room(tokens, continuation):
             return None
         return self._offload.allocate(tokens)
@@ -204,7 +205,7 @@ class DecodeWriter:
     # -- called by the scheduler once a step -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Start copies, take in copies and writes that have ended, hand out the next writes. Never waits."""
+        """Start copies, collect ended copies and writes, submit the next writes. Never waits."""
         self._copies_this_step = 0
         self._start_copies()
         copied, written, self._now = self._progress()
@@ -222,7 +223,7 @@ class DecodeWriter:
         self._copies_ended(self._offload.wait())
 
     def _progress(self) -> tuple[int, int, int]:
-        """Copies ended, writes ended, milliseconds since the start: the least of all ranks."""
+        """Copies ended, writes ended, milliseconds since the start: the minimum of all ranks."""
         milliseconds = int((time.monotonic() - self._started) * 1000)
         numbers = [self._offload.ended_copies(), self._writer.finished_jobs, milliseconds]
         if self._minimum is not None:
@@ -261,7 +262,7 @@ class DecodeWriter:
                 continuation.attempts = 0
                 self._free(job.pieces)
                 if self._hints is not None and _is_last(job):
-                    # Nothing follows, so that the storage thread is done with the chain.
+                    # The last write: the storage thread no longer uses the chain.
                     self._hints.announce(continuation.chain.hashes(0, job.pieces[-1].end_page))
             elif continuation.closed or job.pieces[0].epoch < continuation.started_over:
                 self._free(job.pieces)
@@ -288,7 +289,7 @@ class DecodeWriter:
             self.metrics.add("request", "prefix_completed")
             self._free(job.pieces)
             self._start_over(continuation)
-            # From the first missing page on, at the next stride: the device still has it all.
+            # Copy again from the first missing page on: the device still has everything.
             continuation.copied_pages = present
             continuation.prefix_known = True
             continuation.next_copy_at = 0
@@ -315,7 +316,7 @@ class DecodeWriter:
         self._room.put_back(job.pieces)
 
     def stop(self, timeout: float) -> bool:
-        """End the storage thread; whether it ended, so that host memory may go."""
+        """End the storage thread. True: it ended, and host memory may be freed."""
         if self._hints is not None:
             self._hints.close(_HINTS_TIMEOUT)
         return self._writer.stop(timeout)
@@ -323,7 +324,7 @@ class DecodeWriter:
     # -- host memory -----------------------------------------------------------------------------------------------
 
     def _forget_waiting(self, continuation: Continuation) -> None:
-        """Free what waits and disown what is being copied; a running request copies it again later."""
+        """Free queued pages and drop copies under way; a running request copies them again later."""
         waiting = self._room.empty(continuation)
         continuation.epoch += 1
         self._free(waiting)
@@ -333,12 +334,12 @@ class DecodeWriter:
             continuation.copied_pages = min(dropped_from)
 
     def _start_over(self, continuation: Continuation) -> None:
-        """Like ``_forget_waiting``, and the run under way is not tried again: all of it will be copied anew."""
+        """Like ``_forget_waiting``, and the run under way is not tried again: all is copied anew."""
         self._forget_waiting(continuation)
         continuation.started_over = continuation.epoch
 
     def _close(self, continuation: Continuation, reason: str, lost_pages: int = 0) -> None:
-        """Write nothing more of it: pages after a gap could never be found."""
+        """Write nothing more of this request: pages behind a gap could never be found."""
         waiting = self._room.empty(continuation)
         lost_pages += sum(piece.pages for piece in waiting)
         self._free(waiting)
@@ -383,13 +384,13 @@ class DecodeWriter:
 
 
 def _is_last(job: WriteJob) -> bool:
-    """Whether all that a finished request generated has been written with this run."""
+    """Whether this run was the last one of a finished request."""
     continuation = job.continuation
     return continuation.finished and job.pieces[-1].end_page == continuation.copied_pages
 
 
 def _tokens_between(request: Request, wanted: slice) -> Sequence[int]:
-    """Tokens of prompt and output together, without joining the two whole."""
+    """A slice of prompt plus output, without concatenating the two."""
     prompt, output = request.origin_input_ids, request.output_ids
     length = len(prompt)
     if wanted.start >= length:

@@ -1,6 +1,6 @@
-"""What the decode writer needs of the server: requests, copies from device to host memory, and that host memory.
+"""What the decode writer needs from the server: requests, copies from device to host memory, host memory.
 
-``sglang/offload.py`` is SGLang's side of it. All of it belongs to the scheduler thread, and nothing waits but ``wait``.
+``sglang/offload.py`` implements it. Scheduler thread only; nothing waits except ``wait``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Request(Protocol):
 
 
 class Offload(Protocol):
-    """See the module docstring. A request that has finished is released once, after the last copy out of it."""
+    """See the module docstring. A finished request is released once, after its last copy."""
 
     page_size: int
 
@@ -46,28 +46,28 @@ class Offload(Protocol):
         """How much of it is free."""
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
-        """Host indices, one per token; None if there are not so many."""
+        """Host indices, one per token; None if too few are free."""
 
     def free(self, host_indices: torch.Tensor) -> None:
         """Give host memory back."""
 
     def queue_copy(self, request: Any, piece: Piece) -> None:
-        """Have the piece's pages copied with the next ``start_copies``."""
+        """Copy the piece's pages with the next ``start_copies``."""
 
     def start_copies(self) -> list[Piece]:
-        """Start all queued copies as one operation: what it costs the scheduler, it costs once.
+        """Start all queued copies as one operation, which costs the scheduler once.
 
-        The pieces of copies that were refused: they have ended, and hold nothing.
+        Returns the pieces of refused copies: these have ended and hold no memory.
         """
 
     def copying(self) -> Iterable[Piece]:
-        """Pieces whose copies were queued and have not been taken."""
+        """Pieces whose copies were queued and not yet taken."""
 
     def ended_copies(self) -> int:
         """Leading operations whose bytes are in host memory."""
 
     def take_copies(self, operations: int) -> Iterator[Piece]:
-        """The pieces of the first so many operations, which have ended. Releases finished requests."""
+        """The pieces of the first ``operations`` operations, which have ended. Releases finished requests."""
 
     def wait(self) -> int:
-        """Wait for every operation under way; how many they are."""
+        """Wait for all operations under way; returns their number."""

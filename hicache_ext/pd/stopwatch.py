@@ -1,4 +1,4 @@
-"""What a decode node's offload takes of the scheduler."""
+"""The time that a decode node's offload takes on the scheduler thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stopwatch:
         self._requests += requests
 
     def step_ends(self) -> None:
-        """Count a step in which requests advanced; an idle scheduler's turns are no steps."""
+        """Count a step in which requests advanced; turns of an idle scheduler do not count."""
         seconds, self._this_step = self._this_step, 0.0
         requests, self._requests = self._requests, 0
         if not requests:

@@ -91,6 +91,7 @@ class HostPages:
         ]
         self._runs_per_part = len(self._runs) // parts
         self._parts = [self._part(begin) for begin in range(0, len(self._runs), self._runs_per_part)]
+        self.page_bytes = sum([run.size for run in self._runs])
 
     def _part(self, begin: int) -> _Part:
         runs = self._runs[begin : begin + self._runs_per_part]
@@ -103,10 +104,6 @@ class HostPages:
     def segment_sizes(self) -> tuple[int, ...]:
         """Sizes in bytes of the segments of one stored object."""
         return tuple(run.size for run in self._runs[: self._runs_per_part])
-
-    @property
-    def page_bytes(self) -> int:
-        return sum(run.size for run in self._runs)
 
     def page_numbers(
         self, host_indices: torch.Tensor | None, pages: int
@@ -231,20 +228,30 @@ def has_page_bytes(pool: Any) -> bool:
     return ask is not None and ask(torch.arange(int(pool.page_size), dtype=torch.int64)) is not None
 
 
-def tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
+def flat_buffers(count: int, tensors: Sequence[Any] | None, sizes: Sequence[Any] | None) -> dict[int, list[memoryview]]:
+    """The memory behind what SGLang's generic calls name, one tensor (or address and size) per key.
+
+    Position -> the segments of that key, valid as long as the tensor lives; positions that name no memory are left out.
+    """
+    buffers: dict[int, list[memoryview]] = {}
+    for position, target in enumerate((tensors or ())[:count]):
+        size = sizes[position] if sizes is not None and position < len(sizes) else None
+        segments: list[memoryview] | None = None
+        if isinstance(target, torch.Tensor):
+            segments = _tensor_segments(target)
+        elif isinstance(target, int) and isinstance(size, int) and size > 0:
+            segments = [memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")]
+        if segments is not None:
+            buffers[position] = segments
+    return buffers
+
+
+def _tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
     """The bytes of a CPU tensor as one segment; None when it is not one contiguous run of host memory."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
         return None
     size = tensor.numel() * tensor.element_size()
     return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")]
-
-
-def address_segments(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """Segments at raw addresses, as some of SGLang's generic calls name their target."""
-    return [
-        memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-        for address, size in zip(addresses, sizes, strict=True)
-    ]
 
 
 def _describe_buffer_info(info: Any) -> str:

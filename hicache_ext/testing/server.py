@@ -32,6 +32,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from hicache_ext.errors import ServerError
+
 _HOST = "127.0.0.1"
 # Below the range Linux takes the source ports of outgoing connections from, so that no client grabs a port between
 # its choice here and the server's bind.
@@ -41,10 +43,6 @@ _LOG_TAIL_LINES = 60
 _handed_out_ports: dict[int, socket.socket] = {}
 """Each with what keeps other processes of this package from handing it out before its server listens."""
 _ports_lock = threading.Lock()
-
-
-class ServerError(RuntimeError):
-    """The server did not start, died, or refused a request; the message ends with the tail of its log."""
 
 
 @dataclass(frozen=True, slots=True)

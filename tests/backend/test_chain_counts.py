@@ -76,7 +76,7 @@ def test_pages_in_several_parts_count_part_by_part(open_backend: Callable[..., A
     pool = mha_pools(layout="page_head", page_size=PAGE_SIZE).host
     backend = open_backend(pool, tp_lcm_size=2, is_page_first_layout=True)
     chain = page_keys(6)
-    parts = len(backend._pools["kv"].digests)
+    parts = len(backend._pools.bound["kv"].digests)
     assert parts == 2
     assert backend.batch_set_v1(chain[:4], indices(4)) == [True] * 4
     assert backend.batch_exists(chain) == 4

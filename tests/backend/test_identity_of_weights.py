@@ -62,10 +62,10 @@ def serve(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(module, "read_launch_facts", lambda: LaunchFacts(model_path=str(model), **facts))
         backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours)
-        if wait and backend._weights is not None:
-            for model_fingerprint in backend._weights._all:
+        if wait and backend._pools.weights is not None:
+            for model_fingerprint in backend._pools.weights._all:
                 assert model_fingerprint.done.wait(30)
-            assert wait_until(lambda: backend._identified or backend._weights.problem is not None)
+            assert wait_until(lambda: backend._pools.identified or backend._pools.weights.problem is not None)
         return backend
 
     return serve_
@@ -112,7 +112,7 @@ def test_until_the_weights_are_identified_nothing_is_stored_or_served(
     assert list((tmp_path / "l3" / "identities").glob("*")) == []
     assert serving(backend) == 0
     held.set()
-    assert wait_until(lambda: backend._identified)
+    assert wait_until(lambda: backend._pools.identified)
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
     assert backend.batch_exists(KEYS) == 2
@@ -160,7 +160,7 @@ def test_files_that_sglang_fetches_during_the_load_are_noted_after_it(
     model = tmp_path / "model"
     load(model, meanwhile=lambda: make_tiny_model(model, seed=1))
     backend = serve(model)
-    assert backend._identified
+    assert backend._pools.identified
 
 
 def test_other_draft_weights_are_another_identity(
@@ -191,7 +191,7 @@ def test_a_draft_in_the_targets_own_files_adds_nothing(
     target = make_tiny_model(tmp_path / "target", seed=1)
     load(target)
     load(target, draft=True)
-    assert serve(target)._model.draft == ""
+    assert serve(target)._pools.model.draft == ""
 
 
 def test_a_call_at_the_moment_when_the_weights_become_known_has_the_right_identity(
@@ -204,13 +204,13 @@ def test_a_call_at_the_moment_when_the_weights_become_known_has_the_right_identi
         def get(self, name: str, default: Any = None) -> Any:
             pool = super().get(name, default)
             held.set()
-            assert wait_until(lambda: backend._identified)
+            assert wait_until(lambda: backend._pools.identified)
             return pool
 
-    backend._pools = Pools(backend._pools)
+    backend._pools.bound = Pools(backend._pools.bound)
     backend.batch_set_v1(KEYS, INDICES)
     stored = {file.parent.parent.name for file in (tmp_path / "l3").rglob("*.page")}
-    known = {digest.hex() for digest in dict(backend._pools)["kv"].digests}
+    known = {digest.hex() for digest in dict(backend._pools.bound)["kv"].digests}
     assert stored <= known
 
 
@@ -227,7 +227,7 @@ def test_what_is_cleared_before_the_weights_are_identified_is_cleared_then(
     backend = serve(model, wait=False)
     assert backend.clear()
     go.set()
-    assert wait_until(lambda: backend._identified)
+    assert wait_until(lambda: backend._pools.identified)
     assert wait_until(lambda: backend.batch_exists(KEYS) == 0)
 
 
@@ -236,7 +236,7 @@ def test_a_closed_backend_is_not_kept_alive(
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
     load(model)
-    gone = weakref.ref(serve(model)._weights_known.__self__)
+    gone = weakref.ref(serve(model)._pools)
     for callback in loaded_models.loaded[0].fingerprint._callbacks:
         assert all(cell.cell_contents is not gone() for cell in callback.__closure__ or ())
 
@@ -270,7 +270,7 @@ def test_weights_from_elsewhere_than_the_models_files_are_refused_unless_named(
     with pytest.raises(UnsupportedError, match=f"--load-format {load_format}.*hicache_ext.model.fingerprint"):
         serve(model, load_format=load_format)
     backend = serve(model, load_format=load_format, ours={"model": {"fingerprint": "run 17"}})
-    assert backend._model.fingerprint == "run 17"
+    assert backend._pools.model.fingerprint == "run 17"
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
 
 
@@ -284,11 +284,11 @@ def test_an_epoch_that_comes_before_the_weights_are_identified_is_kept(
 ) -> None:
     backend = serve(make_tiny_model(tmp_path / "model"), wait=False)
     backend.advance_weights_epoch("nonce")
-    assert not backend._identified
+    assert not backend._pools.identified
     held.set()
-    assert wait_until(lambda: backend._identified)
-    assert (backend._model.weights_epoch, len(backend._model.fingerprint)) == ("0+nonce", 32)
-    assert backend._pools["kv"].identities[0].model == backend._model
+    assert wait_until(lambda: backend._pools.identified)
+    assert (backend._pools.model.weights_epoch, len(backend._pools.model.fingerprint)) == ("0+nonce", 32)
+    assert backend._pools.bound["kv"].identities[0].model == backend._pools.model
 
 
 def test_adapters_that_cannot_be_told_apart_stop_the_start(

@@ -155,10 +155,10 @@ def test_a_backend_that_is_attached_after_an_update_serves_nothing_of_the_old_we
 
 def test_every_update_is_an_epoch_of_its_own(open_backend: Callable[..., Any]) -> None:
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
-    seen = {backend._model.weights_epoch}
+    seen = {backend._pools.model.weights_epoch}
     for _ in range(3):
         update(flushes=True)
-        seen.add(backend._model.weights_epoch)
+        seen.add(backend._pools.model.weights_epoch)
     assert len(seen) == 4
 
 

@@ -18,7 +18,6 @@ from hicache_ext.bench.comparison import Measured, Point, Results
 from hicache_ext.bench.file_command import Settings, _results, _Run, configure, exists_point, transfer_point
 from hicache_ext.bench.file_contenders import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Contender
 from hicache_ext.bench.harness import (
-    BenchmarkError,
     Clock,
     Sample,
     Spread,
@@ -29,6 +28,7 @@ from hicache_ext.bench.harness import (
 )
 from hicache_ext.bench.report import Table, command_line
 from hicache_ext.cli.main import main
+from hicache_ext.errors import BenchmarkError
 
 POINT = transfer_point("read-warm", "mha", 32768)
 

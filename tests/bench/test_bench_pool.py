@@ -14,10 +14,11 @@ from benchmarks import bench_pool
 from benchmarks.rivals.object import serve_s3
 from hicache_ext.bench import pool_command
 from hicache_ext.bench.comparison import Baseline, Results
-from hicache_ext.bench.harness import BenchmarkError, Sample
+from hicache_ext.bench.harness import Sample
 from hicache_ext.bench.pool_measuring import Case, Contender, Engine, OurClient, Pages, measure
 from hicache_ext.cli.main import main, without_traceback
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.rigs.s3_server import missing_s3_server
 

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hicache_ext.errors import ProtocolError, RefusedError, ServerClosedError
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.redis.connection import Connection
-from hicache_ext.storage.tiers.redis.page_calls import PageCall, RefusedError, read_pages
-from hicache_ext.storage.tiers.redis.resp import ProtocolError
-from hicache_ext.storage.tiers.redis.wire import PlainWire, ServerClosedError
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, read_pages
+from hicache_ext.storage.tiers.redis.wire import PlainWire
 from hicache_ext.testing.conformance.pages import HostPages, cut, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
 

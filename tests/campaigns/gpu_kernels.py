@@ -29,9 +29,10 @@ import torch
 
 from benchmarks.kernels.check import CheckedMemory
 from benchmarks.kernels.gpu import gpu_facts
+from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
 from hicache_ext.kernels.cuda_driver import open_driver, open_runtime
-from hicache_ext.kernels.engine import CopyEngine, CopyError, Direction, Operation, copy_now
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, copy_now
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, page_tokens
 from hicache_ext.kernels.loader import LayerwiseLoader
 from hicache_ext.kernels.reference import ReferenceEngine

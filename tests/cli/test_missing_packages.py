@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.cli.main import COMMANDS, _parser, without_traceback
-from hicache_ext.packages import EXTRAS, MissingPackageError, need
+from hicache_ext.errors import MissingPackageError
+from hicache_ext.packages import EXTRAS, need
 
 BLOCKED = sorted(EXTRAS)
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from hicache_ext.config import ConfigErrors, load_config, tier_types
-from hicache_ext.errors import ConfigError
+from hicache_ext.config import load_config, tier_types
+from hicache_ext.errors import ConfigError, ConfigErrors
 
 HEAD = """\
 backend_name: hicache_ext

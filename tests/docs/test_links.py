@@ -1,4 +1,4 @@
-"""Links between the documents lead somewhere, and every decision is in the index."""
+"""Links and modules that documents name exist, and every decision is in the index."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ DOCUMENTS = [
 ]
 
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+_MODULE = re.compile(r"`([\w/{},]+\.py)`")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -40,3 +41,18 @@ def test_every_decision_is_in_the_index() -> None:
     decisions = {path.name for path in DECISIONS.glob("*.md")} - {"README.md"}
     index = (DECISIONS / "README.md").read_text()
     assert {name for name, _ in _LINK.findall(index)} == decisions
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_that_a_document_names_by_its_path_exists(document: Path) -> None:
+    for named in _MODULE.findall(document.read_text()):
+        for path in filter(lambda path: "/" in path, alternatives(named)):
+            places = [*(parent / path for parent in (ROOT, ROOT / "hicache_ext")), *ROOT.glob(f"hicache_ext/**/{path}")]
+            assert any(place.exists() for place in places), f"{path}: there is no such module"
+
+
+def alternatives(path: str) -> list[str]:
+    """``a/{b,c}.py`` -> ``a/b.py``, ``a/c.py``."""
+    if (braces := re.search(r"\{([^}]*)\}", path)) is None:
+        return [path]
+    return [path[: braces.start()] + name + path[braces.end() :] for name in braces[1].split(",")]

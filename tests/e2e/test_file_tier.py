@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hicache_ext.testing.server import Generation, ServerError, SglangServer
+from hicache_ext.errors import ServerError
+from hicache_ext.testing.server import Generation, SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
 

@@ -19,8 +19,8 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.errors import ServerError
 from hicache_ext.page.hashes import page_hashes
-from hicache_ext.testing.server import ServerError
 from tests.e2e.conftest import file_tier_config
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.network_namespace import NetworkNamespace, missing_for_namespaces

@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 
+from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
 from hicache_ext.kernels.cuda_driver import Form, open_driver
-from hicache_ext.kernels.engine import CopyError, Direction, Operation, copy_now
+from hicache_ext.kernels.engine import Direction, Operation, copy_now
 from hicache_ext.kernels.geometry import page_tokens
 from tests.kernels.stacks import PlainMemory, plain_memory
 from tests.rigs.fake_cuda import FakeGpu

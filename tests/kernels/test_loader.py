@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine
 from hicache_ext.kernels.cuda_driver import Form
-from hicache_ext.kernels.engine import CopyEngine, CopyError, Direction, Operation
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.loader import LayerwiseLoader
 from hicache_ext.kernels.reference import ReferenceEngine

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from hicache_ext.config import KernelsConfig
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import CalibrationError, ConfigError, CopyError
 from hicache_ext.kernels import selection
 from hicache_ext.kernels.calibration import (
     Calibration,
-    CalibrationError,
     Measurement,
     Situation,
     calibration_file,
@@ -21,7 +20,7 @@ from hicache_ext.kernels.calibration import (
     read_calibration,
     write_calibration,
 )
-from hicache_ext.kernels.engine import CopyError, Direction, Operation
+from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import Selector, make_selector

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hicache_ext.testing.server import CachedTokens, Generation, ServerError, SglangServer, free_port
+from hicache_ext.errors import ServerError
+from hicache_ext.testing.server import CachedTokens, Generation, SglangServer, free_port
 from tests.rigs.network_namespace import NetworkNamespace
 
 Config = Mapping[str, Any] | str

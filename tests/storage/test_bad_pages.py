@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hicache_ext.errors import NotReadError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract import bad_pages
-from hicache_ext.storage.contract.bad_pages import BadPages, NotReadError, Removal, Sighting, Stored, Verdict, cut
+from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Sighting, Stored, Verdict, cut
 from hicache_ext.testing.conformance.pages import page_key, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
 from tests.storage.guards.hung import eventually

@@ -48,7 +48,7 @@ def _by_address(batch: PageBatch) -> PageBatch:
         return batch
     keys, identities = batch.keys, {key[:IDENTITY_LENGTH] for key in batch.keys}
     if len(identities) == 1:
-        keys = PageKeys(identities.pop(), b"".join([key[IDENTITY_LENGTH:] for key in keys]))
+        keys = PageKeys.of_joined(identities.pop(), b"".join([key[IDENTITY_LENGTH:] for key in keys]))
     return PageBatch(keys, PageMemory(known, lambda: list(batch.buffers)), batch.sizes)
 
 

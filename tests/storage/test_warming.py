@@ -11,11 +11,11 @@ from hicache_ext.cli.main import main
 from hicache_ext.cli.warm_command import parse_tokens
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.contract.registry import open_tier
-from hicache_ext.storage.serving.warming import WarmError, warm_prompts
+from hicache_ext.storage.serving.warming import warm_prompts
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import assert_hits, store_pages
 from hicache_ext.testing.server import free_port

@@ -30,7 +30,7 @@ from typing import Protocol
 
 import xxhash
 
-from hicache_ext.errors import FormatError
+from hicache_ext.errors import FormatError, NotReadError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
@@ -56,10 +56,6 @@ _SAY_AGAIN = 60.0
 """Seconds between two equal lines in the log."""
 _LONGEST_REST = 0.5
 """Longest pause after an examination. It lasts as long as the examination: they take at most half of a connection."""
-
-
-class NotReadError(Exception):
-    """The object could not be read again; says nothing about it. The message is a word for the log."""
 
 
 @dataclass(frozen=True, slots=True)

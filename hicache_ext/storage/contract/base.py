@@ -91,7 +91,7 @@ class TierStore(abc.ABC):
             try:
                 results = self._read(batch)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
-                results = self._failed(error, "get", GetResult.TIMEOUT, GetResult.ERROR, len(batch))
+                results = self._failed_results(error, "get", GetResult.TIMEOUT, GetResult.ERROR, len(batch))
         self.metrics.add_many("get", counted(results))
         self.metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
@@ -103,28 +103,28 @@ class TierStore(abc.ABC):
             try:
                 results = self._write(batch)
             except Exception as error:  # noqa: BLE001 - as for get
-                results = self._failed(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch))
+                results = self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch))
         self.metrics.add_many("set", counted(results))
         self.metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._calls:
-            return self._answered("contains", lambda: self._has(keys), [False] * len(keys)) if len(keys) else []
+            return self._answer_or("contains", lambda: self._has(keys), [False] * len(keys)) if len(keys) else []
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         with self._calls:
-            return self._answered("count_leading", lambda: self._lead(keys), 0) if len(keys) else 0
+            return self._answer_or("count_leading", lambda: self._lead(keys), 0) if len(keys) else 0
 
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._calls:
             wanted = list(dict.fromkeys(keys))
-            return self._answered("remove", lambda: self._remove(wanted), 0) if wanted else 0
+            return self._answer_or("remove", lambda: self._remove(wanted), 0) if wanted else 0
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         with self._calls:
             wanted = None if digests is None else list(dict.fromkeys(digests))
-            return self._answered("clear", lambda: self._clear(wanted), 0) if wanted != [] else 0
+            return self._answer_or("clear", lambda: self._clear(wanted), 0) if wanted != [] else 0
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         try:
@@ -152,18 +152,20 @@ class TierStore(abc.ABC):
         """Count ``error`` under ``error/<reason>``: the name of its errno where it has one."""
         self.metrics.add("error", error_reason(error), pages)
 
-    def _answered(self, call: str, answer: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+    def _answer_or(self, call: str, answer: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
         try:
             return answer()
         except Exception as error:  # noqa: BLE001 - as for get
-            self._note_failed(error, call)
+            self._note_failed_call(error, call)
             return otherwise
 
-    def _failed(self, error: Exception, call: str, timed_out: _Result, failed: _Result, pages: int) -> list[_Result]:
-        self._note_failed(error, call, pages)
+    def _failed_results(
+        self, error: Exception, call: str, timed_out: _Result, failed: _Result, pages: int
+    ) -> list[_Result]:
+        self._note_failed_call(error, call, pages)
         return [timed_out if isinstance(error, TimeoutError) else failed] * pages
 
-    def _note_failed(self, error: Exception, call: str, pages: int = 1) -> None:
+    def _note_failed_call(self, error: Exception, call: str, pages: int = 1) -> None:
         if isinstance(error, StoreClosedError):
             raise error
         self.count_error(error, pages)

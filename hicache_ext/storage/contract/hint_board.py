@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from hicache_ext.errors import StoreError
+from hicache_ext.errors import NoBoardError
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
 
@@ -25,10 +25,6 @@ class BoardLimits:
     keep: int
     longest: int
     lifetime: float
-
-
-class NoBoardError(StoreError):
-    """The store carries no hints."""
 
 
 @runtime_checkable

@@ -34,6 +34,8 @@ from hicache_ext.page.memory import PageMemory
 from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.runtime.metrics import TierMetrics
 
+_IDENTITY_WORDS = IDENTITY_LENGTH // 8
+
 
 class GetResult(enum.Enum):
     """What became of one page of a ``get``. Only HIT means that the page's memory holds the page."""
@@ -66,15 +68,14 @@ class SetResult(enum.Enum):
 
 
 class PageKeys(Sequence[bytes]):
-    """The keys of pages of one identity: made when one is asked for, or all of them at once."""
+    """The keys of pages of one identity, as numbers; made into bytes when one is asked for, all of them at once."""
 
-    __slots__ = ("_hashes", "_keys", "_words", "identity")
+    __slots__ = ("_keys", "identity", "words")
 
-    def __init__(self, identity: bytes, hashes: bytes | None, words: npt.NDArray[np.int64] | None = None) -> None:
-        """``hashes``: the page hashes, one behind the other; or else ``words``, which are ``key_words``."""
+    def __init__(self, identity: bytes, words: npt.NDArray[np.int64]) -> None:
+        """``words``: ``key_words``, not to be changed any more."""
         self.identity = identity
-        self._hashes = hashes
-        self._words = words
+        self.words = words
         self._keys: list[bytes] | None = None
 
     @classmethod
@@ -88,11 +89,19 @@ class PageKeys(Sequence[bytes]):
                 if batch_code.decode_hashes(
                     np.frombuffer(bytearray(text, "ascii"), np.int64), _words_of(identity), words
                 ):
-                    return cls(identity, None, words)
-        return cls(identity, joined_page_hashes(names))
+                    return cls(identity, words)
+        return cls.of_joined(identity, joined_page_hashes(names))
+
+    @classmethod
+    def of_joined(cls, identity: bytes, hashes: bytes) -> PageKeys:
+        """``hashes``: page hashes of 32 bytes, one behind the other."""
+        words = np.empty((len(hashes) // PAGE_HASH_LENGTH, KEY_LENGTH // 8), np.int64)
+        words[:, :_IDENTITY_WORDS] = _words_of(identity)
+        words[:, _IDENTITY_WORDS:] = np.frombuffer(hashes, np.int64).reshape(-1, PAGE_HASH_LENGTH // 8)
+        return cls(identity, words)
 
     def __len__(self) -> int:
-        return len(self._words) if self._words is not None else len(self.hashes) // PAGE_HASH_LENGTH
+        return len(self.words)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._all())
@@ -108,42 +117,20 @@ class PageKeys(Sequence[bytes]):
 
     def leading(self, count: int) -> PageKeys:
         """The first so many."""
-        if count == len(self):
-            return self
-        if self._words is not None:
-            return PageKeys(self.identity, None, self._words[:count])
-        return PageKeys(self.identity, self.hashes[: count * PAGE_HASH_LENGTH])
+        return self if count == len(self.words) else PageKeys(self.identity, self.words[:count])
 
     def under(self, identity: bytes) -> PageKeys:
         """Those of the same pages in another identity."""
-        return self if identity == self.identity else PageKeys(identity, self.hashes)
-
-    @property
-    def hashes(self) -> bytes:
-        """The page hashes, one behind the other."""
-        if self._hashes is None:
-            assert self._words is not None
-            self._hashes = self._words[:, IDENTITY_LENGTH // 8 :].tobytes()
-        return self._hashes
-
-    @property
-    def words(self) -> npt.NDArray[np.int64]:
-        """``key_words``."""
-        if self._words is None:
-            words = np.empty((len(self), KEY_LENGTH // 8), np.int64)
-            words[:, : IDENTITY_LENGTH // 8] = np.frombuffer(self.identity, np.int64)
-            words[:, IDENTITY_LENGTH // 8 :] = np.frombuffer(self.hashes, np.int64).reshape(
-                len(self), PAGE_HASH_LENGTH // 8
-            )
-            self._words = words
-        return self._words
+        if identity == self.identity:
+            return self
+        words = self.words.copy()
+        words[:, :_IDENTITY_WORDS] = _words_of(identity)
+        return PageKeys(identity, words)
 
     def _all(self) -> list[bytes]:
         if self._keys is None:
-            start, hashes = self.identity, self.hashes
-            self._keys = [
-                start + hashes[begin : begin + PAGE_HASH_LENGTH] for begin in range(0, len(hashes), PAGE_HASH_LENGTH)
-            ]
+            joined = self.words.tobytes()
+            self._keys = [joined[begin : begin + KEY_LENGTH] for begin in range(0, len(joined), KEY_LENGTH)]
         return self._keys
 
 
@@ -193,18 +180,19 @@ class PageBatch:
     """Payload bytes of each page; counted where the caller does not know them."""
 
     def __post_init__(self) -> None:
-        if len(self.keys) != len(self.buffers):
-            raise ValueError(f"{len(self.keys)} keys for {len(self.buffers)} pages")
-        if len(self.sizes) != len(self.buffers):
+        pages = len(self.buffers)
+        if len(self.keys) != pages:
+            raise ValueError(f"{len(self.keys)} keys for {pages} pages")
+        if len(self.sizes) != pages:
             # Once: stores ask several times per page.
             sizes = [sum([segment.nbytes for segment in segments]) for segments in self.buffers]
             object.__setattr__(self, "sizes", sizes)
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.sizes)
 
     def select(self, positions: Iterable[int]) -> PageBatch:
-        everything = range(len(self))
+        everything = range(len(self.sizes))
         if positions == everything:
             return self
         chosen = list(positions)

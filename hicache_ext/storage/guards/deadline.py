@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.errors import NotBegunError, StoreClosedError, StoreSetupError, TooLateError
 from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_threads import CallThreads
@@ -34,14 +34,6 @@ MOST_STUCK_CALLS = 8
 """Calls left behind at which further ones are refused: each holds a thread."""
 _PORTIONS = 4
 """A batch takes at most this part of the bounce memory at once, so that several calls can have some."""
-
-
-class _Refused(Exception):
-    """The call was not started."""
-
-
-class _TooLate(Exception):
-    """The call did not end in time; it was left behind if it had started."""
 
 
 class DeadlineStore(DelegatingStore):
@@ -78,9 +70,9 @@ class DeadlineStore(DelegatingStore):
             try:
                 for portion in self._portions(batch, results, GetResult.REJECTED):
                     self._get_portion(batch.select(portion), portion, results, deadline)
-            except _TooLate:
+            except TooLateError:
                 self._count("timeout", "get", results.count(GetResult.TIMEOUT))
-            except _Refused:
+            except NotBegunError:
                 results = [GetResult.REJECTED if result is GetResult.TIMEOUT else result for result in results]
                 self._count("rejected", "stuck", results.count(GetResult.REJECTED))
         return results
@@ -106,9 +98,9 @@ class DeadlineStore(DelegatingStore):
             try:
                 for portion in self._portions(batch, results, SetResult.REJECTED):
                     self._set_portion(batch.select(portion), portion, results, deadline)
-            except _TooLate:
+            except TooLateError:
                 self._count("timeout", "set", results.count(SetResult.TIMEOUT))
-            except _Refused:
+            except NotBegunError:
                 results = [SetResult.REJECTED if result is SetResult.TIMEOUT else result for result in results]
                 self._count("rejected", "stuck", results.count(SetResult.REJECTED))
         return results
@@ -146,7 +138,7 @@ class DeadlineStore(DelegatingStore):
     def _lease(self, batch: PageBatch, deadline: float) -> Lease:
         lease = self._bounce.take(sum(batch.sizes), deadline)
         if lease is None:
-            raise _TooLate if time.monotonic() >= deadline else _Refused
+            raise TooLateError if time.monotonic() >= deadline else NotBegunError
         return lease
 
     # -- everything else -------------------------------------------------------------------------------------------
@@ -180,7 +172,7 @@ class DeadlineStore(DelegatingStore):
         deadline = time.monotonic() + self._timeout
         try:
             self._ended(self.inner.close, deadline, most_stuck=None)
-        except (_TooLate, _Refused):
+        except (TooLateError, NotBegunError):
             logger.warning("hicache_ext: tier %s: did not close within %g s", self.name, self._timeout)
         left = self._threads.close(max(0.0, deadline - time.monotonic()))
         if left:
@@ -194,9 +186,9 @@ class DeadlineStore(DelegatingStore):
         with self._calls:
             try:
                 return self._ended(work, call_deadline(self._timeout))
-            except _TooLate:
+            except TooLateError:
                 self._count("timeout", call)
-            except _Refused:
+            except NotBegunError:
                 self._count("rejected", "stuck")
             except StoreClosedError:
                 raise
@@ -207,11 +199,11 @@ class DeadlineStore(DelegatingStore):
     def _moved(self, work: Callable[[], list[T]], deadline: float, lease: Lease, otherwise: list[T]) -> list[T]:
         """The results of a transfer through ``lease``, ``otherwise`` if it raised; the caller gives the lease back.
 
-        Raises _TooLate and _Refused, which settle the lease, and StoreClosedError.
+        Raises TooLateError and NotBegunError, which settle the lease, and StoreClosedError.
         """
         try:
             return self._ended(work, deadline, lease)
-        except (_TooLate, _Refused):
+        except (TooLateError, NotBegunError):
             raise
         except StoreClosedError:
             self._bounce.give_back(lease)
@@ -228,7 +220,7 @@ class DeadlineStore(DelegatingStore):
         *,
         most_stuck: int | None = MOST_STUCK_CALLS,
     ) -> T:
-        """What ``work`` returns or raises, if it ends by ``deadline``. Raises _TooLate or _Refused otherwise."""
+        """What ``work`` returns or raises, if it ends by ``deadline``; else TooLateError or NotBegunError."""
 
         def end_late() -> None:
             if lease is not None:
@@ -240,13 +232,13 @@ class DeadlineStore(DelegatingStore):
         try:
             with self._lock:
                 if most_stuck is not None and self._stuck >= most_stuck:
-                    raise _Refused
+                    raise NotBegunError
             try:
                 # The context carries the limit of this call.
                 call = self._threads.start(functools.partial(contextvars.copy_context().run, work), end_late)
             except RuntimeError:
-                raise _Refused from None
-        except _Refused:
+                raise NotBegunError from None
+        except NotBegunError:
             if lease is not None:
                 self._bounce.give_back(lease)
             raise
@@ -257,7 +249,7 @@ class DeadlineStore(DelegatingStore):
             self._stuck += 1
         if lease is not None:
             self._bounce.mark_stuck(lease)
-        raise _TooLate
+        raise TooLateError
 
     def _say_raised(self, error: Exception) -> None:
         self._count("error", "raised")

@@ -14,9 +14,9 @@ from typing import Any
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_document
 from hicache_ext.config.problems import config_error
-from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.errors import ConfigError, ControlError, HicacheExtError
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.storage.serving.control import ControlError, ControlSocket
+from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hicache_ext.errors import ControlError
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,6 @@ _LONGEST_LINE = 1 << 20
 _REQUEST_SECONDS = 10.0
 _FIRST_PAUSE = 0.01
 _numbers = itertools.count()
-
-
-class ControlError(Exception):
-    """The directory cannot be used, or a server does not answer; one sentence."""
 
 
 def runtime_directory() -> Path:

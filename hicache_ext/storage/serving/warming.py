@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
-from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import digest_of_document
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
@@ -31,10 +31,6 @@ _KV = "kv"
 
 Progress = Callable[[int, int], None]
 """Called with the number of pages done, and of all pages."""
-
-
-class WarmError(HicacheExtError):
-    """Why nothing can be warmed."""
 
 
 @dataclass(slots=True)

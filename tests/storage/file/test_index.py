@@ -34,7 +34,7 @@ def key_of(number: int, identity: bytes = A) -> bytes:
 
 
 def keys_of(numbers: Sequence[int], identity: bytes = A) -> PageKeys:
-    return PageKeys(identity, b"".join(key_of(number)[16:] for number in numbers))
+    return PageKeys.of_joined(identity, b"".join(key_of(number)[16:] for number in numbers))
 
 
 def add_slab(index: SlabIndex, slot_size: int = SMALL, slots: int = 40) -> Slab:

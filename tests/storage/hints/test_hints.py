@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import StoreError
+from hicache_ext.errors import NoBoardError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, NoBoardError, board_among
+from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.serving.hints.hint import Hint, decode, encode, longest

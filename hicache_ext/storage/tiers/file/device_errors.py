@@ -1,4 +1,4 @@
-"""Which errors speak against a device, and not against a request."""
+"""Which errors are evidence against a device, and not against a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import lmdb
 
 Trouble = Callable[[Exception], None]
-"""What a store tells of every OSError or lmdb.Error that it met and answered for. Any thread; never raises."""
+"""Called with every OSError or lmdb.Error that a store met and handled. Any thread; never raises."""
 
 
 def no_trouble(_: Exception) -> None:
@@ -30,13 +30,12 @@ _DEVICE_ERRORS = frozenset(
         errno.EUCLEAN,
     )
 )
-"""What a device, a vanished mount or a file system in trouble answers. ENOSPC and the like are not among them: the
-stores answer a full disk by themselves."""
+"""Errors of a device, a vanished mount or a broken file system. Not ENOSPC: stores handle a full disk themselves."""
 _INDEX_ERRORS_WITHOUT_BLAME = (lmdb.MapFullError, lmdb.ReadersFullError, lmdb.DiskError, lmdb.MemoryError)
 
 
 def is_device_error(error: BaseException | None) -> bool:
-    """Whether an error speaks against the device and not against the request."""
+    """Whether an error is evidence against the device."""
     if isinstance(error, OSError):
         return error.errno in _DEVICE_ERRORS
     return isinstance(error, lmdb.Error) and not isinstance(error, _INDEX_ERRORS_WITHOUT_BLAME)

@@ -1,12 +1,11 @@
-"""What the device under a directory does best, measured on the directory itself when a tier starts.
+"""Measures the device under a directory when a tier starts: which way to move data is fastest.
 
-Three ways to move data, in both directions, with several numbers of threads: through the page cache (buffered), through
-it but not kept there (RWF_DONTCACHE, Linux 6.14 and later, where the file system takes part), and past it (O_DIRECT).
-None wins everywhere. Half a second in all, on a file of at most 32 MiB that has no name and is gone with its
-descriptor, also after kill -9.
+Three ways, in both directions, with several numbers of threads: through the page cache (buffered), through it without
+staying there (RWF_DONTCACHE, Linux 6.14 and later, on some file systems), and past it (O_DIRECT). It takes half a
+second in all, on a file without a name of at most 32 MiB, which is gone with its descriptor, also after kill -9.
 
-What was measured is kept in the directory for the boot, so that other ranks and restarts do not measure again; a lock
-keeps processes that start together from measuring each other.
+The result is kept in the directory for this boot, so that other ranks and restarts do not measure again. A lock keeps
+processes that start together from measuring each other. Reasons: docs/decisions/layout-and-io-auto.md.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _BLOCK = 256 << 10
 """Bytes per call: a few small pages in neighbouring slots, or a part of a large one."""
 _FILL_SECONDS = 0.06
 _FILL_STEP = 8
-"""Blocks between two looks at the clock."""
+"""Blocks written between two readings of the clock."""
 _CELL_SECONDS = 0.015
 _ALL_SECONDS = 0.45
 _MODES_COMPARED_WITH = 4
@@ -56,17 +55,17 @@ _LOCK_FILE = "io_probe.lock"
 
 @dataclass(slots=True)
 class Measured:
-    """Bytes per second by mode and number of threads; a mode that the file system does not have is left out.
+    """Bytes per second by mode and number of threads, without modes that the file system lacks.
 
-    Reads are cold: nothing of what they read is in the page cache. Writes overwrite, and include the time until the
-    device has them, or a mode that only postpones the work would look fast.
+    Reads are cold: the page cache holds nothing of what they read. Writes overwrite and include the sync, or a mode
+    that only postpones the work would look fast.
     """
 
     read: dict[Mode, dict[int, float]] = field(default_factory=dict)
     write: dict[Mode, dict[int, float]] = field(default_factory=dict)
 
     def rate(self, direction: Literal["read", "write"], mode: Mode) -> float | None:
-        """With as many threads as modes are compared with; None where the mode is not to be had, or time ran out."""
+        """With the number of threads with which modes are compared; None for a missing mode, or if time ran out."""
         rates: dict[Mode, dict[int, float]] = getattr(self, direction)
         return rates.get(mode, {}).get(_MODES_COMPARED_WITH)
 
@@ -75,15 +74,15 @@ class Measured:
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Measured:
-        """Raises KeyError, TypeError, ValueError or AttributeError on anything else than ``as_document`` made."""
+        """Raises KeyError, TypeError, ValueError or AttributeError if ``as_document`` did not make it."""
         return cls(*(_rates(document[direction]) for direction in ("read", "write")))
 
 
 def measured_device(path: Path) -> Measured:
-    """What was measured on the existing directory ``path`` in this boot, measuring now if nobody has.
+    """The measurement of the existing directory ``path`` in this boot; measures if there is none.
 
-    Raises OSError as the disk does. An empty answer when nothing can be known: the file system has no unnamed files, or
-    another process has been measuring for too long.
+    Raises OSError. Empty where nothing can be measured: the file system has no unnamed files, or another process has
+    been measuring for too long.
     """
     facts = {"version": _VERSION, "boot": _boot(), "device": path.stat().st_dev}
     kept = _kept(path, facts)
@@ -108,8 +107,8 @@ def measured_device(path: Path) -> Measured:
 def takes_direct(path: Path) -> bool:
     """Whether the file system of the existing directory ``path`` does O_DIRECT, tried with one block. Never raises.
 
-    ``measured_device`` does not tell: its time may run out first. Another failure than "not supported" (no room) is for
-    the store to meet.
+    ``measured_device`` may run out of time before it knows. Any other failure than "not supported" (a full disk) is
+    left to the store.
     """
     try:
         fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
@@ -130,9 +129,9 @@ class _Probe:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._deadline = time.monotonic() + _ALL_SECONDS
-        # Aligned to whole pages, as O_DIRECT wants it; one block per thread.
+        # Page-aligned, for O_DIRECT; one block per thread.
         self._memory = memoryview(mmap.mmap(-1, _BLOCK * max(*_OTHER_THREADS, _MODES_COMPARED_WITH)))
-        # Not zeros: some devices store those for free.
+        # Not zeros: some devices do not store them.
         self._memory[:] = os.urandom(4096) * (self._memory.nbytes // 4096)
 
     def measure(self) -> Measured:
@@ -146,7 +145,7 @@ class _Probe:
             blocks = self._fill(fd)
             pool = open_files.enter_context(ThreadPoolExecutor(self._memory.nbytes // _BLOCK))
             measured = Measured()
-            # What matters more comes first: on a slow device there is no time for all.
+            # The most important first: a slow device leaves no time for all.
             for threads in (_MODES_COMPARED_WITH, *_OTHER_THREADS):
                 for mode in MODES:
                     opened = direct if mode == "direct" else fd
@@ -164,7 +163,7 @@ class _Probe:
         return measured
 
     def _fill(self, fd: int) -> int:
-        """Write the file once, all of it or what the time allows; its blocks."""
+        """Write the file once, as far as the time allows; returns its number of blocks."""
         until = time.monotonic() + _FILL_SECONDS
         blocks = 0
         while blocks < _FILE_BYTES // _BLOCK and (blocks == 0 or time.monotonic() < until):
@@ -186,7 +185,7 @@ class _Cell:
     mode: Mode
 
     def read(self, buffered: int) -> float | None:
-        """Bytes per second, None when the file system does not have this mode."""
+        """Bytes per second; None when the file system lacks this mode."""
         os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
         return self._run(lambda block, buffer: os.preadv(self.fd, [buffer], block * _BLOCK, self._flags), None)
 
@@ -198,7 +197,7 @@ class _Cell:
         return RWF_DONTCACHE if self.mode == "dontcache" else 0
 
     def _run(self, move: Callable[[int, memoryview], int], sync: int | None) -> float | None:
-        """No block is moved twice: the second time it would be in the page cache."""
+        """Moves no block twice: it would be in the page cache the second time."""
         blocks = itertools.count()
         begun = time.monotonic()
         until = begun + _CELL_SECONDS
@@ -225,7 +224,7 @@ class _Cell:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Whether this process has the lock of measurements; waits for it, but not for ever."""
+    """Whether this process got the lock of measurements; waits for it for a few seconds."""
     fd = open_file(path / _LOCK_FILE, os.O_RDWR)
     try:
         held = True
@@ -245,7 +244,7 @@ def _kept(path: Path, facts: dict[str, Any]) -> Measured | None:
             return None
         return Measured.from_document(document)
     except (ValueError, KeyError, TypeError, AttributeError):
-        # Absent, or damaged: measured anew.
+        # Absent or damaged: measure again.
         return None
 
 

@@ -1,35 +1,30 @@
-"""Which page goes first: the lowest priority, computed at insert and at use from a small record. No I/O, no tables.
+"""Which page is evicted first: the one with the lowest priority, computed at insert and at use from a small record.
 
-A page of a prefix cache is useful only while all pages before it are there. The priority of a page is the moment, on a
-clock that counts inserted pages, up to which it is worth its slot::
+No I/O, no tables. A page of a prefix cache is useful only while all pages before it are there. Its priority is a moment
+on a clock that counts inserted pages: until then the page is worth its slot::
 
     priority = now + D * log2(1 + hits) - min(D, capacity) * min(depth, 64) / 128
     priority = min(priority, priority of the page before it in the chain - 1)
 
-``hits``      uses after the first one, those from before an earlier eviction included (the ghost list remembers them).
-``D``         the mean reuse distance that the tier sees, in inserted pages; measured, see ``Clock``.
-``depth``     position in the request's chain: a prompt that diverges diverges before its tail.
+``hits``      uses after the first one, including those before an earlier eviction (the ghost list remembers them).
+``D``         the tier's mean reuse distance in inserted pages; measured, see ``Clock``.
+``depth``     position in the request's chain: prompts that diverge share their heads, not their tails.
 
-``now`` alone is LRU. The rest comes from: GreedyDual (Young 1994) and GDSF (Cherkasova 1998), value on top of an ageing
-clock, but the clock is the time and not the last victim's priority, which cost half of the hits at 10,000 pages of the
-conversation trace; LRFU (Lee 2001), recency and frequency in one number; ARC and S3-FIFO (Megiddo 2003, Yang 2023),
-frequency from a ghost list, without which a cache smaller than the reuse distance cannot tell a page that returns from
-one that does not; PDP (Duong 2012), protection measured in reuse distances instead of cache sizes.
+``now`` alone is LRU. Sources of the rest, figures, and what was tried: docs/decisions/eviction.md.
 
-The bound by the page before keeps heads longer than their tails, whatever order pages are used in. A new page may rank
-below everything cached: it then takes the slot of the page written before it, or is the next victim itself, which is
-how one-time chains pass through a full cache without displacing it.
+The bound by the page before keeps heads longer than their tails, in whatever order pages are used. A new page may rank
+below everything cached: it then takes the slot of the page written before it, or is the next victim itself. So one-time
+chains pass through a full cache without displacing it.
 
 Integers only: all processes and the simulator (benchmarks/replay_trace.py) agree to the bit. One policy and one
 ``Clock`` belong to one pool of slots of one size.
 
 How the index calls it, inside one write transaction, the pages of a request in chain order:
-  1. ``renewed(clock, rank, depth, before)`` for the leading run of present pages; None: nothing is to be written.
-     To find out whether anything is, the same call in a read transaction costs no write.
+  1. ``renewed(clock, rank, depth, before)`` for the leading run of present pages; None: nothing to write. The same call
+     in a read transaction tells beforehand whether there is anything to write.
   2. ``inserted(clock, depth, before, ghost)`` for each page written; its ghost, if any, is removed.
-  3. The victim is the page with the lowest ``Rank.priority``; ``Ghost.of(rank)`` is kept for its key, the oldest ghosts
-     go first, at most ``policy.ghost_limit``. Without ghosts the policy is little better than LRU on that trace; with
-     four per slot, random ones forgotten, a fifth of the gain at 1,000 pages is left (docs/benchmarks/eviction.md).
+  3. The victim is the page with the lowest ``Rank.priority``; ``Ghost.of(rank)`` is kept for its key, at most
+     ``policy.ghost_limit`` of them, the oldest forgotten first.
 ``before`` is the rank of the preceding page as it is after its own step; None for a chain's first page, or when it is
 not known because SGLang passed no prefix keys. Depth then counts from the start of the batch: the pages of a later
 batch rank like heads, and a tail can outlive its head until the head is inserted again (replayed: at most 0.0006 less).
@@ -47,18 +42,16 @@ _ORIGIN: Final = 1 << 40
 """Priority of the clock's start: leaves room below for depth."""
 MAX_PRIORITY: Final = (1 << 63) - 1
 MAX_HITS: Final = 7
-"""Uses that are told apart: log2(8) = 3 reuse distances is the longest protection. 15 served no more and aged slower, 3
-served 6 % less at 1,000 pages."""
+"""More uses count as this many: log2(8) = 3 reuse distances is the longest protection."""
 _MAX_DEPTH: Final = 64
-"""Depth beyond which pages are worth the same; the bound by the page before still orders them."""
+"""Depth beyond which pages have equal priority; the bound by the page before still orders them."""
 _DEPTH_WEIGHT: Final = 2 * _MAX_DEPTH
-"""At 64 pages half of min(D, capacity) is taken off. All of it served 0.0016 more of the trace at 10,000 pages, but
-less than LRU at 50,000 of the reversed trace."""
+"""At 64 pages half of min(D, capacity) is subtracted."""
 _LEARNING_SHIFT: Final = 11
-"""D is a mean over about the last 2**11 reuses. The pages of one request return together, so that a shorter memory
-follows single requests: 2**8 cost a prototype 3 to 7 % of its hits at 300 to 3,000 pages."""
+"""D is a mean over about the last 2**11 reuses: the pages of one request return together, and a shorter memory would
+follow single requests."""
 _MAX_DISTANCE_IN_CAPACITIES: Final = 64
-"""Bounds D, so that what was hot is gone after 3 * 64 capacities at the latest, whatever was measured."""
+"""Bounds D: a page that was hot is gone after 3 * 64 capacities at the latest."""
 RENEWAL_SHIFT: Final = 4
 """A use within 1/16 of min(D, capacity) after the last counted one changes nothing: hits in a row cost no writes.
 Rare uses, as in the conversation trace, are mostly further apart and do cost one."""

@@ -1,14 +1,11 @@
-"""``ttl``: pages written longer ago than that are misses, and their room is made free by a thread of its own.
+"""``ttl``: pages written longer ago are misses, and a thread of its own frees their space.
 
-The age of a page counts from when it was written, which its envelope says: what is used all the time is written anew
-once per ttl, at the cost of computing it once. Counting from the last use would keep data for ever that somebody wants
-gone after a week.
+The age counts from the write (in the envelope), not from the last use: docs/decisions/ttl-and-pins.md. Readers refuse
+expired pages themselves; the thread frees their space before eviction would take good pages. Of several processes on a
+directory one at a time does it.
 
-Readers refuse expired pages by themselves; the thread only gives their room back before eviction has to take that of
-pages which are still good. Of several processes on a directory one at a time does it.
-
-The ttl is configuration. PATH/ttl.json tells tools what it was for the tier that opened the directory last; nothing
-else reads it, and there is none where that tier had no ttl.
+PATH/ttl.json tells tools the ttl of the tier that opened the directory last; nothing else reads it, and it is absent
+where that tier had no ttl.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How a tier moves its pages on one path: the mode of reads and of writes, and the number of threads.
 
-``io: auto`` weighs two things. The page cache makes repeated reads fast and takes writes at the speed of memory. But
-what passes through it pushes out what the rest of the host keeps there, and a tier much larger than memory finds little
-of itself in it. So: a tier that fits into a part of the free memory goes through the page cache; any other past it,
-unless that was measured to be clearly slower here.
+``io: auto``: the page cache makes repeated reads fast and takes writes at the speed of memory. But a tier much larger
+than memory finds little of itself in it and pushes out what the rest of the host keeps there. So a tier that fits into
+a part of the free memory uses the page cache; a larger one goes past it, unless that was measured to be clearly slower.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ IoSetting = Literal["auto", "direct", "buffered"]
 DEFAULT_THREADS = 4
 
 _SHARE_OF_MEMORY = 1 / 4
-"""A tier of at most this part of the free memory goes through the page cache."""
+"""A tier of at most this share of the free memory goes through the page cache."""
 _CLEARLY_SLOWER = 0.7
 _WORTH_A_THREAD = 0.8
-"""The fewest threads that reach this part of the best rate are used: more cost CPU and gain nothing."""
+"""The fewest threads that reach this share of the best rate are used: more cost CPU and gain nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def choose_io(
 ) -> IoPlan:
     """The plan for one path. ``capacity`` is that of the whole tier, ``threads`` None to choose.
 
-    ``direct_possible``: whether this layout aligns its pages. That "direct" works is for the caller to know.
+    ``direct_possible``: whether this layout aligns its pages. The caller checks that "direct" works.
     """
     read: Mode = "buffered"
     write: Mode = "buffered"
@@ -70,7 +69,7 @@ def choose_io(
 
 
 def memory_free() -> int:
-    """Bytes of memory that the page cache could take: of the machine, or of this process's control group."""
+    """Bytes that the page cache could take, of the machine or of this process's control group."""
     free = 0
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -85,7 +84,7 @@ def memory_free() -> int:
 
 
 def _past_the_cache(measured: Measured, direction: Literal["read", "write"], direct_possible: bool) -> tuple[Mode, str]:
-    """The fastest mode that leaves the page cache alone, or buffered where that is clearly faster; and why."""
+    """The fastest mode that bypasses the page cache, or buffered where that is clearly faster; and why."""
     buffered = measured.rate(direction, "buffered")
     modes: tuple[Mode, ...] = ("dontcache", "direct") if direct_possible else ("dontcache",)
     rates = {mode: rate for mode in modes if (rate := measured.rate(direction, mode)) is not None}

@@ -1,9 +1,9 @@
 """The layout that suits a directory.
 
-The slab layout maps its index into memory and trusts locks between processes, which hold only on a file system that
-one machine has to itself. And it changes what is mapped, which is safe only where a block that a file has is written
-where it is: elsewhere there may be no room for it on a full disk, and the kernel kills the process (SIGBUS). Whatever
-is not known to be both gets a file per page.
+Slabs map their index into memory and trust locks between processes: both hold only on a file system that one machine
+has to itself. And the mapped index changes, which is safe only where a changed block is written in place: elsewhere a
+full disk has no space for it, and the kernel kills the process (SIGBUS). A file system not known to be both gets page
+files. Reasons: docs/decisions/layout-and-io-auto.md.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _layout_of_manifest(path: Path) -> Layout | None:
     try:
         layout = layout_in(path)
     except OSError:
-        # What is wrong with it is for the store to say.
+        # The store reports what is wrong.
         return None
     return "pages" if layout == "pages" else "slab" if layout == "slab" else None
 
@@ -67,7 +67,7 @@ def _layout_of_manifest(path: Path) -> Layout | None:
 def _cannot_allocate(path: Path) -> str | None:
     """Why the file system cannot preallocate, None when it can.
 
-    Asks the kernel and not posix_fallocate, which would write the zeros itself where the file system cannot.
+    By the system call: posix_fallocate would write zeros itself where the file system cannot preallocate.
     """
     directory = path
     while not directory.is_dir() and directory != directory.parent:
@@ -75,7 +75,7 @@ def _cannot_allocate(path: Path) -> str | None:
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        # A directory that cannot be written is for the store to report; one without unnamed files can still allocate.
+        # The store reports a directory that cannot be written; one without unnamed files can still preallocate.
         return None if error.errno in (errno.EACCES, errno.EROFS, errno.EOPNOTSUPP, errno.EISDIR) else error.strerror
     try:
         libc = ctypes.CDLL(None, use_errno=True)

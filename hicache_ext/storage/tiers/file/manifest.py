@@ -1,7 +1,7 @@
-"""PATH/hicache_ext.json: what a directory of the file tier is, that is, the layout and the format of its files.
+"""PATH/hicache_ext.json: the layout and the format of a directory of the file tier.
 
-A power loss may have left it empty where it was not synced, as it once was not. Then the names of the files beside it
-tell the layout, and it is made anew: the pages are worth more than the few words in it.
+Older releases did not sync it, so a power loss may have left it empty. It is then made anew from the names of the files
+beside it. Reasons: docs/decisions/power-loss-of-small-files.md.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hicache_ext.storage.tiers.file.modes import INDEX_FILE
 logger = logging.getLogger(__name__)
 
 FORMATS = {"pages": 1, "slab": 2}
-"""Of the files in a directory, by layout. Slabs of format 1 had the header of each page in its slot."""
+"""Layout -> format of its files. Slabs of format 1 had the header of each page in its slot."""
 _TAKEN_OVER = {"slab": 1}
-"""Older formats that a server makes into the present one, without their pages; tools leave them alone."""
+"""Older formats whose pages a server gives up at its start; tools leave them alone."""
 MANIFEST = "hicache_ext.json"
 SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
 IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 
 _FILES_OF = {"pages": ("pages", IDENTITY_NAME), "slab": ("slabs", SLAB_FILE)}
-"""By layout, the directory with its pages and what is in it."""
+"""Layout -> the directory with its pages, and the names in it."""
 _DIRECTORIES_OF = {"pages": ("pages", "identities", "tmp"), "slab": ("slabs", "identities")}
 
 
 def format_and_layout(path: Path) -> tuple[int, str] | None:
-    """What the manifest in ``path`` says; None without one of this package. Raises OSError as the disk does."""
+    """Format and layout by the manifest in ``path``; None without one of this package. Raises OSError."""
     try:
         document = parsed((path / MANIFEST).read_bytes()) or {}
     except FileNotFoundError:
@@ -46,24 +46,24 @@ def format_and_layout(path: Path) -> tuple[int, str] | None:
 def layout_in(path: Path) -> str | None:
     """The layout of the directory ``path``, by its manifest or, where that cannot be read, by its files.
 
-    None where neither tells; where the files are of both layouts they do not. Raises OSError as the disk does.
+    None where that is not known, or the files are of both layouts. Raises OSError.
     """
     said = format_and_layout(path)
     if said is not None:
         return said[1]
     holds = [layout for layout, (where, name) in _FILES_OF.items() if _has(path / where, name)]
     if not holds and _is_there(path / MANIFEST):
-        # Nothing was stored yet. Without even a manifest, empty directories say nothing.
+        # Nothing was stored yet. Without any manifest, empty directories prove nothing.
         holds = [layout for layout, names in _DIRECTORIES_OF.items() if all((path / name).is_dir() for name in names)]
     return holds[0] if len(holds) == 1 else None
 
 
 def check_manifest(path: Path, layout: str, tier: str) -> None:
-    """Raises StoreSetupError with a sentence unless ``path`` holds this format and layout, or nothing of ours so far.
+    """Raises StoreSetupError with a sentence unless ``path`` has this format and layout, or nothing of ours yet.
 
     Changes nothing. Raises OSError as the disk does.
     """
-    # Before the manifest, which is made before an index is: so this is not what another process is making.
+    # Looked at before the manifest, which is made before an index: so it is not being made by another process now.
     has_index = layout == "slab" and _has(path / "index", INDEX_FILE)
     said = format_and_layout(path)
     if said == (FORMATS[layout], layout):
@@ -89,7 +89,7 @@ def check_manifest(path: Path, layout: str, tier: str) -> None:
 
 
 def is_taken_over(path: Path, layout: str) -> bool:
-    """Whether a server with this layout empties the directory, since it is of an older format. Raises OSError."""
+    """Whether a server with this layout empties the directory because its format is older. Raises OSError."""
     return format_and_layout(path) == (_TAKEN_OVER.get(layout), layout)
 
 
@@ -100,7 +100,7 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
 
 
 def adopt(path: Path, layout: str, tier: str) -> None:
-    """See that the directory ``path`` has a manifest for this layout. Raises as ``check_manifest``."""
+    """Make a manifest for this layout in ``path`` if it is missing. Raises as ``check_manifest``."""
     check_manifest(path, layout, tier)
     if format_and_layout(path) is not None:
         return
@@ -115,7 +115,7 @@ def adopt(path: Path, layout: str, tier: str) -> None:
 
 
 def write_manifest(path: Path, layout: str) -> None:
-    """Over what is there. Raises OSError."""
+    """Replaces one that is there. Raises OSError."""
     write_whole(path / MANIFEST, _text(layout))
 
 
@@ -124,7 +124,7 @@ def _text(layout: str) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    """Raises OSError where that cannot be known."""
+    """Raises OSError if that is not known."""
     try:
         path.lstat()
     except FileNotFoundError:

@@ -1,15 +1,15 @@
-"""Pinned pages: what eviction spares, recorded in the directory itself.
+"""Pinned pages: eviction keeps them. Recorded in the directory itself.
 
 ::
 
     PATH/pins/<name>.json      since when, until when, and the hashes of the pages in the order of their chain
 
-A pin names page hashes, which follow from the tokens of a prompt alone: it holds for every model, rank and pool that
-has a page under such a hash, now or later. All processes on the directory honour it within seconds, servers need not be
-told. Pins survive restarts and rebuilds of the index, since neither touches them.
+A pin names page hashes, which follow from the tokens of a prompt alone: it holds for every model, rank and pool with a
+page under such a hash, now or later. All processes on the directory see it within seconds. Pins survive restarts and
+rebuilds of the index.
 
-Pinned pages take at most half of a directory's capacity; beyond that the pins made first count, and of a pin the pages
-that come first in its chain. A page that is older than the tier's ``ttl`` goes although it is pinned.
+Pinned pages take at most half of a directory's capacity: the pins made first count, and of a pin the first pages of its
+chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons: docs/decisions/ttl-and-pins.md.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hicache_ext.runtime.whole_file import parsed, write_whole
 logger = logging.getLogger(__name__)
 
 LARGEST_PIN = 1 << 20
-"""Pages of one pin."""
+"""Most pages of one pin."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOOK_INTERVAL = 2.0
-"""Seconds between two looks for new pins."""
+"""Seconds between two checks for new pins."""
 _COUNT_INTERVAL = 10.0
 """Seconds between two counts of what the pinned pages take."""
 
@@ -46,12 +46,12 @@ _LATEST = 1 << 36
 _said_unreadable: set[Path] = set()
 
 ResidentBytes = Callable[[Sequence[bytes]], list[int]]
-"""Bytes of disk that the pages under each of some page hashes take in the directory, over all identities."""
+"""For page hashes: the bytes of disk that the pages under each take in the directory, over all identities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Times are wall-clock seconds; ``until`` None: for good."""
+    """Times are wall-clock seconds; ``until`` None: without end."""
 
     name: str
     created: float
@@ -94,7 +94,7 @@ def remove_pin(path: Path, name: str) -> bool:
 
 
 def read_pins(path: Path) -> list[Pin]:
-    """The pins of a directory that are not over, oldest first. What cannot be read is left out, with a warning."""
+    """The pins of a directory that are in force, oldest first. Unreadable ones are left out, with a warning."""
     pins: list[Pin] = []
     try:
         files = sorted((path / "pins").glob("*.json"))
@@ -115,7 +115,7 @@ def read_pins(path: Path) -> list[Pin]:
 
 
 def pins_that_are_over(path: Path) -> list[str]:
-    """The names of pins whose time is up and whose records are still there."""
+    """The names of expired pins whose records still exist."""
     current = {pin.name for pin in read_pins(path)}
     over: list[str] = []
     for file in (path / "pins").glob("*.json"):
@@ -128,7 +128,7 @@ def pins_that_are_over(path: Path) -> list[str]:
 
 
 def honoured(pins: Iterable[Pin], resident: ResidentBytes, limit: int | None) -> tuple[frozenset[bytes], int, bool]:
-    """The page hashes that eviction spares, the bytes their pages take, and whether some had to be left out.
+    """The page hashes that are pinned, the bytes of their pages, and whether some had to be left out.
 
     ``limit`` is in bytes, None without one.
     """
@@ -142,7 +142,7 @@ def honoured(pins: Iterable[Pin], resident: ResidentBytes, limit: int | None) ->
 
 
 class PinnedPages:
-    """What eviction in one directory spares, kept up to date. Any thread; never raises."""
+    """The pinned pages of one directory, kept up to date. Any thread; never raises."""
 
     def __init__(self, tier: str, path: Path, limit: int | None, resident: ResidentBytes) -> None:
         """``limit``: bytes that pinned pages may take; ``resident`` may raise whatever the directory does."""
@@ -159,17 +159,17 @@ class PinnedPages:
         self._warned = False
 
     def set_limit(self, limit: int | None) -> None:
-        """Change the bytes that pinned pages may take; the next ``spared()`` counts anew."""
+        """Change the limit in bytes; the next ``spared()`` counts anew."""
         self._limit = limit
         self._look_at = 0.0
 
     def spared(self) -> frozenset[bytes]:
-        """The page hashes whose pages are not to be evicted. Mostly free; a few system calls every two seconds."""
+        """The page hashes that are pinned. Mostly free; a few system calls every two seconds."""
         if time.monotonic() >= self._look_at and self._lock.acquire(blocking=False):
             try:
                 self._look()
             except Exception:
-                # On a failing disk what was known before goes on to count; eviction must go on, too.
+                # On a failing disk the last known pins stay in force, and eviction goes on.
                 logger.exception("tier %s: pins of %s", self._tier, self._path)
             finally:
                 self._lock.release()
@@ -198,7 +198,7 @@ class PinnedPages:
 
 
 def _say_unreadable(file: Path, error: Exception) -> None:
-    """Once: pins are read every few seconds."""
+    """Logged once: pins are read every few seconds."""
     if file not in _said_unreadable:
         _said_unreadable.add(file)
         logger.warning("pin %s cannot be read and does not count: %s", file, error)

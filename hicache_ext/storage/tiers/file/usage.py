@@ -1,10 +1,10 @@
-"""How full one directory is, agreed between all processes that write to it.
+"""How full one directory of page files is, shared by all processes that write to it.
 
-One small file holds the bytes that are stored and, per writer process, what it has under way: operations, and the bytes
-reserved for the pages they write. Every change happens under an flock, so the capacity holds for all ranks and
-processes together. Whatever adds or removes files is an operation from before its first file until the account knows
-about its last. A writer that was killed leaves its operations behind; whoever sees next that it is dead counts the
-bytes reserved as stored (never fewer than there are) and marks the directory for a recount at the next start.
+One small file holds the bytes stored and, per writer process, its operations under way and the bytes reserved for them.
+Every change is made under an flock, so the capacity holds for all ranks and processes together. An operation begins
+before its first file changes and ends when its last one is counted. A killed writer leaves its operations behind: the
+next process that sees it dead counts the reserved bytes as stored (never too few) and marks the directory for a recount
+at the next start. Reasons: docs/decisions/page-files.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RECORD_LIMIT = 1 << 20
 
 @dataclass(slots=True)
 class UnderWay:
-    """What one writer process has begun and not ended."""
+    """The operations of one writer process under way."""
 
     operations: int = 0
     reserved: int = 0
@@ -38,7 +38,7 @@ class UnderWay:
 
 @dataclass(slots=True)
 class UsageRecord:
-    """What the file holds; ``under_way`` is keyed by writer (``writer_name``)."""
+    """The content of the file; ``under_way`` by writer (``writer_name``)."""
 
     stored: int = 0
     under_way: dict[str, UnderWay] = field(default_factory=dict)
@@ -55,29 +55,29 @@ class UsageRecord:
 
 @dataclass(slots=True)
 class Removal:
-    """What a removal under way (``Usage.removing``) has done so far."""
+    """The progress of a removal (``Usage.removing``)."""
 
     freed: int = 0
     uncertain: bool = False
-    """The file was not as large as its page is: what was charged for it is known only to a recount."""
+    """A file was not as large as its page: only a recount knows what was counted for it."""
 
 
 class Usage:
-    """The account of one directory. Thread-safe; each process opens its own. Calls raise OSError as the disk does."""
+    """The usage record of one directory. Thread-safe; each process opens its own. Calls raise OSError."""
 
     def __init__(self, path: Path, count_stored: Callable[[Callable[[], None]], int]) -> None:
-        """``count_stored`` walks the directory and answers its bytes; runs under the lock when the account is lost, and
-        calls what it is given now and then."""
+        """``count_stored`` walks the directory and returns its bytes. It runs under the lock when the record is lost,
+        and calls its argument now and then to show progress."""
         self._count_stored = count_stored
         self._thread_lock = threading.Lock()
         self._writer = writer_name()
         self._fd = open_file(path, os.O_RDWR)
         try:
-            # A start must not wait for ever on somebody who was stopped with the lock.
+            # A start must not wait for ever for a process that was stopped with the lock.
             file_lock.lock_within(self._fd, fcntl.LOCK_EX, file_lock.PATIENCE, path)
             with self.locked() as record:
                 self._release_dead_writers(record)
-                # Beside operations under way a walk would count twice what they are about to report.
+                # With operations under way a walk would count their bytes twice.
                 if record.recount and not record.under_way:
                     record.stored = count_stored(self.show_progress)
                     record.recount = False
@@ -100,20 +100,20 @@ class Usage:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def reserve(self, amount: int, capacity: int | None, make_room: Callable[[int], int]) -> bool:
-        """Begin an operation that needs ``amount`` bytes within ``capacity``; False when they cannot be had.
+        """Begin an operation that needs ``amount`` bytes within ``capacity``; False if they cannot be freed.
 
-        ``make_room(bytes)`` evicts at least that many bytes if it can and answers how many it freed; it runs under the
-        lock, so that two processes never evict for the same need. True is followed by ``commit``, always.
+        ``make_room(bytes)`` evicts at least that many bytes if it can and returns how many it freed. It runs under the
+        lock, so that two processes never evict for the same need. After True the caller always calls ``commit``.
         """
         with self.locked() as record:
             if capacity is not None and record.total + amount > capacity:
                 self._release_dead_writers(record)
                 if record.reserved + amount > capacity:
-                    # No eviction can help: do not throw the cache away for it.
+                    # No eviction can help: do not empty the cache for it.
                     return False
             self._change_own(record, operations=1, reserved=amount)
             if capacity is not None and record.total > capacity:
-                # On disk before the first file goes: killed amid the eviction, the account must be known to be off.
+                # Written before the first file goes: after a kill amid the eviction the record is known to be wrong.
                 self._write(record)
                 record.stored = max(0, record.stored - make_room(record.total - capacity))
                 if record.total > capacity:
@@ -122,14 +122,14 @@ class Usage:
             return True
 
     def commit(self, reserved: int, stored: int) -> None:
-        """End an operation: its reservation becomes ``stored`` bytes (fewer where pages were refused or there)."""
+        """End an operation: its reservation becomes ``stored`` bytes (less for pages refused or present)."""
         with self.locked() as record:
             self._change_own(record, operations=-1, reserved=-reserved)
             record.stored = max(0, record.stored + stored)
 
     @contextmanager
     def removing(self) -> Iterator[Removal]:
-        """An operation that removes files and says in ``Removal`` how many bytes of disk that freed."""
+        """An operation that removes files and notes in ``Removal`` how many bytes of disk that freed."""
         removal = Removal()
         with self.locked() as record:
             self._change_own(record, operations=1)
@@ -146,7 +146,7 @@ class Usage:
             return record.total
 
     def show_progress(self) -> None:
-        """Tell who waits for the lock, which is held, that something is being done. Never raises OSError."""
+        """Show those who wait for the lock that its holder works. Never raises OSError."""
         with suppress(OSError):
             file_lock.show_progress(self._fd)
 
@@ -167,13 +167,13 @@ class Usage:
     def _release_dead_writers(self, record: UsageRecord) -> None:
         for writer, left in list(record.under_way.items()):
             if writer != self._writer and not writer_alive(writer, left.last_change):
-                # How much of it was published is unknown: counting all keeps the promise on capacity.
+                # How much was published is unknown: to count all of it keeps the capacity.
                 record.stored += left.reserved
                 record.recount = True
                 del record.under_way[writer]
 
     def _read(self) -> UsageRecord:
-        # New, or damaged by a power loss: the directory itself tells.
+        # New, or damaged by a power loss: count the directory.
         return _record_in(os.pread(self._fd, _RECORD_LIMIT, 0)) or UsageRecord(
             stored=self._count_stored(self.show_progress)
         )
@@ -186,13 +186,13 @@ class Usage:
             },
             "recount": record.recount,
         }
-        # The newline ends the record: what an earlier, longer one left behind it is never read.
+        # The newline ends the record: the rest of an earlier, longer one is never read.
         os.pwrite(self._fd, json.dumps(document).encode() + b"\n", 0)
 
 
 def recorded_total(path: Path) -> int | None:
-    """Bytes stored and reserved by the account in the file ``path``, which is not locked for it; None where it does not
-    say. Raises OSError."""
+    """Bytes stored and reserved by the record in the file ``path``, read without its lock; None if it is unreadable.
+    Raises OSError."""
     with path.open("rb") as file:
         record = _record_in(file.read(_RECORD_LIMIT))
     return None if record is None else record.total

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hicache_ext.errors import StoreClosedError
-from hicache_ext.storage.contract.bad_pages import NotReadError, Removal, Stored, cut
+from hicache_ext.errors import NotReadError, StoreClosedError
+from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
 from hicache_ext.storage.tiers.mooncake.transfers import HEADER_LENGTH, PIECE_BYTES, ScratchPool

@@ -7,7 +7,7 @@ one or two words and an HTTP status are taken out of them, so that nothing a ser
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -177,3 +177,18 @@ def explain(error: BaseException) -> Failure:
         if any(word in text for word in words):
             return Failure(reason, None, kind)
     return Failure("other", None, kind)
+
+
+def delete_objects(obstore: Any, client: Any, names: Sequence[str]) -> None:
+    """Delete objects, by one request for many where the store has that; those that are gone are no error."""
+    try:
+        obstore.delete(client, list(names))
+        return
+    except FileNotFoundError:
+        pass
+    # All but S3 fail on the first that is gone already.
+    for name in names:
+        try:
+            obstore.delete(client, name)
+        except FileNotFoundError:
+            continue

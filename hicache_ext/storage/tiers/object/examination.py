@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from hicache_ext.storage.contract.bad_pages import NotReadError, Removal, Stored, cut
-from hicache_ext.storage.tiers.object.clearing import delete_objects
-from hicache_ext.storage.tiers.object.client import explain
+from hicache_ext.errors import NotReadError
+from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut
+from hicache_ext.storage.tiers.object.client import delete_objects, explain
 from hicache_ext.storage.tiers.object.names import page_name
 
 

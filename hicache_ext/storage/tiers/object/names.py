@@ -19,7 +19,6 @@ PAGES = "pages"
 IDENTITIES = "identities"
 _PAGE = re.compile(r"pages/([0-9a-f]{32})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.page", re.ASCII)
 _IDENTITY = re.compile(r"identities/([0-9a-f]{32})\.json", re.ASCII)
-_DIGEST = re.compile(r"pages/([0-9a-f]{32})", re.ASCII)
 
 
 def page_name(key: bytes) -> str:
@@ -37,12 +36,6 @@ def page_key(name: str) -> bytes | None:
 def pages_of(digest: bytes) -> str:
     """The prefix of all pages of an identity."""
     return f"{PAGES}/{digest.hex()}"
-
-
-def digest_of(prefix: str) -> bytes | None:
-    """The identity whose pages are below ``prefix``; None for a stranger's."""
-    found = _DIGEST.fullmatch(prefix.rstrip("/"))
-    return bytes.fromhex(found.group(1)) if found else None
 
 
 def identity_name(digest: bytes) -> str:

@@ -15,26 +15,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from hicache_ext.errors import StoreError, StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.page.copying import gather, scatter
+from hicache_ext.page.copying import scatter
+from hicache_ext.page.page_object import HEADER_LENGTH, encode_object
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
+from hicache_ext.storage.contract.base import TierStore, leading
+from hicache_ext.storage.contract.clearing import Cleared, Clearing, ClearLaterError
 from hicache_ext.storage.contract.diagnosis import Finding
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.object.calls import Call, RequestThreads
-from hicache_ext.storage.tiers.object.clearing import Clearings, delete_objects
-from hicache_ext.storage.tiers.object.client import Failure, explain
+from hicache_ext.storage.tiers.object.client import Failure, delete_objects, explain
 from hicache_ext.storage.tiers.object.conditional import ConditionalCreate
 from hicache_ext.storage.tiers.object.examination import ObjectMedium, is_md5_of
 from hicache_ext.storage.tiers.object.names import (
     IDENTITIES,
     PAGES,
-    digest_of,
     digest_of_identity,
     identity_name,
     page_key,
@@ -44,7 +41,6 @@ from hicache_ext.storage.tiers.object.names import (
 
 logger = logging.getLogger(__name__)
 
-HEADER_LENGTH = envelope.FIELDS_LENGTH
 DEFAULT_CONCURRENCY = 32
 
 _ADMIN_TIMEOUT = 1.0
@@ -64,8 +60,10 @@ _OF_ANOTHER_LENGTH = object()
 """Not written, because something of another length is there."""
 
 
-class ObjectPageStore:
+class ObjectPageStore(TierStore):
     """PageStore over an obstore client whose root is this tier's prefix. Threads: any."""
+
+    type_name = "object"
 
     def __init__(
         self,
@@ -88,22 +86,20 @@ class ObjectPageStore:
         import obstore
 
         self._obstore: Any = obstore
-        self._name = name
+        super().__init__(name)
         self._client = client
         self._url = url
-        self._shared = shared
+        self.shared = shared
         self._timeout = timeout
         self._concurrency = concurrency or DEFAULT_CONCURRENCY
-        self._metrics = TierMetrics(name)
-        self._calls = CallGate(name)
-        self._clearings = Clearings(name, obstore, client, self._metrics)
+        self._clearing = Clearing(name)
         self._create = ConditionalCreate(obstore, client)
         self._reached = False
         """Whether the last request that ended was answered by the store."""
         medium = ObjectMedium(
-            obstore, reopen or (lambda: client), self._clearings.hides, lambda: self._create.etags_are_md5
+            obstore, reopen or (lambda: client), self._clearing.hides, lambda: self._create.etags_are_md5
         )
-        self._bad_pages = BadPages(name, self._metrics, medium)
+        self._bad_pages = BadPages(name, self.metrics, medium)
         try:
             self._threads = RequestThreads(f"hicache-{name}", self._concurrency)
         except RuntimeError as error:
@@ -120,12 +116,12 @@ class ObjectPageStore:
             return
         failure = failure or Failure("timeout")
         if failure.reason == "denied" and self.within(self._list_nothing) == (True, None):
-            logger.warning("tier %s: %s may be read and not written with these credentials", self._name, self._url)
+            logger.warning("tier %s: %s may be read and not written with these credentials", self.name, self._url)
             return
         if required:
             remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]
-            raise StoreSetupError(self._name, f"{self._url}: {failure}", remedies)
-        logger.warning("tier %s: %s: %s; going on, and asking again (required: false)", self._name, self._url, failure)
+            raise StoreSetupError(self.name, f"{self._url}: {failure}", remedies)
+        logger.warning("tier %s: %s: %s; going on, and asking again (required: false)", self.name, self._url, failure)
 
     def _list_nothing(self) -> None:
         for _ in self._obstore.list(self._client, "identities", chunk_size=1):
@@ -150,14 +146,6 @@ class ObjectPageStore:
         return done, failures[0] if done and failures else None
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def metrics(self) -> TierMetrics:
-        return self._metrics
-
-    @property
     def client(self) -> Any:
         """The obstore client, for diagnosis and tools."""
         return self._client
@@ -166,18 +154,13 @@ class ObjectPageStore:
     def timeout(self) -> float:
         return self._timeout
 
-    def describe(self) -> StoreInfo:
-        return StoreInfo(
-            name=self._name,
-            type="object",
-            shared=self._shared,
-            details={
-                "url": self._url,
-                "concurrency": self._concurrency,
-                "timeout": self._timeout,
-                "conditional_create": self._create.supported,
-            },
-        )
+    def details(self) -> dict[str, Any]:
+        return {
+            "url": self._url,
+            "concurrency": self._concurrency,
+            "timeout": self._timeout,
+            "conditional_create": self._create.supported,
+        }
 
     def gauges(self) -> dict[str, float]:
         # There is no connection to ask: the store is up as far as its last answer tells.
@@ -188,7 +171,7 @@ class ObjectPageStore:
 
         return diagnose(self, self._obstore)
 
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         name, text = identity_name(digest), json.dumps(document, sort_keys=True, indent=1).encode()
 
         def record() -> None:
@@ -199,8 +182,7 @@ class ObjectPageStore:
 
         done, failure = self.within(record, min(_ADMIN_TIMEOUT, self._timeout))
         if not done or failure:
-            reason = failure or Failure("timeout")
-            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), reason)
+            raise StoreError(str(failure or Failure("timeout")))
 
     def identities(self) -> dict[bytes, dict[str, Any]]:
         documents: dict[bytes, dict[str, Any]] = {}
@@ -216,24 +198,20 @@ class ObjectPageStore:
             done, failure = self.within(look)
         if not done or failure:
             reason = failure or Failure("timeout")
-            raise StoreError(f"tier {self._name!r}: the identities that it has cannot be listed ({reason})")
+            raise StoreError(f"tier {self.name!r}: the identities that it has cannot be listed ({reason})")
         return documents
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        with self._calls:
-            answers, in_time = self._threads.run(
-                len(batch), lambda i, call: self._get_page(batch.keys[i], batch.buffers[i], call), self._time_left()
-            )
+    def _read(self, batch: PageBatch) -> list[GetResult]:
+        answers, in_time = self._threads.run(
+            len(batch), lambda i, call: self._get_page(batch.keys[i], batch.buffers[i], call), self._time_left()
+        )
         missing = GetResult.ERROR if in_time else GetResult.TIMEOUT
-        results = [missing if answer is None else answer for answer in answers]
-        self._metrics.add_many("get", counted(results))
-        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
-        return results
+        return [missing if answer is None else answer for answer in answers]
 
     def _get_page(self, key: bytes, segments: Sequence[memoryview], call: Call[GetResult]) -> GetResult | None:
-        if self._clearings.hides(key):
+        if self._clearing.hides(key):
             return GetResult.MISS
         payload_length = sum([segment.nbytes for segment in segments])
         expected = HEADER_LENGTH + payload_length
@@ -254,14 +232,14 @@ class ObjectPageStore:
             reason = "truncated" if found < expected else "longer"
         elif body.nbytes != expected:
             # The store contradicts itself; the object may be good.
-            self._metrics.add("error", "cut")
+            self.metrics.add("error", "cut")
             return GetResult.ERROR
         else:
             # Checked where it was received: host memory never holds half a page or another one.
             reason = envelope.reason_to_refuse(body[:HEADER_LENGTH], key, [body[HEADER_LENGTH:]])
             seen = Sighting(found) if reason is None else Sighting.of(found, [body])
         if reason is not None:
-            self._metrics.add("corrupt", reason)
+            self.metrics.add("corrupt", reason)
             self._bad_pages.suspect(key, expected, seen, reason)
             return GetResult.CORRUPT
         self._bad_pages.clear([key])
@@ -280,25 +258,24 @@ class ObjectPageStore:
     def _is_absent(self, error: BaseException) -> bool:
         failure = self._explained(error)
         if failure.reason != "absent":
-            self._metrics.add("error", failure.reason)
+            self.metrics.add("error", failure.reason)
         return failure.reason == "absent"
 
     def _failed(self, error: BaseException, call: Call[Any]) -> Failure:
         """Count a failed request; where no server can be reached the call ends: its other requests would fail too."""
         failure = self._explained(error)
-        self._metrics.add("error", failure.reason)
-        logger.debug("tier %s: %s", self._name, failure)
+        self.metrics.add("error", failure.reason)
+        logger.debug("tier %s: %s", self.name, failure)
         if failure.reason in ("connection", "denied"):
             call.stop()
         return failure
 
     # -- presence --------------------------------------------------------------------------------------------------
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._calls:
-            return self._contains(keys, call_deadline(self._timeout))
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._present_of(keys, call_deadline(self._timeout))
 
-    def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def _present_of(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         known: dict[bytes, bool] = {}
         for digest, count in Counter(key[: envelope.IDENTITY_LENGTH] for key in keys).items():
             if count >= _LIST_FROM:
@@ -310,7 +287,7 @@ class ObjectPageStore:
             len(unknown), lambda i, call: self._present(unknown[i], call), deadline - time.monotonic()
         )
         if not in_time:
-            self._metrics.add("error", "timeout")
+            self.metrics.add("error", "timeout")
         # What was not answered counts as absent: a miss, never a wrong promise.
         known.update(zip(unknown, (answer is True for answer in answers), strict=True))
         return [known[key] for key in keys]
@@ -342,20 +319,19 @@ class ObjectPageStore:
         elif complete is False:
             known.update((key, self._may_be_served(key)) for key in keys if key in stored)
 
-    def count_leading(self, keys: Sequence[bytes]) -> int:
+    def _lead(self, keys: Sequence[bytes]) -> int:
         deadline = call_deadline(self._timeout)
-        with self._calls:
-            first = keys[:_LIST_FROM]
-            # Handed out in order and stopped at the first gap: no more than one round of requests behind it.
-            answers, in_time = self._threads.run(
-                len(first), lambda i, call: self._present_in_run(first[i], i, call), self._time_left()
-            )
-            if not in_time:
-                self._metrics.add("error", "timeout")
-            leading = _leading(answers)
-            if leading == len(first) < len(keys):
-                leading += _leading(self._contains(keys[leading:], deadline))
-        return leading
+        first = keys[:_LIST_FROM]
+        # Handed out in order and stopped at the first gap: no more than one round of requests behind it.
+        answers, in_time = self._threads.run(
+            len(first), lambda i, call: self._present_in_run(first[i], i, call), self._time_left()
+        )
+        if not in_time:
+            self.metrics.add("error", "timeout")
+        found = leading(answers)
+        if found == len(first) < len(keys):
+            found += leading(self._present_of(keys[found:], deadline))
+        return found
 
     def _present_in_run(self, key: bytes, position: int, call: Call[bool]) -> bool:
         present = self._present(key, call)
@@ -377,29 +353,26 @@ class ObjectPageStore:
         return False
 
     def _may_be_served(self, key: bytes) -> bool:
-        return not self._bad_pages.hides(key) and not self._clearings.hides(key)
+        return not self._bad_pages.hides(key) and not self._clearing.hides(key)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def set(self, batch: PageBatch) -> list[SetResult]:
+    def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = call_deadline(self._timeout)
-        with self._calls:
-            self._create.find_out_again(self.within, self._timeout / 4)
-            # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
-            verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
-            results = self._write(batch, range(len(batch)), verdicts, deadline)
-            wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
-            if wrong:
-                verdicts = self._bad_pages.settle([batch.keys[position] for position in wrong], deadline)
-                again = self._write(batch, wrong, verdicts, deadline)
-                for position, result in zip(wrong, again, strict=True):
-                    results[position] = SetResult.REJECTED if result is _OF_ANOTHER_LENGTH else result
-        self._metrics.add_many("set", counted(results))
-        self._metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
-        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
+        self._create.find_out_again(self.within, self._timeout / 4)
+        # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
+        verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
+        results = self._write_pages(batch, range(len(batch)), verdicts, deadline)
+        wrong = [position for position, result in enumerate(results) if result is _OF_ANOTHER_LENGTH]
+        if wrong:
+            verdicts = self._bad_pages.settle([batch.keys[position] for position in wrong], deadline)
+            again = self._write_pages(batch, wrong, verdicts, deadline)
+            for position, result in zip(wrong, again, strict=True):
+                results[position] = SetResult.REJECTED if result is _OF_ANOTHER_LENGTH else result
+        self.metrics.add("rejected", "suspect", results.count(SetResult.REJECTED))
         return results
 
-    def _write(
+    def _write_pages(
         self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
     ) -> list[Any]:
         answers, in_time = self._threads.run(
@@ -417,8 +390,8 @@ class ObjectPageStore:
     ) -> SetResult | object | None:
         """``verdict``: of a page that arrived damaged here."""
         size = HEADER_LENGTH + sum([segment.nbytes for segment in segments])
-        with self._clearings.writing(key) as write:
-            replaces = write.replaces or verdict is Verdict.DENIED
+        with self._clearing.writing([key]) as writing:
+            replaces = key in writing.cleared or verdict is Verdict.DENIED
             try:
                 if not replaces and verdict in (Verdict.WITHHELD, Verdict.UNCLEAR):
                     return SetResult.REJECTED
@@ -430,14 +403,17 @@ class ObjectPageStore:
                         # A whole page of its own: whoever expects another length is wrong, or this process is.
                         return SetResult.REJECTED
                     if found is not None:
-                        self._metrics.add("corrupt", "length")
+                        self.metrics.add("corrupt", "length")
                         self._bad_pages.suspect(key, size, Sighting(found), "length")
                         return _OF_ANOTHER_LENGTH
                 with call.memory() as mine:
                     if not mine:
                         return None
-                    body = _page_object(key, segments)
-                return self._put(key, body, replaces, write)
+                    body = encode_object(key, segments)
+                result = self._put(key, body, replaces)
+                if result.durable:
+                    writing.stored.add(key)
+                return result
             except Exception as error:  # noqa: BLE001 - a client library's errors end here
                 failure = self._failed(error, call)
                 return SetResult.TIMEOUT if failure.reason == "timeout" else SetResult.ERROR
@@ -450,7 +426,7 @@ class ObjectPageStore:
                 raise
             return None
 
-    def _put(self, key: bytes, body: memoryview, replaces: bool, write: Any) -> SetResult:
+    def _put(self, key: bytes, body: memoryview, replaces: bool) -> SetResult:
         create = self._create.supported and not replaces
         try:
             mode = {"mode": "create"} if create else {}
@@ -458,29 +434,24 @@ class ObjectPageStore:
         except Exception as error:
             if explain(error).reason != "exists":
                 raise
-            write.stored = self._reached = True
+            self._reached = True
             return SetResult.EXISTS
         self._reached = True
         if replaces and self._create.etags_are_md5 and not is_md5_of(body, put["e_tag"]):
-            self._metrics.add("error", "not_as_sent")
+            self.metrics.add("error", "not_as_sent")
             return SetResult.ERROR
-        write.stored = True
         self._bad_pages.clear([key])
         return SetResult.STORED
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
-    def remove(self, keys: Sequence[bytes]) -> int:
-        wanted = list(dict.fromkeys(keys))
-        with self._calls:
-            answers, _ = self._threads.run(
-                len(wanted), lambda i, call: self._remove(wanted[i], call), self._time_left()
-            )
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        answers, _ = self._threads.run(len(keys), lambda i, call: self._remove_page(keys[i], call), self._time_left())
         return sum(answer is True for answer in answers)
 
-    def _remove(self, key: bytes, call: Call[bool]) -> bool:
+    def _remove_page(self, key: bytes, call: Call[bool]) -> bool:
         self._bad_pages.clear([key])
-        if self._clearings.hides(key):
+        if self._clearing.hides(key):
             return False
         try:
             # Whatever has the page's name, whole or not.
@@ -490,94 +461,51 @@ class ObjectPageStore:
         except Exception as error:  # noqa: BLE001 - a client library's errors end here
             self._failed(error, call)
             return False
-        self._clearings.forget(key)
         return True
 
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Take all pages of the identities out of this process's sight at once and delete them in the background.
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
+        """A store has no rename of a prefix: see ``Clearing``. An identity whose pages are not met within a second is
+        cleared and not counted."""
+        return self._clearing.clear(digests, self._sweep, min(_ADMIN_TIMEOUT, self._timeout))
 
-        Waits for the store no longer than a second: an identity about which it says nothing in that time is cleared
-        and not counted. Without ``digests`` the identities have to be listed first, within the tier's timeout.
-        """
-        with self._calls:
-            wanted = self._stored_identities() if digests is None else list(dict.fromkeys(digests))
-            answers, _ = self._threads.run(
-                len(wanted), lambda i, call: self._has_pages(wanted[i], call), min(_ADMIN_TIMEOUT, self._timeout)
-            )
-            for digest, has_pages in zip(wanted, answers, strict=True):
-                if has_pages is not False:
-                    self._clearings.begin(digest)
-        return sum(answer is True for answer in answers)
-
-    def _has_pages(self, digest: bytes, call: Call[bool]) -> bool | None:
-        kept = self._clearings.kept_pages(digest)
-        if kept is not None:
-            return kept > 0
+    def _sweep(self, cleared: Cleared) -> None:
+        """Delete until a whole listing shows nothing but pages stored since."""
+        prefixes = [PAGES] if cleared.digests is None else [pages_of(digest) for digest in sorted(cleared.digests)]
         try:
-            for listed in self._obstore.list(self._client, pages_of(digest), chunk_size=_LISTED_AT_ONCE):
-                if any(page_key(entry["path"]) is not None for entry in listed):
-                    return True
+            for prefix in prefixes:
+                while self._delete_listed(prefix, cleared):
+                    pass
         except Exception as error:  # noqa: BLE001 - a client library's errors end here
-            self._failed(error, call)
-            return None
-        return False
+            failure = self._explained(error)
+            self.metrics.add("error", failure.reason)
+            raise ClearLaterError(str(failure)) from None
 
-    def _stored_identities(self) -> list[bytes]:
-        found: list[bytes] = []
-
-        def look() -> None:
-            listed = self._obstore.list_with_delimiter(self._client, PAGES)
-            found.extend(d for prefix in listed["common_prefixes"] if (d := digest_of(prefix)) is not None)
-            # s3rver knows no delimiter below a prefix and answers with nothing: one request per identity finds them.
-            after: str | None = None
-            while not found or after is not None:
-                listing = self._obstore.list(self._client, PAGES, offset=after, chunk_size=1)
-                first: list[dict[str, str]] = next(iter(listing), [])
-                digest = digest_of(first[0]["path"].rpartition("/")[0].rpartition("/")[0]) if first else None
-                if digest is None or digest in found:
-                    return
-                found.append(digest)
-                after = f"{pages_of(digest)}/~"
-
-        done, failure = self.within(look)
-        if not done or failure:
-            reason = failure or Failure("timeout")
-            self._metrics.add("error", reason.reason)
-            logger.warning("tier %s: nothing is cleared, its identities cannot be listed: %s", self._name, reason)
-        return found if done else []
+    def _delete_listed(self, prefix: str, cleared: Cleared) -> int:
+        """How many pages there were to delete."""
+        deleted = 0
+        for listed in self._obstore.list(self._client, prefix, chunk_size=_LISTED_AT_ONCE):
+            if cleared.closing:
+                return 0
+            with cleared.old_pages(key for entry in listed if (key := page_key(entry["path"])) is not None) as old:
+                if old:
+                    delete_objects(self._obstore, self._client, [page_name(key) for key in old])
+            self.metrics.add("cleared", "", len(old))
+            deleted += len(old)
+        return deleted
 
     def _time_left(self) -> float:
         return call_deadline(self._timeout) - time.monotonic()
 
     def wait_until_cleared(self, timeout: float) -> bool:
         """Wait for the deletion of what was cleared; for tools and tests."""
-        return self._clearings.wait(timeout)
+        return self._clearing.wait(timeout)
 
     def wait_until_examined(self, timeout: float) -> bool:
         """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
         return self._bad_pages.wait(timeout)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Waits for requests under way, which end by their own timeouts, and for the deletion of cleared pages."""
-        if not self._calls.shut():
-            return
         self._bad_pages.close()
-        self._clearings.close(_CLOSE_TIMEOUT)
+        self._clearing.close(_CLOSE_TIMEOUT)
         self._threads.close()
-
-
-def _leading(answers: Sequence[bool | None]) -> int:
-    for position, answer in enumerate(answers):
-        if answer is not True:
-            return position
-    return len(answers)
-
-
-def _page_object(key: bytes, segments: Sequence[memoryview]) -> memoryview:
-    """Header and payload in one buffer of their own."""
-    body = np.empty(HEADER_LENGTH + sum([segment.nbytes for segment in segments]), np.uint8)
-    whole = body.data
-    gather(segments, whole[HEADER_LENGTH:])
-    # The checksum is of the copy: should the page change meanwhile, the object is still one that can be trusted.
-    whole[:HEADER_LENGTH] = envelope.encode_header(key, [whole[HEADER_LENGTH:]], header_length=HEADER_LENGTH)
-    return whole

@@ -5,20 +5,13 @@ from __future__ import annotations
 import ssl
 from collections.abc import Sequence
 
-from hicache_ext.storage.tiers.redis.resp import ErrorReply, ProtocolError, Reply, ReplyReader, command
+from hicache_ext.errors import LoginError, ProtocolError
+from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, ReplyReader, command
 from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
 from hicache_ext.storage.tiers.redis.wire import Wire, connect
 
 _SHORT_REQUESTS = 1024
 """Requests without payload that are under way at once: their bytes and replies fit into any socket's buffers."""
-
-
-class LoginError(ConnectionError):
-    """The server is there and refuses; ``code`` is the error's first word, the only one that repeats no argument."""
-
-    def __init__(self, step: str, code: str) -> None:
-        super().__init__(f"{step} was answered with {code}")
-        self.code = code
 
 
 class Connection:

@@ -11,20 +11,13 @@ from typing import Any
 import redis
 
 from hicache_ext.config.units import format_size, rounded_size
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, ProtocolError, RefusedError
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis.clearing import page_name, page_prefix
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.node import Node, error_words
-from hicache_ext.storage.tiers.redis.page_calls import (
-    PageCall,
-    RefusedError,
-    ask_integers,
-    read_pages,
-    write_pages,
-)
-from hicache_ext.storage.tiers.redis.resp import ProtocolError
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
 from hicache_ext.storage.tiers.redis.settings import RedisSettings
 from hicache_ext.storage.tiers.redis.topology import SLOTS, Topology
 

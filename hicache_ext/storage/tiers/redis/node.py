@@ -13,29 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, LaneBusyError, NodeDownError, ProtocolError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.tiers.redis.connection import Connection, open_connection
-from hicache_ext.storage.tiers.redis.resp import ProtocolError
 from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings, resolve
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = Backoff(0.1, 2.0)
 """Seconds between two attempts to reach a node that is down."""
-
-
-class NodeDownError(ConnectionError):
-    """The node is known to be down; nothing was tried."""
-
-
-class LaneBusyError(TimeoutError):
-    """No connection became free in time; says nothing about the node."""
-
-    def __init__(self) -> None:
-        super().__init__("every connection is in use")
 
 
 class Lane:

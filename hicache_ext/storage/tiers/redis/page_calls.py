@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from hicache_ext.errors import OversizedValueError, ProtocolError, RefusedError
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis.connection import Connection
-from hicache_ext.storage.tiers.redis.resp import ErrorReply, OversizedValueError, ProtocolError, Reply, Status, command
+from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, Status, command
 from hicache_ext.storage.tiers.redis.settings import Endpoint
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
@@ -44,14 +45,6 @@ return redis.call('UNLINK', KEYS[1])
 on its way here. 0 also where nothing is there."""
 _WITHOUT_SCRIPTS = frozenset({"NOPERM", "ERR"})
 """A user without EVAL, or something that only speaks like Redis."""
-
-
-class RefusedError(Exception):
-    """An error reply that says nothing about one page; the connection is given up. ``code`` is its first word."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__(f"the server answered {code}")
-        self.code = code
 
 
 class PageCall:

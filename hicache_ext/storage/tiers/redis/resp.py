@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hicache_ext.errors import OversizedValueError, ProtocolError
 from hicache_ext.runtime.vectored import IOV_MAX, after
 
 LONGEST_LINE = 4096
@@ -28,18 +29,6 @@ _TAIL = 256
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _ERROR_CODE = re.compile(r"[A-Z]{2,20}")
-
-
-class ProtocolError(Exception):
-    """Not RESP, or not the reply that was asked for."""
-
-
-class OversizedValueError(ProtocolError):
-    """A value too long to be read and thrown away."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(f"a value of {length} bytes")
-        self.length = length
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.errors import (
+    LaneBusyError,
+    NodeDownError,
+    NotReadError,
+    ProtocolError,
+    RefusedError,
+    StoreClosedError,
+    StoreSetupError,
+)
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.workers import CallGate, Workers
-from hicache_ext.storage.contract.bad_pages import BadPages, NotReadError, Verdict
+from hicache_ext.storage.contract.bad_pages import BadPages, Verdict
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
@@ -28,15 +36,9 @@ from hicache_ext.storage.tiers.redis import hints
 from hicache_ext.storage.tiers.redis.clearing import Clearing, identity_name, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.examination import RedisMedium
-from hicache_ext.storage.tiers.redis.node import Lane, LaneBusyError, Node, NodeDownError
-from hicache_ext.storage.tiers.redis.page_calls import (
-    PageCall,
-    RefusedError,
-    ask_integers,
-    read_pages,
-    write_pages,
-)
-from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, ProtocolError, command
+from hicache_ext.storage.tiers.redis.node import Lane, Node
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
+from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, command
 from hicache_ext.storage.tiers.redis.settings import RedisSettings
 from hicache_ext.storage.tiers.redis.topology import Topology
 

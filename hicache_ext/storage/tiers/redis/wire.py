@@ -13,18 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from hicache_ext.errors import ServerClosedError
 from hicache_ext.runtime.vectored import IOV_MAX, after
 
 _TIMER_SLACK = 0.05
 """Seconds by which a socket's timer may be out of date: setting it for every operation costs a system call each."""
 _SHORTEST_TIMER = 0.001
-
-
-class ServerClosedError(ConnectionError):
-    """The server ended the connection."""
-
-    def __init__(self) -> None:
-        super().__init__("the server closed the connection")
 
 
 class Wire(Protocol):

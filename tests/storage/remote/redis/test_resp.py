@@ -6,18 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hicache_ext.errors import OversizedValueError, ProtocolError, ServerClosedError
 from hicache_ext.storage.tiers.redis.resp import (
     LARGEST_VALUE,
     LONGEST_DRAINED,
     LONGEST_LINE,
     LONGEST_TEXT,
     ErrorReply,
-    OversizedValueError,
-    ProtocolError,
     ReplyReader,
     command,
 )
-from hicache_ext.storage.tiers.redis.wire import ServerClosedError
 from hicache_ext.testing.conformance.pages import HostPages, cut
 
 HEADER = 128

@@ -13,7 +13,6 @@ import logging
 import os
 import stat
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from typing import Any
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.runtime.workers import Workers
+from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.tiers.file.expiry import Sweeper, oldest_valid_ms
 from hicache_ext.storage.tiers.file.fullness import Fullness
@@ -67,11 +67,13 @@ class _Found(enum.Enum):
     OBSTACLE = enum.auto()
 
 
-class PageFileStore:
+class PageFileStore(TierStore):
     """PageStore over one directory.
 
     Threads: any. Memory of a batch is touched only until the call returns: the workers of a call are always awaited.
     """
+
+    type_name = "file"
 
     def __init__(
         self,
@@ -94,21 +96,20 @@ class PageFileStore:
         ``evicted_age`` how many seconds ago what is evicted was used. Raises StoreSetupError when the directory cannot
         be used.
         """
-        self._name = name
-        self._metrics = metrics or TierMetrics(name)
+        super().__init__(name, metrics)
         self._plan = plan or IoPlan()
         self._flags = page_io.Flags.of(self._plan)
         self._ttl = ttl
-        self._shared = shared
+        self.shared = shared
         self._trouble = trouble
         self._capacity = capacity
         self._directory = PageDirectory(path, name)
         self._usage = self._open_usage()
         self._pins = PinnedPages(name, path, _pin_limit(capacity), self._directory.occupied_by)
         self._evictor = Evictor(
-            self._directory, self._metrics, self._pins, evicted_age or RecentMean(), self._usage.show_progress
+            self._directory, self.metrics, self._pins, evicted_age or RecentMean(), self._usage.show_progress
         )
-        self._clearing = Clearing(name, self._directory, self._usage, self._metrics)
+        self._clearing = Clearing(name, self._directory, self._usage, self.metrics)
         self._threads = threads or self._plan.threads
         self._workers = Workers(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
@@ -117,7 +118,6 @@ class PageFileStore:
         # Paths under which this process found no page it could read, and which it could not free: absent to callers,
         # freed by the next write where that has become possible.
         self._unhealed: set[str] = set()
-        self._calls = CallGate(name)
         self._sweeper = None if ttl is None else Sweeper(name, path, ttl, self.remove_expired)
 
     def _open_usage(self) -> Usage:
@@ -125,29 +125,16 @@ class PageFileStore:
         try:
             return Usage(path, self._directory.count_occupied)
         except OSError as error:
-            raise StoreSetupError(self._name, f"account {str(path)!r}: {error.strerror or error}") from error
+            raise StoreSetupError(self.name, f"account {str(path)!r}: {error.strerror or error}") from error
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def metrics(self) -> TierMetrics:
-        return self._metrics
-
-    def describe(self) -> StoreInfo:
-        return StoreInfo(
-            name=self._name,
-            type="file",
-            shared=self._shared,
-            details={
-                "layout": "pages",
-                "capacity": self._capacity,
-                "threads": self._threads,
-                "io": str(self._plan),
-                "ttl": self._ttl,
-            },
-        )
+    def details(self) -> dict[str, Any]:
+        return {
+            "layout": "pages",
+            "capacity": self._capacity,
+            "threads": self._threads,
+            "io": str(self._plan),
+            "ttl": self._ttl,
+        }
 
     def can_resize(self, capacity: int | None) -> bool:
         return True
@@ -157,11 +144,8 @@ class PageFileStore:
         self._capacity = capacity
         self._pins.set_limit(_pin_limit(capacity))
 
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        try:
-            self._directory.save_identity(digest, document)
-        except OSError as error:
-            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
+    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._directory.save_identity(digest, document)
 
     def used_bytes(self) -> int:
         """Bytes of disk that pages and reservations take, over all processes."""
@@ -183,14 +167,8 @@ class PageFileStore:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        with self._calls:
-            results = self._workers.run(len(batch), lambda i: self._get_page(batch.keys[i], batch.buffers[i]))
-        self._metrics.add_many("get", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "get", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is GetResult.HIT)
-        )
-        return results
+    def _read(self, batch: PageBatch) -> list[GetResult]:
+        return self._workers.run(len(batch), lambda i: self._get_page(batch.keys[i], batch.buffers[i]))
 
     def _get_page(self, key: bytes, segments: Sequence[memoryview]) -> GetResult:
         path = self._directory.page_path(key)
@@ -212,7 +190,7 @@ class PageFileStore:
                 self._touch(fd, status)
             elif reason != page_io.EXPIRED and page_io.is_page(fd, status, key, segments):
                 # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
-                self._metrics.add("suspect", "good")
+                self.metrics.add("suspect", "good")
                 return GetResult.CORRUPT
         except OSError as error:
             return self._failed_read(path, error)
@@ -239,11 +217,11 @@ class PageFileStore:
         self._count_error(error)
         # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
         self._remember_unhealed(path)
-        logger.debug("tier %s: reading %s: %s", self._name, path, error)
+        logger.debug("tier %s: reading %s: %s", self.name, path, error)
         return GetResult.ERROR
 
     def _count_error(self, error: OSError) -> None:
-        self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+        self.count_error(error)
         self._trouble(error)
 
     def _heal(self, key: bytes, path: str, size: int, reason: str, seen: os.stat_result | None = None) -> bool:
@@ -251,7 +229,7 @@ class PageFileStore:
 
         ``seen`` is the status of the file that was found bad: one that has replaced it since is left alone.
         """
-        self._metrics.add("corrupt", reason)
+        self.metrics.add("corrupt", reason)
         try:
             self._remove_page(key, path, size, seen)
         except FileNotFoundError:
@@ -259,10 +237,10 @@ class PageFileStore:
         except OSError as error:
             self._count_error(error)
             self._remember_unhealed(path)
-            logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self._name, path, reason, error)
+            logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self.name, path, reason, error)
             return False
         self._unhealed.discard(path)
-        logger.warning("tier %s: %s was bad (%s) and is removed", self._name, path, reason)
+        logger.warning("tier %s: %s was bad (%s) and is removed", self.name, path, reason)
         return True
 
     def _remember_unhealed(self, path: str) -> None:
@@ -283,16 +261,11 @@ class PageFileStore:
 
     # -- presence --------------------------------------------------------------------------------------------------
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._calls:
-            return [self._present(key) for key in keys]
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self._present(key) for key in keys]
 
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        with self._calls:
-            for position, key in enumerate(keys):
-                if not self._present(key):
-                    return position
-        return len(keys)
+    def _lead(self, keys: Sequence[bytes]) -> int:
+        return next((position for position, key in enumerate(keys) if not self._present(key)), len(keys))
 
     def _present(self, key: bytes) -> bool:
         path = self._directory.page_path(key)
@@ -308,16 +281,7 @@ class PageFileStore:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        with self._calls:
-            results = self._set(batch)
-        self._metrics.add_many("set", Counter(result.value for result in results))
-        self._metrics.add(
-            "bytes", "set", sum(batch.payload_bytes(i) for i, r in enumerate(results) if r is SetResult.STORED)
-        )
-        return results
-
-    def _set(self, batch: PageBatch) -> list[SetResult]:
+    def _write(self, batch: PageBatch) -> list[SetResult]:
         sizes = [page_io.object_size(segments) for segments in batch.buffers]
         results = [SetResult.REJECTED] * len(batch)
         missing: list[int] = []
@@ -328,9 +292,9 @@ class PageFileStore:
                 case _Found.NOTHING:
                     missing.append(position)
                 case _Found.OBSTACLE:
-                    self._metrics.add("rejected", "obstacle")
+                    self.metrics.add("rejected", "obstacle")
         if time.monotonic() < self._no_writes_until:
-            self._metrics.add("rejected", "no_space", len(missing))
+            self.metrics.add("rejected", "no_space", len(missing))
             return results
         self._set_missing(batch, sizes, missing, results)
         return results
@@ -348,7 +312,7 @@ class PageFileStore:
                     results[position] = SetResult.ERROR
                 continue
             if not granted:
-                self._metrics.add("rejected", "capacity", len(portion))
+                self.metrics.add("rejected", "capacity", len(portion))
                 continue
             stored = 0
             try:
@@ -409,10 +373,10 @@ class PageFileStore:
         self._count_error(error)
         if error.errno in _NO_SPACE:
             if time.monotonic() >= self._no_writes_until:
-                logger.warning("tier %s: no space left for %s; writes pause %.0f s", self._name, path, _NO_SPACE_PAUSE)
+                logger.warning("tier %s: no space left for %s; writes pause %.0f s", self.name, path, _NO_SPACE_PAUSE)
             self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
             return SetResult.REJECTED
-        logger.debug("tier %s: writing %s: %s", self._name, path, error)
+        logger.debug("tier %s: writing %s: %s", self.name, path, error)
         return SetResult.ERROR
 
     def _find_stored(self, key: bytes, size: int) -> _Found:
@@ -436,17 +400,16 @@ class PageFileStore:
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
-    def remove(self, keys: Sequence[bytes]) -> int:
+    def _remove(self, keys: Sequence[bytes]) -> int:
         removed = 0
-        with self._calls:
-            for key in keys:
-                try:
-                    self._remove_page(key, self._directory.page_path(key), None)
-                    removed += 1
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    self._count_error(error)
+        for key in keys:
+            try:
+                self._remove_page(key, self._directory.page_path(key), None)
+                removed += 1
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._count_error(error)
         return removed
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
@@ -478,20 +441,14 @@ class PageFileStore:
         except OSError as error:
             self._count_error(error)
             return False
-        self._metrics.add("evicted", "ttl")
+        self.metrics.add("evicted", "ttl")
         return True
 
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Take all pages of the identities out of sight at once and delete them in the background.
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
+        """Never waits for the deletion, which takes as long as the directory is large."""
+        return len(self._clearing.clear(digests))
 
-        Returns the number of identities that had pages. Never blocks on the size of the directory.
-        """
-        with self._calls:
-            return len(self._clearing.clear(digests))
-
-    def close(self) -> None:
-        if not self._calls.shut():
-            return
+    def _close(self) -> None:
         if self._sweeper is not None:
             self._sweeper.close()
         self._workers.close()

@@ -1,4 +1,4 @@
-"""What can be done to the index of a slab directory inside one change."""
+"""The operations on the index of a slab directory inside one change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _LATEST = (1 << 31) - 1
 _BYTES_PER_GHOST = 8192
-"""One ghost (about 50 bytes of index) per so many bytes of slots at most: bounds what a small directory spends."""
+"""At most one ghost (about 50 bytes of index) per so many bytes of slots: a bound for small directories."""
 _SOON_SHIFT = 4
 """Pages of a chain lie up to 64 steps of capacity / 128 apart (eviction.py): a sixteenth takes eight of them."""
 _NO_GHOSTS: Words = np.empty((3, 0, slot_code.WAYS), np.int64)
@@ -53,10 +53,10 @@ class FoundPage(NamedTuple):
 
 
 class IndexChange:
-    """Use ``SlabIndex.changing()``."""
+    """Made by ``SlabIndex.changing()``."""
 
     def __init__(self, index: SlabIndex, transaction: Any, view: View) -> None:
-        # The index and its changes are one thing in several classes; they share their databases.
+        # Index and change share their databases.
         self._index = index
         self._transaction = transaction
         self._view = view
@@ -66,21 +66,20 @@ class IndexChange:
     # -- slots -----------------------------------------------------------------------------------------------------
 
     def take_free_slots(self, slot_size: int, count: int, portion: int) -> Words:
-        """Up to ``count`` free slots of this size, which this process is writing from now on: slabs and slots, a row
-        each. ``portion``: see ``publish``.
+        """Take up to ``count`` free slots of this size for this process to write: slabs and slots, a row each.
+        ``portion``: see ``publish``.
 
-        In order of place: slots taken together lie together and are written together.
+        In order of place, so that slots taken together are neighbours and are written together.
         """
         taken = np.empty((2, count), np.int64)
         done = slot_code.take_free(*self._view.table, slot_size, self._index.writer(portion), taken)
         return taken[:, :done]
 
     def evict(self, slot_size: int, count: int, spared: Words = _NONE_SPARED) -> None:
-        """Free the slots of at least ``count`` pages of this slot size, as long as there are any: those that go first.
+        """Evict at least ``count`` pages of this slot size, if there are so many: those of lowest priority.
 
-        Pages whose hashes begin with a word of ``spared`` (in order) stay, unless those are so many that nothing else
-        is left. Neighbours of a victim whose turn would come soon go with it: single slots here and there would each
-        need a system call of their own (1.6 pages a call in a full directory, where this gives more than five).
+        Pages whose hashes begin with a word of ``spared`` (sorted) stay, unless nothing else is left. Neighbours of a
+        victim whose turn would come soon go with it, so that free slots are neighbours (docs/decisions/slab-writes.md).
         """
         slots = self._view.slots[slot_size]
         ghosts = self._index.ghosts(self._transaction, _ghost_limit(slots, slot_size)) if count > 0 else None
@@ -88,8 +87,8 @@ class IndexChange:
         self.evicted += slot_code.evict_pages(*self._view.table, *arguments)
 
     def first_victim(self, slot_size: int) -> tuple[int, int] | None:
-        """Of the page of this slot size that goes first: what the clock said at its last use, and when it was written
-        (wall-clock seconds). None without pages."""
+        """Of the next victim of this slot size: the clock at its last use, and when it was written (wall-clock
+        seconds). None without pages."""
         view = self._view
         of_size = np.flatnonzero(view.rows[:, slot_code.SLOT_SIZE] == slot_size)
         lowest = view.lowest[of_size]
@@ -103,7 +102,7 @@ class IndexChange:
         return None if not len(found) else (int(records[found[0], USED]), int(records[found[0], OBJECT]) >> 32)
 
     def inserts(self, slot_size: int) -> int:
-        """What the clock of this slot size says."""
+        """The clock of this slot size, in inserted pages."""
         return int(self._index.table.clock(slot_size)[slot_code.INSERTS])
 
     def free_slots(self, slot_size: int, at_most: int) -> int:
@@ -111,18 +110,18 @@ class IndexChange:
         return int(slot_code.count_free(self._view.groups, self._view.rows, slot_size, at_most))
 
     def give_back(self, portion: int, taken: Placed) -> None:
-        """Slots taken are free again."""
+        """Free slots that were taken."""
         slot_code.give_back(*self._view.table, self._pending(portion, taken))
 
     def publish(
         self, portion: int, keys: Sequence[bytes], taken: Placed, written: Placed, oldest: int = 0
     ) -> list[bool] | None:
-        """Make pages of slots taken under ``portion``; the other ones taken become free.
+        """Publish pages in slots taken under ``portion``; the other slots taken become free.
 
-        ``keys`` is a chain; ``written`` are those of its pages whose bytes are in their slots, and ``taken`` those for
-        which slots were taken, both by position. False for a page that another writer published first: its slot is free
-        again. None, and nothing is published, when the slots are no longer this writer's: its process was taken for
-        dead. ``oldest`` as for ``locate``.
+        ``keys`` is a chain. By position: ``taken``, its pages for which slots were taken, and ``written``, those whose
+        bytes are in their slots. False for a page that another writer published first: its slot becomes free. None, and
+        nothing is published, when the slots are no longer this writer's: its process was taken for dead. ``oldest`` as
+        for ``locate``.
         """
         view, table = self._view, self._view.table
         rows = self._pending(portion, taken)
@@ -169,18 +168,18 @@ class IndexChange:
         )
 
     def _pending(self, portion: int, taken: Placed) -> Words:
-        """The rows of slots that were taken; -1 for those that are not this writer's any more."""
+        """The rows of slots that were taken; -1 for those that are no longer this writer's."""
         rows = np.empty(len(taken), np.int64)
         places = np.stack([taken.slabs, taken.slots])
         slot_code.rows_pending(self._view.records, self._view.rows, self._index.writer(portion), places, rows)
         return rows
 
     def adopt(self, slab: Slab, pages: Iterable[FoundPage], written: dict[int, Words]) -> int:
-        """For the rebuild: free slots of a slab become the pages that they hold; by how many there are more.
+        """For the rebuild: free slots of a slab become the pages that they hold; returns the number of new pages.
 
-        Of several with one key the newest counts: an older one may be the header of a page that was evicted, in a slot
-        whose next page was being written when its process was killed. ``written`` is for all calls of one rebuild: by
-        slab, when the page in each slot was written (ms)."""
+        Of several pages with one key the newest counts: an older one may be the header of an evicted page, in a slot
+        whose next page was being written at a kill. ``written``: for all calls of one rebuild, by slab, when the page
+        in each slot was written (ms)."""
         found = list({page.key: page for page in sorted(pages, key=lambda page: page.created_ms)}.values())
         if not found:
             return 0
@@ -190,7 +189,7 @@ class IndexChange:
         rows = np.array([first + page.slot for page in found], np.int64)
         view.seals[rows] = np.frombuffer(b"".join([page.seal for page in found]), np.uint64).reshape(len(rows), -1)
         words, generations = key_words(keys), self._index.generations(view, keys)
-        # Those of one page are no chain: each is as if it were written alone.
+        # The pages of a slab are no chain: each counts as written alone.
         pages_found = Placed.of([Located(slab.number, page.slot, page.length, n) for n, page in enumerate(found)])
         created = np.array([min(page.created_ms // 1000, _LATEST) for page in found], np.int64)
         moments = written.setdefault(slab.number, np.zeros(slab.slots, np.int64))
@@ -206,7 +205,7 @@ class IndexChange:
         return int(slot_code.publish_pages(*view.table, rows, published) - replaced)
 
     def release_dead_writers(self) -> int:
-        """Free the slots that killed processes were writing; their number."""
+        """Free the slots that killed processes were writing; returns their number."""
         view = self._view
         if not any(view.groups[slab.first_record, slot_code.PENDING_SLOTS] for slab in view.slabs.values()):
             return 0
@@ -243,7 +242,7 @@ class IndexChange:
         return bool(row >= 0 and self._view.records[row, PLACE] == place[0] << 32 | place[1])
 
     def remove(self, key: bytes, only: tuple[int, int] | None = None) -> bool:
-        """Forget a page and free its slot; with ``only``, if it is (still) in that slot. False when it was not."""
+        """Forget a page and free its slot; with ``only``, only if it is in that slot. False when it was not."""
         if only is not None and not self.is_at(key, only):
             return False
         return bool(slot_code.forget_pages(*self._view.table, self._index.rows(self._view, [key])))
@@ -261,7 +260,7 @@ class IndexChange:
         return True
 
     def remove_cleared(self, rows: Words, digest: bytes) -> int:
-        """Free those of these slots whose page is of this identity and cleared; their number."""
+        """Free those of these slots whose page is of this identity and cleared; returns their number."""
         rows = self._mapped(rows)
         records = self._view.records[rows]
         generation = self._index.stored_generation(self._transaction, digest)
@@ -270,11 +269,11 @@ class IndexChange:
         return int(slot_code.forget_pages(*self._view.table, rows[chosen]))
 
     def identities(self) -> list[bytes]:
-        """Digests that have pages, found or cleared."""
+        """Digests with pages, cleared ones included."""
         return self._index.identities(self._view)
 
     def remove_expired(self, rows: Words, oldest: int) -> int:
-        """Remove those of these pages (a row may be -1) that are (still) older than ``oldest``; their number."""
+        """Remove those of these pages (a row may be -1) that are older than ``oldest``; returns their number."""
         old = self._mapped(rows)
         old = old[self._view.records[old, OBJECT] >> 32 < oldest]
         return int(slot_code.forget_pages(*self._view.table, old))
@@ -285,8 +284,8 @@ class IndexChange:
         return list(self._view.slabs.values())
 
     def add_slab(self, slot_size: int, slots: int, number: int | None = None) -> Slab:
-        """A new slab, all slots free. Its file must be there before the change ends. Raises OSError, and nothing has
-        changed, where there is no room for its records; lmdb.Error where they cannot be mapped."""
+        """A new slab, all slots free. Its file must exist before the change ends. Raises OSError, with nothing changed,
+        if the disk has no space for its records; lmdb.Error if they cannot be mapped."""
         index, view = self._index, self._view
         first = index.table.allocate(slots, view.slabs)
         if number is None:
@@ -300,14 +299,14 @@ class IndexChange:
         if len(self._view.buckets) == len(view.buckets):
             slot_code.settle_new(*self._view.table, number)
         else:
-            # A new hash table has nothing in it yet.
+            # A new hash table is empty.
             slot_code.settle_all(*self._view.table)
         return slab
 
     def drop_slab(self, slab: Slab) -> bool:
         """Forget a slab with all its pages.
 
-        False, and nothing changed, while one of its slots is being written, or when another process was faster.
+        False, with nothing changed, while one of its slots is being written, or if another process dropped it.
         """
         view = self._view
         known = view.slabs.get(slab.number)
@@ -327,7 +326,7 @@ class IndexChange:
         return bool(np.isin(self._view.records[rows, IDENTITY_LENGTH // 8], spared).any())
 
     def colder_slab(self, slot_size: int) -> Slab | None:
-        """A slab of another slot size whose first victim would go before the first victim of this one."""
+        """A slab of another slot size whose next victim has a lower priority than that of this size."""
         view = self._view
         if not view.slots.keys() - {slot_size}:
             return None
@@ -338,14 +337,14 @@ class IndexChange:
             of_size = np.flatnonzero(sizes == other)
             first = of_size[lowest[of_size].argmin()]
             if lowest[first] == slot_code.NO_PAGE:
-                # Nothing but free slots: nobody will miss it.
+                # It has free slots only.
                 return view.slabs[int(view.rows[first, slot_code.NUMBER])]
             if lowest[first] < coldest:
                 coldest, chosen = int(lowest[first]), int(view.rows[first, slot_code.NUMBER])
         return None if chosen is None else view.slabs[chosen]
 
     def reserve_slab_numbers(self, below: int) -> None:
-        """No new slab gets a number under ``below``: a reader may still have the file of an old one open."""
+        """Give no new slab a number under ``below``: a reader may have the file of an old slab open."""
         stored = self._transaction.get(b"next slab", db=self._index.state_db)
         if stored is None or SLOT_SIZE.unpack(stored)[0] < below:
             self._transaction.put(b"next slab", SLOT_SIZE.pack(below), db=self._index.state_db)
@@ -353,14 +352,14 @@ class IndexChange:
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _mapped(self, rows: Words) -> Words:
-        """Those of rows looked up before this change that there are now: slabs may have gone."""
+        """Those of rows looked up before this change that still exist: slabs may be gone."""
         return rows[(rows >= 0) & (rows < len(self._view.records))]
 
     def _look_at(self, slabs: dict[int, Slab]) -> None:
         try:
             self._view = self._index.table.view(slabs, self._view.epoch)
         except OSError as error:
-            # Too late for a change that goes on without it.
+            # The change cannot go on without the records.
             raise lmdb.Error(f"the records of the index: {error}") from error
         self.slabs_or_generations_changed = True
 

@@ -1,4 +1,4 @@
-"""When the clock of evictions had which value: it counts inserted pages, and operators want seconds."""
+"""Maps the eviction clock, which counts inserted pages, to seconds, which operators want."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import bisect
 _INTERVAL = 1.0
 """Seconds between two values that are kept, at first."""
 _MOST = 4096
-"""Values kept; then every other one goes, and twice as much time lies between those that follow."""
+"""Values kept; beyond that every other one is dropped, and the interval doubles."""
 
 
 class ClockTimes:
-    """What one clock said when, as far as this process saw it. One thread at a time."""
+    """The history of one clock, as far as this process saw it. One thread at a time."""
 
     def __init__(self) -> None:
         self._values: list[int] = []
@@ -19,7 +19,7 @@ class ClockTimes:
         self._interval = _INTERVAL
 
     def note(self, value: int, now: float) -> None:
-        """The clock says ``value``; ``now`` in wall-clock seconds."""
+        """The clock is at ``value``; ``now`` in wall-clock seconds."""
         if self._times and now - self._times[-1] < self._interval:
             return
         self._values.append(value)
@@ -29,6 +29,6 @@ class ClockTimes:
             self._interval *= 2
 
     def when(self, value: int) -> float | None:
-        """When the clock went past ``value``, early rather than late; None for before the first look at it."""
+        """When the clock passed ``value``, rather too early; None before the first note."""
         after = bisect.bisect_right(self._values, value)
         return self._times[after - 1] if after else None

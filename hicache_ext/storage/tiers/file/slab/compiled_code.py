@@ -1,11 +1,11 @@
-"""The code of the slab layout that numba compiles: the moves of pages (compiled_runs.py), the index (slot_code.py), and
-what a batch costs before (batch_code.py).
+"""Loads the code that numba compiles: the moves of pages (compiled_runs.py), the index (slot_code.py), and the work on
+a batch before the tier (page/batch_code.py).
 
-Compiling takes 10 to 15 seconds, once per version and machine: the result is kept in numba's cache. The thread that
-opens a tier may be SGLang's scheduler, so it is done by a process of its own, and in Python everything works meanwhile.
-Where there is a result of this version, it is loaded at once, in half a second.
+Compiling takes 10 to 15 seconds, once per version and machine; numba's cache keeps the result. The thread that opens a
+tier may be SGLang's scheduler, so a process of its own compiles, and Python does the work meanwhile. A cached result
+loads in half a second.
 
-Whatever is loaded is tried out and compared with what is done in Python.
+Loaded code is tried on samples and compared with Python first. Reasons: docs/decisions/compiled-code.md.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from hicache_ext.storage.tiers.file.slab.slot_code import GROUP_WORDS, RECORD_WO
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 512 << 10
-"""Bytes moved by one system call through the page cache: still in the processor's cache when they are checked."""
+"""Bytes moved by one system call through the page cache: they must stay in the processor's cache until checked."""
 AT_ONCE_DIRECT = 1 << 20
-"""The same past the page cache: large enough for the disk, which others' keep busy while these are checked."""
+"""The same past the page cache: large enough for the disk; other threads keep it busy while these are checked."""
 _HEADERS = 128
-"""Headers that a thread has memory for: pages written by one system call at most."""
+"""Headers in a thread's memory: at most so many pages are written by one system call."""
 LEFT = 1
-"""The result of a page that is not moved."""
+"""The result of a page that was not moved."""
 _LONGEST_COMPILATION = 600.0
 """Seconds."""
 _BEING_COMPILED = "it is being compiled, once per version and machine"
@@ -92,7 +92,7 @@ _facts_of_reading = functools.lru_cache(maxsize=1024)(_facts)
 
 
 class CompiledCode:
-    """compiled_runs.py and what it needs beside the pages, and the kernels of slot_code.py and batch_code.py."""
+    """compiled_runs.py with what it needs, and the kernels of slot_code.py and batch_code.py."""
 
     def __init__(self) -> None:
         """Raises ImportError with what is missing."""
@@ -109,15 +109,15 @@ class CompiledCode:
         self.scratch = _Scratch(foreign.HashState)
         self._check()
         self.plain_kernels: Mapping[str, Function] = {}
-        """Those that were used before, in Python."""
+        """The Python functions that the kernels replaced."""
         self.kernels = compiled_kernels(slot_code)
         _check_kernels(self.kernels)
         self.batch_kernels = compiled_kernels(batch_code)
         _check_batch_kernels(self.batch_kernels)
 
     def _check(self) -> None:
-        """Raises ImportError when pages are not what envelope.py makes of them, or are taken for what they are not:
-        numba's cache does not notice every change, and a page is read by others."""
+        """Raises ImportError if the compiled code writes or accepts other pages than envelope.py: numba's cache does
+        not notice every change, and other processes read the pages."""
         key, now = os.urandom(KEY_LENGTH), int(time.time() * 1000)
         memory = bytearray(os.urandom(5000))
         content, parts = bytes(memory), [memoryview(memory)[:2000], memoryview(memory)[2000:]]
@@ -165,14 +165,14 @@ class _Scratch(threading.local):
 
 
 def _check_kernels(kernels: Mapping[str, Function]) -> None:
-    """Raises ImportError when these kernels do not do to a small index what slot_code.py says."""
+    """Raises ImportError when these kernels change a small index differently from slot_code.py."""
     plain = {name: getattr(slot_code, name) for name in kernels}
     if _after_some_changes(kernels) != _after_some_changes(plain):
         raise ImportError("its index is not that of this version: remove the files of numba's cache")
 
 
 def _check_batch_kernels(kernels: Mapping[str, Function]) -> None:
-    """Raises ImportError when these kernels do not do what batch_code.py says."""
+    """Raises ImportError when these kernels answer differently from batch_code.py."""
     hashes, identity = [os.urandom(PAGE_HASH_LENGTH), os.urandom(PAGE_HASH_LENGTH)], os.urandom(IDENTITY_LENGTH)
     keys, numbers = np.zeros((2, KEY_LENGTH // 8), np.int64), np.zeros(2, np.int64)
 
@@ -196,7 +196,7 @@ def _check_batch_kernels(kernels: Mapping[str, Function]) -> None:
 
 
 def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
-    """Everything there is after pages were written, used, evicted, written again and removed."""
+    """All words of an index after pages were written, used, evicted, written again and removed."""
     slots, size = 40, 1 << 20
     records, groups = (np.zeros((slots + 1, width), np.int64) for width in (RECORD_WORDS, GROUP_WORDS))
     slabs = np.array([[3, size, slots, 16, 0]], np.int64)
@@ -230,27 +230,27 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
 
 
 def compiled_code() -> CompiledCode | None:
-    """None where it cannot be had, and while it is compiled for the first time."""
+    """The compiled code; None where it is not available, and while it is compiled for the first time."""
     if not _loading.begun:
         _loading.begin()
     return _loading.code
 
 
 def wait_for_compiled_code() -> CompiledCode | None:
-    """None where it cannot be had."""
+    """Waits for the compiled code; None where it is not available."""
     compiled_code()
     _loading.ended.wait()
     return _loading.code
 
 
 def why_not_compiled() -> str | None:
-    """Why pages move in Python; None where they do not."""
+    """Why Python moves the pages; None where compiled code does."""
     compiled_code()
     return _loading.reason
 
 
 class _Loading:
-    """What has become of it in this process."""
+    """The state of loading in this process."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -276,7 +276,7 @@ class _Loading:
             self.begun = True
 
     def _compile(self, stamp: Path | None) -> None:
-        """In another process, which fills numba's cache, and then load; here where there is no cache."""
+        """Compile in another process, which fills numba's cache, then load; in this one where there is no cache."""
         if stamp is None:
             self._load(None)
             return
@@ -328,15 +328,15 @@ _loading = _Loading()
 
 
 def compile_for_others() -> None:
-    """For a process that does nothing else."""
+    """The main function of the compiling process."""
     os.nice(10)
     _loading.begun = True
     _loading._load(_stamp())
 
 
 def _stamp() -> Path | None:
-    """A file in numba's cache that says that this version is compiled in there for this processor; None where it can
-    have no cache. Raises whatever numba does, ImportError where there is none."""
+    """The file in numba's cache that marks this version as compiled for this processor; None where numba has no cache.
+    Raises whatever numba does, ImportError without numba."""
     import numba
     from llvmlite import binding
 

@@ -1,11 +1,11 @@
-"""Pages moved between slots and host memory, checksums and headers included, in compiled code without the GIL.
+"""Moves pages between slots and host memory, checksums and headers included, in compiled code without the GIL.
 
-Threads share the pages of a call, which are sorted by place: neighbours go in one preadv2 or pwritev2, no more at once
-than stays in the processor's cache until it is checked, and a page is reported good only if its seal, made of its key,
-its length and the checksum of what was read, is the one in the index (``envelope.page_seal``). Whatever is not good is
-left to slot_io.py and envelope.py, which find out what it is.
+Threads share the pages of a call, which are sorted by place. Neighbours move in one preadv2 or pwritev2, at most as
+many bytes at once as stay in the processor's cache until they are checked. A page is good only if the seal of its key,
+its length and the checksum of what was read is the one in the index (``envelope.page_seal``). Other pages are left to
+slot_io.py and envelope.py, which find out what is wrong.
 
-Importing this module imports numba and compiles, or takes from its cache, what is below: a second the first time.
+Importing this module imports numba, and compiles what is below or loads it from numba's cache.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ _HEADER_WORDS = 16
 _SEALED_BYTES = 8 * _CREATED_WORD
 _CHECKED_BYTES = 8 * _HEADER_CHECKSUM_WORD
 _LEAST_PORTION = 4096
-"""Bytes of a large page read at once, at least: a block, which O_DIRECT takes."""
+"""Fewest bytes of a large page read at once: a block, for O_DIRECT."""
 
 PAYLOAD, SLOT, START, SECOND, CREATED, FLAGS, AT_ONCE, FILLER = range(8)
-"""Positions in ``facts``, which are: bytes of a payload and of a slot; the first 16 bytes of each header; when written,
-in ms; flags of the system call; bytes that a thread takes at a time and moves by one system call, unless a page has
-more; the address of a block that fills gaps."""
+"""Positions in ``facts``: bytes of a payload; bytes of a slot; the first 16 bytes of each header (two words); when
+written, in ms; flags of the system call; bytes that a thread takes at a time and moves by one system call, unless a
+page has more; the address of a block that fills gaps."""
 
 NUMBER, DESCRIPTOR, HEADERS, FIRST_ROW = range(4)
-"""Columns of ``opened``, which has a row per slab: its number, the descriptors of its slots and of its headers, and the
-row of the seal of slot 0."""
+"""Columns of ``opened``, a row per slab: its number, the descriptors of its slots and headers, the row of the seal of
+slot 0."""
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _error(functions: Any) -> Any:
-    """The result of pages whose system call has just failed. Never that of a page that is done."""
+    """The result of pages whose system call has just failed; never DONE."""
     code = int_at(call(functions[ERRNO], 0, 0, 0, 0, 0))
     return -code if code > 0 else LOOK_AGAIN
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _end_of_run(slabs: Any, slots: Any, segments: Any, vectors: Any, begin: Any, end: Any) -> Any:
-    """One behind the last page, of those taken together (``_taken``), that moves together with page ``begin``."""
+    """One behind the last page that moves together with page ``begin``, among those taken (``_taken``)."""
     most = min(IOV_MAX, len(vectors) // 2) // (len(segments) + 1)
     position = begin + 1
     while (
@@ -86,7 +86,7 @@ def _opened(opened: Any, slab: Any) -> Any:
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _gather(facts: Any, positions: Any, addresses: Any, segments: Any, vectors: Any, begin: Any, end: Any) -> Any:
-    """Fill ``vectors`` with the memory of a run: their number, and how many bytes they are."""
+    """Fill ``vectors`` with the memory of a run; returns their number and their bytes."""
     gap = facts[SLOT] - facts[PAYLOAD]
     count, total = 0, 0
     for page in range(begin, end):
@@ -103,7 +103,7 @@ def _gather(facts: Any, positions: Any, addresses: Any, segments: Any, vectors: 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _checksum(functions: Any, state: Any, facts: Any, addresses: Any, segments: Any, page: Any) -> Any:
-    """Of a page's payload: its two words, low and high."""
+    """The checksum of a page's payload: two words, low and high."""
     if len(segments) == 1:
         return call_for_two(functions[HASH], addresses[page, 0], facts[PAYLOAD])
     call(functions[RESET], state, 0, 0, 0, 0)
@@ -124,9 +124,9 @@ def _read_large_page(
     vectors: Any,
     page: Any,
 ) -> Any:
-    """Read a page in portions, each hashed while it is in the processor's cache: the bytes read, or what the system
-    call says, and the two words of the checksum."""
-    # Of about the same size: what is left over would cost a system call of its own.
+    """Read a page in portions and hash each while it is in the processor's cache. Returns the bytes read, or the error
+    of the system call, and the two words of the checksum."""
+    # Portions of about equal size: a small rest would cost a system call of its own.
     portion = -(-facts[PAYLOAD] // max(1, facts[PAYLOAD] // facts[AT_ONCE]))
     portion += -portion % _LEAST_PORTION
     count, total, done = 0, 0, 0
@@ -155,7 +155,7 @@ def _read_large_page(
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _seal(functions: Any, facts: Any, keys: Any, headers: Any, at: Any, page: Any, low: Any, high: Any) -> Any:
-    """The two words of the seal of a page with this checksum. What it is made of is at word ``at`` of ``headers``."""
+    """The two words of the seal of a page with this checksum. Its input is written at word ``at`` of ``headers``."""
     headers[at], headers[at + 1] = np.uint64(facts[START]), np.uint64(facts[SECOND])
     for word in range(_KEY_WORDS):
         headers[at + _KEY_WORD + word] = keys[page, word]
@@ -167,7 +167,7 @@ def _seal(functions: Any, facts: Any, keys: Any, headers: Any, at: Any, page: An
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _finish_header(functions: Any, facts: Any, headers: Any, at: Any) -> None:
-    """What a header has behind what its seal is made of."""
+    """Write the rest of a header, behind the input of its seal."""
     headers[at + _CREATED_WORD] = np.uint64(facts[CREATED])
     for word in range(_CREATED_WORD + 1, _HEADER_CHECKSUM_WORD):
         headers[at + word] = np.uint64(0)
@@ -177,7 +177,7 @@ def _finish_header(functions: Any, facts: Any, headers: Any, at: Any) -> None:
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _taken(facts: Any, results: Any, taken: Any) -> Any:
-    """The pages that this thread moves next: the first one, and one behind the last."""
+    """Take the next pages for this thread: the first one, and one behind the last."""
     step = max(1, facts[AT_ONCE] // facts[SLOT])
     begin = fetch_add(taken.ctypes.data, step)
     return begin, min(begin + step, len(results))
@@ -267,7 +267,7 @@ def _write_pages(
             for page in range(length):
                 position, at = positions[begin + page], page * _HEADER_WORDS
                 low, high = _checksum(functions, state, facts, addresses, segments, position)
-                # The slot is this writer's: nobody looks for the seal of a page in it.
+                # The slot is this writer's: nobody reads its seal yet.
                 seals[first + page, 0], seals[first + page, 1] = _seal(
                     functions, facts, keys, headers, at, position, low, high
                 )

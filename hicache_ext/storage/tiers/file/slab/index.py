@@ -1,14 +1,14 @@
 """Which page is in which slot: the index of one directory, shared by all processes on it.
 
-What changes with every page is mapped by all processes (slot_table.py), so that looking up a page is neither a system
-call nor a lock. What changes rarely is in LMDB (records.py), which gives what is needed there: one writer at a time
-across processes, also where one is killed, and transactions. What can be changed: change.py.
+What changes with every page is mapped by all processes (slot_table.py): a look-up takes no system call and no lock.
+What changes rarely is in LMDB (records.py), which gives transactions and one writer at a time across processes, also
+after a kill. Changes: change.py. Reasons: docs/decisions/slab-index.md.
 
-Clearing an identity raises its generation: its pages are out of reach at once, and are removed little by little.
+Clearing an identity raises its generation: its pages are out of reach at once and are removed later.
 
-Nothing is synced: after a power loss the index may be anything, so it is used again only by the boot that wrote it, or
-after every process has closed it in order (then it was synced); otherwise it is rebuilt from the headers of the
-pages (directory.py).
+Nothing is synced, so the index may be damaged after a power loss. It is used again only by the boot that wrote it, or
+after every process has closed it in order (which syncs it). Otherwise it is rebuilt from the headers of the pages
+(directory.py).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from hicache_ext.storage.tiers.file.slab.touches import Uses
 logger = logging.getLogger(__name__)
 
 _MAP_SIZE = 1 << 32
-"""Bytes of address space LMDB may grow to; the file itself stays as small as its content."""
+"""Bytes of address space for LMDB; the file is only as large as its content."""
 _MAX_READERS = 1024
 _CHANGES_BETWEEN_READER_CHECKS = 64
-"""A process killed inside a read transaction pins what it was looking at, and LMDB grows with every change until that
-is noticed."""
+"""A process killed inside a read transaction keeps its snapshot, and LMDB grows with every change until that is
+noticed."""
 _FRESH_USES_KEPT = 0.05
-"""Seconds in which other processes' writes do not make a use of a page worth noting that was not before."""
+"""Seconds for which the answer "this use need not be noted" is kept, whatever other processes write."""
 _CLEAR_BATCH = 2048
-"""Pages of a cleared identity freed in one change: writers wait for no longer than that takes."""
+"""Pages of a cleared identity freed in one change, which is how long writers may wait."""
 _AT_ONCE = 1 << 16
 """Records copied at once for tools."""
 
@@ -75,7 +75,7 @@ _EPOCH = b"epoch"
 
 
 class IndexedPage(NamedTuple):
-    """What the index tells of a page."""
+    """The record of a page."""
 
     key: bytes
     place: Place
@@ -94,8 +94,8 @@ class SlabIndex:
         self._data = path / "data.mdb"
         self._ghosts: GhostTable | None = None
         for file in (self._data, path / "lock.mdb"):
-            # LMDB would make them with the mode that the umask leaves, and as root's where root runs a tool. What is
-            # there is not opened: closing it would take the locks of an LMDB of this process with it.
+            # LMDB would make them with the mode of the umask, and as root's where root runs a tool. Existing files are
+            # not opened: closing one would drop the locks of an LMDB of this process.
             if not os.path.lexists(file):
                 os.close(open_file(file, os.O_RDWR))
         check_length(self._data)
@@ -104,7 +104,7 @@ class SlabIndex:
             map_size=_MAP_SIZE,
             max_dbs=2,
             max_readers=_MAX_READERS,
-            # No sync: a power loss is met by the rebuild.
+            # No sync: after a power loss the index is rebuilt.
             sync=False,
             metasync=False,
             max_spare_txns=16,
@@ -132,7 +132,7 @@ class SlabIndex:
         self._known_fresh_uses = _NO_FRESH_USES
 
     def close(self, *, sync: bool) -> None:
-        """Raises lmdb.Error or OSError when ``sync`` fails; it is closed all the same."""
+        """Raises lmdb.Error or OSError when ``sync`` fails; the index is closed in any case."""
         try:
             if sync:
                 self.table.sync()
@@ -144,8 +144,8 @@ class SlabIndex:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def locate(self, keys: Sequence[bytes], oldest: int = 0) -> tuple[Placed, bool]:
-        """Those of these pages that are there, in their order, each with its position in ``keys``; and whether using
-        them now is worth a ``touch``. Those written before ``oldest`` (wall-clock seconds) are not."""
+        """The pages found, in the order of ``keys``, each with its position; and whether their use is worth a
+        ``touch``. Pages written before ``oldest`` (wall-clock seconds) are not found."""
         view = self._current()
         generations = self.generations(view, keys)
         found, said = lookup.locate(
@@ -158,7 +158,7 @@ class SlabIndex:
         return Placed(slabs, slots, lengths, positions, Known(bool(in_order), length, slab)), bool(stale)
 
     def _fresh_uses(self, view: View) -> Words:
-        """For each slab: a page last used before that is worth a ``touch`` when it is used now."""
+        """For each slab: the use of a page last used before this is worth a ``touch``."""
         until, of_view, fresh = self._known_fresh_uses
         if of_view is not view or time.monotonic() >= until:
             by_size = {
@@ -170,12 +170,12 @@ class SlabIndex:
         return fresh
 
     def find(self, key: bytes) -> Place | None:
-        """Where one page is."""
+        """The place of one page."""
         placed, _ = self.locate([key])
         return Place(*placed.pages()[0][:3]) if placed else None
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
-        """Which pages are there; ``oldest`` as for ``locate``."""
+        """Which pages are found; ``oldest`` as for ``locate``."""
         found: list[bool] = (self.rows(self._current(), keys, oldest) >= 0).tolist()
         return found
 
@@ -188,7 +188,7 @@ class SlabIndex:
         return lookup.find(view.records, view.buckets, key_words(keys), self.generations(view, keys), oldest)
 
     def generations(self, view: View, keys: Sequence[bytes]) -> Words:
-        """Those of ``keys``: one where all are of one identity."""
+        """The generations of ``keys``; a single one where all are of one identity."""
         if isinstance(keys, PageKeys):
             return self._generation(view, keys.identity)
         digests = [key[:IDENTITY_LENGTH] for key in keys]
@@ -210,8 +210,8 @@ class SlabIndex:
         return 0 if stored is None else int(GENERATION.unpack(stored)[0])
 
     def expired(self, oldest: int, begin: int, limit: int) -> tuple[Words, int | None]:
-        """Of up to ``limit`` slots from number ``begin`` on: the rows of pages written before ``oldest``, and where to
-        go on, None at the end."""
+        """The rows of pages written before ``oldest`` among up to ``limit`` slots from number ``begin`` on; and where
+        to continue, None at the end."""
         view = self._current()
         records = view.records[begin : begin + limit]
         old = (records[:, slot_code.STATE] & 0xFF == slot_code.PAGE) & (records[:, slot_code.OBJECT] >> 32 < oldest)
@@ -223,7 +223,7 @@ class SlabIndex:
         view = self._current()
         taken = np.zeros(len(hashes), np.int64)
         for identity in self.identities(view):
-            rows = self.rows(view, PageKeys(identity, b"".join(hashes)))
+            rows = self.rows(view, PageKeys.of_joined(identity, b"".join(hashes)))
             slabs = np.searchsorted(view.rows[:, slot_code.NUMBER], view.records[rows, slot_code.PLACE] >> 32)
             sizes = np.append(view.rows[:, slot_code.SLOT_SIZE], 0)[slabs]
             taken += np.where(rows >= 0, sizes, 0)
@@ -244,9 +244,8 @@ class SlabIndex:
 
     @property
     def seals(self) -> Seals:
-        """Those of the slots, by row (``Slab.first_record``). Never an error, but a slab that comes or goes meanwhile
-        may be beyond their end or have another's rows. A seal that is not a page's own only costs the page: nothing
-        else agrees with it."""
+        """The seals by row (``Slab.first_record``). A slab that is added or dropped meanwhile may be beyond their end
+        or have another's rows. A wrong seal only costs the page: no other page agrees with it."""
         try:
             return self._current().seals
         except (lmdb.Error, OSError):
@@ -271,10 +270,10 @@ class SlabIndex:
         return {name: len(view.rows_in(state)) for name, state in names} | {"slabs": len(view.slabs)}
 
     def pages(self) -> Iterator[IndexedPage]:
-        """Every page that can be found, slab by slab."""
+        """Every page that can be found, by slab."""
         view = self._current()
         for rows in _in_portions(view.pages):
-            # Nobody changes a record while it is copied.
+            # The lock: no record changes while it is copied.
             with self._environment.begin(write=True):
                 records = view.records[rows]
             records = records[records[:, slot_code.STATE] & 0xFF == slot_code.PAGE]
@@ -287,7 +286,7 @@ class SlabIndex:
                     )
 
     def uses_of(self, digest: bytes) -> Uses | None:
-        """What was read of an identity; None when nothing was."""
+        """The uses of an identity; None when it was never read."""
         with self._environment.begin() as transaction:
             return self.uses(transaction, digest)
 
@@ -296,7 +295,7 @@ class SlabIndex:
         return None if stored is None else Uses(*USES.unpack(stored))
 
     def check(self) -> list[str]:
-        """Every way in which the index contradicts itself, one sentence each; empty when it is sound."""
+        """Every contradiction in the index, one sentence each; empty when it is sound."""
         with self._environment.begin(write=True):
             view = self._current()
             groups, buckets = view.groups.copy(), np.zeros_like(view.buckets)
@@ -332,7 +331,7 @@ class SlabIndex:
 
     @contextmanager
     def changing(self) -> Iterator[IndexChange]:
-        """One change at a time. When the body raises or the process dies, what is not yet whole in it never was."""
+        """One change at a time. When the body raises or the process dies, its unfinished parts do not count."""
         if next(self._changes) % _CHANGES_BETWEEN_READER_CHECKS == 0:
             self._environment.reader_check()
         table = self.table
@@ -352,13 +351,12 @@ class SlabIndex:
                 transaction.put(_EPOCH, NUMBER.pack(epoch), db=self.state_db)
             table.end_change()
         if changed:
-            # Where this fails, the next change does it.
+            # If this fails, the next change does it.
             with suppress(lmdb.Error), self._environment.begin(write=True):
                 table.begin_epoch_in_order(epoch)
 
     def _was_cut_off(self, transaction: Any) -> bool:
-        """Whether the last change did not come to its end, or LMDB never had it. Of one that is all there, the epoch is
-        in order from now on."""
+        """Whether the last change did not end, or LMDB did not commit it. If all of it is there, closes its epoch."""
         table, epoch = self.table, self.table.epoch
         if table.was_left_changing:
             return True
@@ -373,7 +371,7 @@ class SlabIndex:
     def _current(self, transaction: Any = None) -> View:
         """The view of this epoch. Raises OSError, lmdb.Error."""
         view = self._view
-        # First the number, then what it counts: what changes in between is looked at once more.
+        # First the epoch, then what it counts: a change in between is loaded again by the next call.
         epoch = self.table.epoch
         if view.epoch != epoch or not view.lasts:
             if transaction is None:
@@ -385,13 +383,13 @@ class SlabIndex:
         return view
 
     def _load(self, transaction: Any, epoch: int) -> View:
-        """``epoch`` is from before the transaction began, or the transaction is a change."""
+        """``epoch`` was read before the transaction began, or the transaction is a change."""
         with transaction.cursor(self.slabs_db) as cursor:
             slabs = [Slab(SLOT_SIZE.unpack(number)[0], *SLAB.unpack(value)) for number, value in cursor]
         return self.table.view({slab.number: slab for slab in slabs}, epoch)
 
     def free_cleared(self, digest: bytes) -> int:
-        """Free the slots of all pages of older generations of an identity, in short changes; their number."""
+        """Free the slots of all cleared pages of an identity, in short changes; returns their number."""
         freed = 0
         for rows in _in_portions(self.of_identity(self._current(), digest), _CLEAR_BATCH):
             with self.changing() as change:
@@ -399,14 +397,14 @@ class SlabIndex:
         return freed
 
     def of_identity(self, view: View, digest: bytes) -> Words:
-        """The rows of all pages of an identity, found or cleared."""
+        """The rows of all pages of an identity, cleared ones included."""
         first, second = np.frombuffer(digest, np.int64)
         rows = view.pages
         of_it: Words = rows[(view.records[rows, 0] == first) & (view.records[rows, 1] == second)]
         return of_it
 
     def ghosts(self, transaction: Any, at_least: int = 0) -> GhostTable | None:
-        """The table of ghosts, for so many at least, in a change; None when there is none, or no room for one."""
+        """The table of ghosts, for at least so many, in a change; None when there is none, or no space for one."""
         stored = transaction.get(_GHOSTS, db=self.state_db)
         size = NUMBER.unpack(stored)[0] if stored else 0
         table = self._ghosts if self._ghosts is not None and self._ghosts.size == size else None
@@ -424,7 +422,7 @@ class SlabIndex:
         return table
 
     def writer(self, portion: int) -> Words:
-        """What a slot says that this process is writing, for this portion (``next_portion``)."""
+        """The words in a slot that this process is writing, for this portion (``next_portion``)."""
         return np.array([*self._writer, portion, 0, 0], np.int64)
 
     def is_alive(self, writer: Sequence[int]) -> bool:
@@ -432,19 +430,19 @@ class SlabIndex:
         return words_are_of_living(writer)
 
     def next_portion(self) -> int:
-        """Tells apart what this process is writing at the same time."""
+        """A number for each of the concurrent writes of this process."""
         return next(self._portions)
 
     def _open_ghosts(self, transaction: Any) -> None:
         table = self.ghosts(transaction)
-        # Tables of before a growth, and what a killed process was about to grow into.
+        # Smaller tables, and larger ones that a killed process was making.
         for path in self._path.glob("ghosts-*"):
             if table is None or path != table.path:
                 path.unlink(missing_ok=True)
 
 
 def words_of_writer() -> tuple[int, int, int]:
-    """What a slot says of this process while it writes there."""
+    """The words that name this process in a slot that it is writing."""
     host, pid, start = writer_name().rsplit(":", 2)
     return int(pid), int(start) if start.isdigit() else -1, xxhash.xxh3_64_intdigest(host.encode()) >> 1
 

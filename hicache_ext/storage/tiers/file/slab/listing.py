@@ -1,8 +1,8 @@
-"""What is in a slab directory, for who only looks: nothing is locked, made or changed, and read permission is enough.
+"""Lists a slab directory for tools that only look: no lock, no change, read permission is enough.
 
-Servers may be writing meanwhile, so what is told is true of about now. What LMDB has is a small file, which is read
-until two readings agree; records and seals are mapped for reading. Where the index is not one to trust (the machine was
-restarted before it was closed), the headers of the pages tell what a rebuild would find.
+Servers may be writing, so the list is approximate. LMDB's file is small and is read until two readings agree; records
+and seals are mapped for reading. Where the index cannot be trusted (the machine was restarted before it was closed),
+the headers of the pages are listed, as a rebuild would find them. Reasons: docs/decisions/access-to-files.md.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.touches import Uses
 
 _PATIENCE = 10.0
-"""Seconds in which the index must come to rest once, with writers at work on a busy machine."""
+"""Seconds in which the index must be between two changes once, with writers on a busy machine."""
 _PAUSE = 0.01
 _SEAL_WORDS = 2
 
 
 class ListedPage(NamedTuple):
-    """``row`` is that of its record, -1 where a header told of the page."""
+    """``row``: that of its record, -1 for a page found by its header."""
 
     key: bytes
     place: Place
@@ -67,12 +67,12 @@ class SlabListing:
             try:
                 self._index = _Index(path / "index")
             except (lmdb.Error, ValueError, FileNotFoundError):
-                # A server makes it anew at its start.
+                # A server rebuilds it at its start.
                 self._index = None
 
     @property
     def rebuilt_at_start(self) -> bool:
-        """Whether the index cannot be used: then the headers are listed, with pages that are no more."""
+        """Whether the index cannot be used: then headers are listed, also of pages that are gone."""
         return self._index is None
 
     def pages(self) -> Iterator[ListedPage]:
@@ -136,7 +136,7 @@ class SlabListing:
 
 
 class _Index:
-    """An index that may be trusted, as it was at one moment."""
+    """A trusted index, as it was at one moment."""
 
     def __init__(self, path: Path) -> None:
         """Raises lmdb.Error, ValueError or FileNotFoundError where it cannot be read, StoreError and OSError."""
@@ -203,7 +203,7 @@ class _Index:
 
 
 def _read_settled(file: Path) -> bytes:
-    """A file that others may be writing, as it was at one moment. Raises StoreError where it does not come to rest."""
+    """A file that others may write, as it was at one moment. Raises StoreError if two readings never agree."""
     content = file.read_bytes()
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:

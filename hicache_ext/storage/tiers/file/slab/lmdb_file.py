@@ -1,6 +1,6 @@
-"""Whether LMDB's file is as long as it says: LMDB maps it, and a page beyond its end is a SIGBUS.
+"""Checks that LMDB's file is as long as its header says: LMDB maps it, and a page beyond its end is a SIGBUS.
 
-A file ends early where the file system, a copy or a hand cut it. The layout is that of LMDB 0.9's ``MDB_meta`` (mdb.c),
+A file system, a copy or a person may have cut it. The layout is that of LMDB 0.9's ``MDB_meta`` (mdb.c),
 in the file's first two pages, with the machine's byte order.
 """
 
@@ -20,9 +20,9 @@ _PAGE_SIZES = [1 << power for power in range(8, 17)]
 
 
 def check_length(file: Path) -> None:
-    """Raises lmdb.Error where ``file`` is shorter than its two meta pages say, or has not both of them; OSError.
+    """Raises lmdb.Error if ``file`` is shorter than its two meta pages say, or lacks one of them; OSError.
 
-    An empty file is none yet.
+    An empty file is fine: LMDB has not written it yet.
     """
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -30,7 +30,7 @@ def check_length(file: Path) -> None:
             return
         page_size, last = _read_meta(fd, 0)
         last = max(last, _read_meta(fd, page_size)[1])
-        # Read after them: who writes meanwhile makes the file longer before a meta page says so.
+        # Read after them: a writer makes the file longer before a meta page says so.
         size = os.fstat(fd).st_size
     finally:
         os.close(fd)

@@ -1,7 +1,7 @@
 """Files of int64 words that several processes map.
 
-A file has all its blocks before it is mapped, and only file systems that write blocks where they are will do: elsewhere
-a full disk would be a SIGBUS (layout_choice.py).
+A file has all its blocks before it is mapped, and the file system writes changed blocks in place: otherwise a full disk
+would be a SIGBUS (layout_choice.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORD = 8
 
 
 def map_words(path: Path, words: int, *, to_change: bool = True) -> Words:
-    """The first so many words of a file. Raises OSError, ValueError when there are fewer."""
+    """Map the first ``words`` words of a file. Raises OSError, ValueError when it has fewer."""
     if words == 0:
         return np.empty(0, np.int64)
     fd = os.open(path, (os.O_RDWR if to_change else os.O_RDONLY) | os.O_CLOEXEC)
@@ -32,7 +32,7 @@ def map_words(path: Path, words: int, *, to_change: bool = True) -> Words:
 
 
 def extend(path: Path, words: int) -> None:
-    """Make the file at least so long, with zeros. Raises OSError (ENOSPC)."""
+    """Make the file at least ``words`` words long, with zeros. Raises OSError (ENOSPC)."""
     fd = open_file(path, os.O_RDWR)
     try:
         before = os.fstat(fd).st_size
@@ -47,7 +47,7 @@ def extend(path: Path, words: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """To the disk. Raises OSError."""
+    """Sync to the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

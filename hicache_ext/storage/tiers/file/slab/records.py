@@ -1,6 +1,6 @@
-"""What the index of a slab directory is made of.
+"""The parts of the index of a slab directory.
 
-In LMDB, what changes rarely:
+LMDB has what changes rarely:
 
 ========  =====================  ======================================================================================
 database  key                    value
@@ -10,8 +10,8 @@ state     name                   the next slab number, the generation and the us
                                  table of ghosts (ghosts.py), the last epoch begun (slot_table.py)
 ========  =====================  ======================================================================================
 
-A write transaction of LMDB is also the lock for all the rest, which every process maps (slot_table.py): a record per
-slot, which is what is true, and what follows from the records; and the seal of the page in each slot.
+A write transaction of LMDB is also the lock for the mapped files (slot_table.py): a record per slot, which is the
+truth, what follows from the records, and the seal of the page in each slot.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from dataclasses import dataclass, field
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 
 INDEX_VERSION = 6
-"""Counts the changes of what is described above, and of slot_table.py. An index of another version is rebuilt from
-the headers."""
+"""The version of the format above and of slot_table.py. An index of another version is rebuilt from the headers."""
 
 GENERATION = struct.Struct(">H")
 SLOT_SIZE = struct.Struct(">I")
 SLAB = struct.Struct("<IIQ")
 NUMBER = struct.Struct(">Q")
 USES = struct.Struct("<Qd")
-"""Pages of an identity that were hit, and the wall-clock seconds of the last time."""
+"""Pages of an identity that were hit, and when last (wall-clock seconds)."""
 USES_NAME = b"uses"
 GENERATION_NAME = b"generation"
 
@@ -40,7 +39,7 @@ _MOST_SLOTS_IN_A_GROUP = 32
 
 
 def slots_in_group(slot_size: int) -> int:
-    """Slots of this size that are one group: the slots n * so many and those behind it."""
+    """Slots of this size in one group; groups begin at multiples of it."""
     return min(max(1, _GROUP // slot_size), _MOST_SLOTS_IN_A_GROUP)
 
 

@@ -1,7 +1,7 @@
-"""Room for pages in one slab directory, within its capacity.
+"""Allocates slots in one slab directory, within its capacity.
 
 Slots are free ones, those of slabs added while the capacity lasts, and those of evicted pages. Slot sizes compete: a
-slab with pages that would go before those evicted of another size is taken away.
+slab whose pages have lower priorities than those evicted of another size is taken away.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _SLABS_AT_CAPACITY = 16
 """A full directory has about this many slabs, unless they would be larger than _LARGEST_SLAB."""
 _LARGEST_SLAB = 1 << 30
 _SMALLEST_PART_OF_A_SLAB = 4
-"""A slot size that has slabs gets no other one smaller than this part of a whole one."""
+"""A slot size that has slabs gets no further one smaller than a whole one divided by this."""
 _MOST_SLABS_RECLAIMED = 64
 """Slabs of other slot sizes that one write may take away."""
 _MOST_EVICTED_AHEAD = 16
-"""Of the slots of a full directory, one in so many at most is kept free for the next write."""
+"""At most one in so many slots of a full directory is kept free for the next write."""
 _INDEX_LOOK_INTERVAL = 1.0
-"""Seconds between two looks at how large the index has become."""
+"""Seconds between two checks of the size of the index."""
 _DEAD_WRITERS_INTERVAL = 10.0
-"""Seconds between two looks, at full capacity, for slots that killed processes were writing."""
+"""Seconds, at full capacity, between two searches for slots that killed processes were writing."""
 
 
 class Room:
@@ -58,8 +58,8 @@ class Room:
     ) -> None:
         """Drops slabs beyond the capacity. Raises lmdb.Error or OSError.
 
-        ``touches`` are written before an eviction; ``failed`` hears of errors of the disk, ``evicted_age`` how many
-        seconds ago what is evicted was used.
+        ``touches`` are written before an eviction. ``failed`` is told errors of the disk, ``evicted_age`` the seconds
+        since the last use of evicted pages.
         """
         self._directory = directory
         self._index = index
@@ -95,13 +95,13 @@ class Room:
         return Fullness(self._capacity, used, free + max(0, left), pages)
 
     def resize(self, capacity: int) -> None:
-        """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new one."""
+        """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new capacity."""
         self._capacity = capacity
         self._pins.set_limit(capacity // 2)
         self._shrink()
 
     def make_up_for_index(self) -> None:
-        """Drop slabs where the index has grown by more than was expected."""
+        """Drop slabs if the index has grown by more than expected."""
         if time.monotonic() < self._look_at_index:
             return
         self._look_at_index = time.monotonic() + _INDEX_LOOK_INTERVAL
@@ -121,12 +121,10 @@ class Room:
     # -- slots -----------------------------------------------------------------------------------------------------
 
     def take(self, wanted: Mapping[int, Numbers], portion: int) -> dict[int, Words]:
-        """Slots for as many pages as there is room for: by slot size, those for the first ones, slabs and slots a row
-        each. ``portion`` is what they are published with.
-
-        ``wanted``: the pages that need a slot of each size.
+        """Allocate slots for as many of the pages as possible, the first ones first: by slot size, slabs and slots, a
+        row each. ``portion``: the number with which they are published. ``wanted``: the pages for each slot size.
         """
-        # A look at the pins, where one is due, is not for inside a change that others wait for.
+        # Read the pins now if due, not inside a change that others wait for.
         self._pins.spared()
         taken: dict[int, Words] = {}
         left = {slot_size: len(pages) for slot_size, pages in wanted.items()}
@@ -171,8 +169,8 @@ class Room:
     def evict_ahead(self, counts: Mapping[int, int]) -> None:
         """At full capacity, free as many slots as are being filled (``counts``, by slot size), for the next write.
 
-        While they are being filled: this is work for the processor, and that is work for the disk and the memory. And
-        before they are published: what is stored now must not be evicted by the same call.
+        It runs while they are filled: this is work for the processor, that for the disk and memory. And before they are
+        published: a page stored now must not be evicted by the same call.
         """
 
         def evict(change: IndexChange) -> None:
@@ -192,13 +190,13 @@ class Room:
         first, before = change.first_victim(slot_size) if count > 0 else None, change.evicted
         change.evict(slot_size, count, self._spared())
         if first is not None:
-            # The first one speaks for all: only those are evicted whose turn is next.
+            # The first victim stands for all: they are next to each other in the order.
             used, written = first
             last_use = self._clock_times[slot_size].when(used) or written
             self._evicted_age.note(max(0.0, time.time() - last_use), change.evicted - before)
 
     def _spared(self) -> Words:
-        """What ``IndexChange.evict`` takes for the pinned pages."""
+        """The pinned pages as ``IndexChange.evict`` takes them."""
         hashes = self._pins.spared()
         if hashes is not self._spared_hashes:
             self._spared_hashes = hashes
@@ -221,8 +219,8 @@ class Room:
     def reclaim_slab(self, needed: bool) -> bool:
         """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever.
 
-        ``needed``: pages wait for it. Otherwise one is taken for as many evictions as it has slots, and only while its
-        pages would go before those evicted here.
+        ``needed``: pages wait for it. Otherwise one slab is taken per as many evictions as it has slots, and only while
+        its pages have lower priorities than those evicted here.
         """
         slab, self._colder_slab = self._colder_slab, None
         if slab is None or not (needed or self._evicted_since_reclaim >= slab.slots):
@@ -241,7 +239,7 @@ class Room:
         if slots < 1:
             return False
         if slots < wanted // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in change.slabs()):
-            # What slabs of other sizes left over, again and again: slabs of one slot each would be had by the hundred.
+            # Or remainders of the capacity would become hundreds of slabs of one slot each.
             return False
         slab = None
         try:
@@ -259,7 +257,7 @@ class Room:
         dropped = self._index.change(lambda change: change.drop_slab(slab))
         if dropped:
             self._slabs.pop(slab.number, None)
-            # There is room again: a slab is added before the next eviction.
+            # There is space again: a slab is added before the next eviction.
             self._full.clear()
             try:
                 self._directory.delete_slab_file(slab)
@@ -269,9 +267,9 @@ class Room:
         return bool(dropped)
 
     def _shrink(self) -> None:
-        """Drop slabs, those with the pages that go first, until what there is fits the capacity.
+        """Drop slabs, those with the lowest priorities first, until the rest fits the capacity.
 
-        The capacity may have been lowered, or the index have grown: killed readers pin what they were looking at.
+        The capacity may have been lowered, or the index may have grown: killed readers keep their snapshots.
         """
         while True:
             slabs = self._index.slabs()
@@ -282,12 +280,12 @@ class Room:
                 return
 
     def _occupied(self, slabs: Sequence[Slab]) -> int:
-        """Bytes of disk of slabs and index: what the index is expected to need, or what it takes if that is more."""
+        """Bytes of disk of slabs and index: the expected size of the index, or its size if that is more."""
         expected = INDEX_BYTES_AT_LEAST + sum(slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
         return max(expected, self._index_size()) + sum(slab.size + slab.headers_size for slab in slabs)
 
     def _index_size(self) -> int:
-        """Bytes of the index's files; 0 when they cannot be looked at."""
+        """Bytes of the index's files; 0 when they cannot be read."""
         try:
             return self._directory.index.size()
         except OSError as error:
@@ -295,7 +293,7 @@ class Room:
             return 0
 
     def _look_at_slabs(self) -> None:
-        """Learn of slabs added, and let go of those dropped, by whichever process."""
+        """Learn of slabs added and dropped by any process."""
         slabs = self._index.slabs()
         if slabs is not None:
             self._slabs = {slab.number: slab for slab in slabs}

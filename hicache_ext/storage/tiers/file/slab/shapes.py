@@ -1,8 +1,9 @@
-"""How a page is laid out in a slab: its payload from the start of a slot on, its header (envelope.py, 128 bytes) at the
-slot's place in a file of headers beside the slab.
+"""The layout of a page in a slab: its payload at the start of a slot, its header (envelope.py, 128 bytes) at the slot's
+place in a file of headers beside the slab.
 
-So the payloads of neighbouring slots are neighbours on disk, each begins at a block border, and a page of whole blocks
-fills its slot. To read one, its header is not needed: the index has the seal of every page (slot_table.py).
+So payloads of neighbouring slots are neighbours on disk, each begins at a block border, and a page of whole blocks
+fills its slot. A read does not need the header: the index has the seal of every page (slot_table.py). Reasons:
+docs/decisions/slab-headers-and-seals.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def are_of_one_size(sizes: Sequence[int]) -> bool:
 
 
 def sizes_at(sizes: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The payloads of the pages at some positions, all pages having these."""
+    """The payload bytes of the pages at ``positions``, from those of all pages."""
     if sizes and are_of_one_size(sizes):
         return np.full(len(positions), sizes[0])
     return np.array(sizes, np.int64)[positions]

@@ -8,12 +8,11 @@
     groups           per slab, beginning with the row that its records begin with, its summary and a row per group
     buckets-<n>      the hash table, n words
 
-Reading takes no lock and no system call. Changes are made by one process at a time, under the index's lock. A process
-killed in the middle of one leaves CHANGING set: whoever changes something next makes everything anew from the records
-that are whole. That, and a change of the slabs or of a generation, raises EPOCH: what a process has mapped and knows is
-of one epoch.
+Reading takes no lock and no system call. One process at a time makes changes, under the index's lock. A process killed
+in a change leaves CHANGING set: the next change first makes everything anew from the whole records. That, and a change
+of the slabs or of a generation, raises EPOCH: what a process has mapped and cached belongs to one epoch.
 
-What may be lost or wrong after a power loss is met by directory.py: then the index is not used again.
+After a power loss the index is not used again (directory.py).
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ def seal_at(seals: Seals, row: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The slabs as of one epoch, and what is mapped for them."""
+    """The slabs of one epoch, and their mapped words."""
 
     epoch: int
     slabs: Mapping[int, Slab]
-    """By number, in that order."""
+    """By number, sorted."""
     records: Words
     seals: Seals
     groups: Words
@@ -68,15 +67,15 @@ class View:
     rows: Words
     """``slabs`` of slot_code.py."""
     slots: Mapping[int, int]
-    """How many there are of each slot size."""
+    """Slot size -> number of slots."""
     capacities: Words
-    """Slots, one at least, of the slot size of each clock."""
+    """By clock: the number of slots of its slot size, at least 1."""
     generations: dict[bytes, Words] = field(default_factory=dict)
-    """Of the identities that were asked for, a word each."""
+    """The generations of identities asked for so far."""
 
     @property
     def lasts(self) -> bool:
-        """Whether this is true until the epoch ends; otherwise only now (``SlotTable.begin_epoch``)."""
+        """Whether this holds until the epoch ends, or only now (``SlotTable.begin_epoch``)."""
         return self.epoch % 2 == 0
 
     @property
@@ -111,7 +110,7 @@ class SlotTable:
     """The mapped files in one directory. Threads: any; changes under the lock of the index."""
 
     def __init__(self, directory: Path, *, new: bool) -> None:
-        """Under the lock. Makes them if ``new``. Raises OSError, lmdb.Error when they are not what they must be."""
+        """Under the lock. Makes the files if ``new``. Raises OSError, lmdb.Error when the files are not valid."""
         self._directory = directory
         header = directory / "header"
         if new:
@@ -131,7 +130,7 @@ class SlotTable:
             self._header[_FORMAT] = _THIS_FORMAT
         if self._header[_FORMAT] != _THIS_FORMAT:
             raise lmdb.CorruptedError("the header of the index is not what it was")
-        # What a process was killed over when it replaced the hash table.
+        # Left by a process that was killed while it replaced the hash table.
         for path in set(directory.glob("buckets-*")) - {self._buckets}:
             path.unlink(missing_ok=True)
         self.clocks: Words = self._header[_CLOCKS:].reshape(-1, CLOCK_WORDS)
@@ -143,7 +142,7 @@ class SlotTable:
     def size(self) -> int:
         """Bytes of disk."""
         others = (self._directory / "header", self._records, self._seals, self._groups)
-        # The hash table has the size that its name says; another process may replace it at any time.
+        # The name of the hash table gives its size; another process may replace the file at any time.
         return sum(path.stat().st_size for path in others) + int(self._header[_BUCKETS]) * WORD
 
     def sync(self) -> None:
@@ -154,7 +153,7 @@ class SlotTable:
     # -- views -----------------------------------------------------------------------------------------------------
 
     def view(self, slabs: Mapping[int, Slab], epoch: int) -> View:
-        """What is mapped for these slabs. Raises OSError, lmdb.Error when it is not there."""
+        """Map the words of these slabs. Raises OSError, lmdb.Error when they are missing."""
         slabs = dict(sorted(slabs.items()))
         rows = max((slab.first_record + slab.slots + 1 for slab in slabs.values()), default=0)
         numbers = [
@@ -185,14 +184,14 @@ class SlotTable:
             number = int(self._header[_BUCKETS])
             with suppress(FileNotFoundError):
                 return map_words(self._directory / f"buckets-{number}", number)
-            # Another process has just made a larger one.
+            # Another process has just replaced it by a larger one.
         raise FileNotFoundError(f"buckets-{number}")
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
     @property
     def was_left_changing(self) -> bool:
-        """Whether the last change did not come to its end."""
+        """Whether the last change did not end."""
         return bool(self._header[_CHANGING])
 
     def begin_change(self) -> None:
@@ -202,18 +201,18 @@ class SlotTable:
         self._header[_CHANGING] = 0
 
     def begin_epoch(self) -> int:
-        """Slabs or generations are about to change: until that is done, where this process is killed over it by the
-        next change, all processes look at them each time. The number for ``begin_epoch_in_order``."""
+        """Slabs or generations are about to change. Until the change ends (or, after a kill, until the next change) all
+        processes read them at each call. Returns the number for ``begin_epoch_in_order``."""
         self._header[_EPOCH] += 1 if self.epoch % 2 == 0 else 2
         return self.epoch
 
     def begin_epoch_in_order(self, number: int) -> None:
-        """They have changed. Under the lock once more: another change may have been there in between."""
+        """They have changed. Under the lock again: another change may have come in between."""
         if self.epoch == number:
             self._header[_EPOCH] = number + 1
 
     def clock(self, slot_size: int) -> Words:
-        """The clock of this slot size, for changes. Where there are too many sizes, the last ones share one."""
+        """The clock of this slot size, for changes. With too many sizes the last ones share a clock."""
         sizes = self.clocks[:, CLOCK_SIZE].tolist()
         number = next((n for n, size in enumerate(sizes) if size in (0, slot_size)), len(sizes) - 1)
         row: Words = self.clocks[number]
@@ -221,9 +220,9 @@ class SlotTable:
         return row
 
     def allocate(self, slots: int, others: Mapping[int, Slab]) -> int:
-        """Room for the records of a new slab: where they begin. Raises OSError, and nothing has changed.
+        """Allocate the records of a new slab; returns where they begin. Raises OSError, with nothing changed.
 
-        ``others``: the slabs that there are."""
+        ``others``: the existing slabs."""
         first = 0
         for slab in sorted(others.values(), key=lambda slab: slab.first_record):
             if first + slots + 1 <= slab.first_record:
@@ -238,7 +237,7 @@ class SlotTable:
         return first
 
     def _new_buckets(self, number: int) -> None:
-        """An empty hash table instead of the one that there is."""
+        """Replace the hash table by an empty one."""
         path = self._directory / f"buckets-{number}"
         path.unlink(missing_ok=True)
         try:

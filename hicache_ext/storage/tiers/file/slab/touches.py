@@ -1,11 +1,11 @@
 """Uses of pages, noted by reads and written into the index later: a request does not wait for what only ranks pages.
 
-A use costs the index about as much as a page written. Reads note it here; it is written before the next eviction of
-this process, and otherwise by a thread in a pause of the reads, which it would compete with for the interpreter. What a
-killed process had noted is lost: its pages rank as if they had not been used for that moment.
+To write a use costs about as much as to write a page. Notes are written before the next eviction of this process, or by
+a thread in a pause of the reads, with which it would compete for the GIL. A killed process loses its notes: those pages
+rank as if unused.
 
-How many pages of an identity were hit, and when last, is counted here, too, and written at the same time: for people,
-who ask `hicache-ext ls`. What ranks a page does not tell them, because uses in a row count as one there.
+The hits of an identity, and the time of the last one, are counted here, too, for `hicache-ext ls`. The rank of a page
+does not tell them: several uses in a row count as one there.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import NamedTuple
 from hicache_ext.runtime.background import BackgroundLoop
 
 _QUIET = 0.05
-"""Seconds without a note that are taken for a pause."""
+"""Seconds without a note that count as a pause."""
 _LONGEST = 1.0
-"""Seconds after which notes are written also where reads go on without a pause."""
+"""Seconds after which notes are written although reads go on."""
 _MOST_AT_ONCE = 256
-"""Pages in one transaction: writers wait for no longer than that takes."""
+"""Pages in one transaction, which is how long writers may wait."""
 _MOST_NOTED = 1 << 16
-"""Pages noted and not yet written; what is noted beyond that is dropped."""
+"""Most pages noted and not yet written; further notes are dropped."""
 
 Chains = list[Sequence[bytes]]
 
 
 class Uses(NamedTuple):
-    """Of the pages of one identity."""
+    """The uses of the pages of one identity."""
 
     hits: int
     last: float
@@ -56,7 +56,7 @@ class Touches:
         self._loop = BackgroundLoop(f"hicache-{name}-touch", self._write_in_a_pause)
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """The leading pages of a chain were used, and may rank higher for it."""
+        """The leading pages of a chain were used, and may rank higher."""
         with self._lock:
             if not keys or self._loop.stopping or self._pages + len(keys) > _MOST_NOTED:
                 return
@@ -87,7 +87,7 @@ class Touches:
             self._loop.wake(_QUIET)
 
     def take(self) -> Chains:
-        """The chains noted longest ago, as many as one transaction may write; they are noted no more."""
+        """Take the oldest notes, as many as one transaction may write."""
         with self._lock:
             count = pages = 0
             for keys in self._noted:
@@ -99,14 +99,14 @@ class Touches:
             return taken
 
     def take_uses(self) -> dict[bytes, Uses]:
-        """What was counted since this was last asked, by identity."""
+        """Take what was counted since the last call, by identity."""
         with self._lock:
             hits, last = self._hits, self._last
             self._hits, self._last = {}, {}
         return {identity: Uses(count, last[identity]) for identity, count in hits.items()}
 
     def forget(self) -> None:
-        """Drop what is noted."""
+        """Drop all notes."""
         with self._lock:
             self._noted, self._pages, self._hits, self._last = [], 0, {}, {}
 

@@ -1,0 +1,55 @@
+"""Calls of SGLang never raise: it would lose the operation at best and a thread at worst. Trouble is a miss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+
+class Reporting(Protocol):
+    def report_failure(self, call: str, error: BaseException) -> None: ...
+
+
+_S = TypeVar("_S", bound=Reporting)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def answering(
+    otherwise: Callable[..., Any],
+) -> Callable[[Callable[Concatenate[_S, _P], _R]], Callable[Concatenate[_S, _P], _R]]:
+    """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble."""
+
+    def decorate(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+        @functools.wraps(method)
+        def guarded(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return method(self, *args, **kwargs)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end SGLang's I/O thread
+                self.report_failure(method.__name__, error)
+                answer: _R = otherwise(*args, **kwargs)
+                return answer
+
+        return guarded
+
+    return decorate
+
+
+def length(keys: Any) -> int:
+    try:
+        return len(keys)
+    except TypeError:
+        return 0
+
+
+def all_false(keys: Any = (), *_: Any, **__: Any) -> list[bool]:
+    return [False] * length(keys)
+
+
+def all_none(keys: Any = (), *_: Any, **__: Any) -> list[None]:
+    return [None] * length(keys)
+
+
+def transfers_false(transfers: Any = (), *_: Any, **__: Any) -> dict[Any, list[bool]]:
+    return {transfer.name: [False] * length(transfer.keys) for transfer in transfers or ()}

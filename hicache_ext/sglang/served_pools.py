@@ -1,0 +1,269 @@
+"""The host pools that SGLang registered, and the identities of their pages under the weights of now.
+
+A page may be stored or served only while the weights are identified, SGLang's caches hold nothing of older ones, and
+the backend is open. Threads: the scheduler registers pools and reports updates, a thread that reads files reports the
+weights, and any thread looks a pool up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from hicache_ext.config import HicacheExtConfig
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
+from hicache_ext.sglang import weights_hooks
+from hicache_ext.sglang.hooks import ADAPTERS, not_in_force
+from hicache_ext.sglang.host_pool import HostPages, has_page_bytes
+from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
+from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
+
+logger = logging.getLogger(__name__)
+
+KV: str = PoolName.KV.value
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPool:
+    """A registered host pool: its memory and, per part, its identity."""
+
+    name: str
+    pages: HostPages | None
+    """None for a logical anchor, which has no bytes to store."""
+    identities: tuple[PageIdentity, ...]
+    digests: tuple[bytes, ...]
+    """Of the identities; they mean nothing before the weights are identified."""
+
+
+class ServedPools:
+    """See the module docstring. ``register`` tells the tiers an identity, ``clear`` removes this rank's pages."""
+
+    def __init__(
+        self,
+        ranks: Any,
+        config: HicacheExtConfig,
+        facts: LaunchFacts,
+        register: Callable[[bytes, dict[str, Any]], None],
+        clear: Callable[[], bool],
+    ) -> None:
+        """``ranks`` is SGLang's HiCacheStorageConfig. Raises UnsupportedError where the weights cannot be read."""
+        self.bound: dict[str, BoundPool] = {}
+        self.flat: BoundPool | None = None
+        self.suspended_because = None if weights_hooks.caches_are_flushed() else weights_hooks.NOT_FLUSHED
+        self.closed = False
+        self._ranks = ranks
+        self._config = config
+        self._facts = facts
+        self._tell_tiers = register
+        self._clear = clear
+        self._clear_when_identified = False
+        self._own_digests: set[bytes] = set()
+        self._lock = threading.Lock()
+        self.model = self._model_identity()
+        self.weights = _weights_to_identify(facts, config)
+        self.identified = self.weights is None
+
+    def start(self) -> None:
+        """Begin to identify the weights, where that is to be done."""
+        if self.weights is not None:
+            self.weights.start(records_directory(self._config))
+            self.weights.when_known(self._weights_known)
+
+    @property
+    def unavailable(self) -> bool:
+        """Whether nothing may be stored or served."""
+        return self.closed or not self.identified or self.suspended_because is not None
+
+    def usable(self, name: str) -> BoundPool | None:
+        """A registered pool under the identity of now; None where nothing may be stored or served.
+
+        In this order: when the weights become known, pools get their identities before they may be used.
+        """
+        return None if self.unavailable else self.bound.get(name)
+
+    def bind(self, name: str, pool: Any) -> None:
+        """A host pool of SGLang. Raises UnsupportedError for one that cannot be served."""
+        bound = self.bound.get(name)
+        if bound is not None and bound.pages is not None and bound.pages.pool is pool:
+            return
+        if not has_page_bytes(pool):
+            self.bound[name] = BoundPool(name, None, (), ())
+            return
+        parts = self._head_parts(name, pool)
+        pages = HostPages(pool, name, parts)
+        stored = str(getattr(pool, "dtype", torch.uint8)).removeprefix("torch.")
+        dtype = logical_dtype(stored, self._facts.kv_cache_dtype, self._config.kv_dtype)
+        if dtype is None:
+            raise UnsupportedError(
+                f"host pool {name!r}",
+                f"its {stored} bytes may be fp8_e4m3 or fp8_e5m2 and no launch argument tells",
+                "set hicache_ext.kv_dtype",
+            )
+        shards = self._shards(name, pool, parts)
+        logger.info(
+            "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments",
+            name,
+            dtype,
+            getattr(pool, "layout", "?"),
+            pages.page_bytes,
+            len(pages.segment_sizes) * parts,
+        )
+        with self._lock:
+            self.bound[name] = bound = self._under_model(name, pages, pages.describe(dtype), shards)
+            identified = self.identified
+        if identified:
+            self._register(bound)
+
+    def flat_pool(self) -> BoundPool:
+        """The identity of pages that come as one flat tensor (``interface_v1`` off): another byte order than v1."""
+        if self.flat is None:
+            with self._lock:
+                kv = self.bound.get(KV)
+                if kv is not None and kv.identities:
+                    pool = replace(kv.identities[0].pool, kind=f"flat:{kv.identities[0].pool.kind}", segments=())
+                    shards = [kv.identities[0].shard]
+                else:
+                    pool = PoolIdentity(name=KV, kind="flat", dtype="", layout="flat", page_size=0, segments=())
+                    shards = self._shards(KV, None, 1)
+                self.flat = self._under_model("flat", None, pool, shards)
+            self._register(self.flat)
+        return self.flat
+
+    def digests_to_clear(self) -> list[bytes] | None:
+        """Of this rank's own identities; None before they have names: what is to be cleared is cleared then."""
+        with self._lock:
+            if not self.identified:
+                self._clear_when_identified = True
+                return None
+        return sorted(self._own_digests)
+
+    def advance_weights_epoch(self, nonce: str) -> None:
+        """The weights have changed: from now on every page belongs to another identity."""
+        epoch = self._epoch_after(nonce)
+        with self._lock:
+            bounds = self._with_model(weights_epoch=epoch)
+        for bound in bounds:
+            self._register(bound)
+        logger.info("hicache_ext: weights updated, epoch is now %s", epoch)
+
+    def _weights_known(self) -> None:
+        """The weights of the target and of all drafts are identified, or never will be [the thread that read them]."""
+        weights = self.weights
+        if weights is None or self.closed:
+            return
+        with self._lock:
+            # Read before the problem: one that comes up meanwhile comes with a call of its own, which waits here.
+            fingerprint, draft = weights.fingerprint, weights.draft
+            problem = weights.problem
+            if problem is None:
+                self._with_model(fingerprint=fingerprint, draft=draft)
+                bounds = list(self.bound.values())
+            self.identified = problem is None
+            clear_first, self._clear_when_identified = self._clear_when_identified, False
+        if problem is not None:
+            logger.error(
+                "hicache_ext: the weights cannot be identified, so nothing is stored or served until a restart: %s",
+                problem,
+            )
+            return
+        for bound in bounds:
+            self._register(bound)
+        if clear_first:
+            self._clear()
+        logger.info("hicache_ext: weights %s%s", fingerprint, f", draft {draft}" if draft else "")
+
+    def _with_model(self, **facts: str) -> list[BoundPool]:
+        """The lock is held. Which pools' identities are to be registered when it is not any more."""
+        self.model = replace(self.model, **facts)
+        self.flat = None
+        for name, bound in list(self.bound.items()):
+            if bound.identities:
+                shards = [identity.shard for identity in bound.identities]
+                self.bound[name] = self._under_model(name, bound.pages, bound.identities[0].pool, shards)
+        return list(self.bound.values()) if self.identified else []
+
+    def _under_model(
+        self, name: str, pages: HostPages | None, pool: PoolIdentity, shards: Sequence[Shard]
+    ) -> BoundPool:
+        """A pool whose pages are of the weights as they are known now; its identities are yet to be registered."""
+        identities = tuple(PageIdentity(self.model, pool, shard) for shard in shards)
+        return BoundPool(name, pages, identities, tuple(identity.digest() for identity in identities))
+
+    def _register(self, bound: BoundPool) -> None:
+        """Tell the tiers what the identities of a pool's pages are; not before the weights are identified."""
+        for identity, digest in zip(bound.identities, bound.digests, strict=True):
+            self._own_digests.add(digest)
+            self._tell_tiers(digest, identity.document())
+            logger.info("hicache_ext: pages of pool %s have identity %s", bound.name, digest.hex())
+
+    def _head_parts(self, name: str, pool: Any) -> int:
+        """Objects a page is split in, so that deployments of other TP sizes find their heads (tp_lcm_size)."""
+        lcm = self._ranks.tp_lcm_size
+        if not lcm or name != KV or self._ranks.is_mla_model or getattr(pool, "layout", "") != "page_head":
+            return 1
+        return int(lcm) // int(self._ranks.tp_size)
+
+    def _shards(self, name: str, pool: Any, parts: int) -> list[Shard]:
+        ranks = self._ranks
+        common = Shard(
+            pp=(ranks.pp_rank, ranks.pp_size),
+            cp=(ranks.attn_cp_rank, ranks.attn_cp_size),
+            dcp=(ranks.dcp_rank, ranks.dcp_size),
+        )
+        replicated = ranks.is_mla_model and name != PoolName.MAMBA.value
+        if replicated and ranks.tp_size > 1 and getattr(pool, "v_head_dim", None) is not None:
+            raise UnsupportedError(
+                f"host pool {name!r} ({type(pool).__name__})",
+                "its heads differ per TP rank, but SGLang writes the pools of this model from rank 0 only",
+                "use --tp 1, or no draft model, or no storage backend",
+            )
+        if replicated:
+            return [common]
+        lcm = ranks.tp_lcm_size
+        if lcm and getattr(pool, "layout", "") == "page_head" and name == KV:
+            return [replace(common, tp=(ranks.tp_rank * parts + part, lcm)) for part in range(parts)]
+        return [replace(common, tp=(ranks.tp_rank, ranks.tp_size))]
+
+    def _model_identity(self) -> ModelIdentity:
+        model = self._config.model
+        return ModelIdentity(
+            id=model.id or self._ranks.model_name or "",
+            revision=model.revision or self._facts.revision or "",
+            fingerprint="" if model.fingerprint in ("auto", "off") else model.fingerprint,
+            weights_epoch=self._epoch_after(weights_hooks.updated_to()),
+            compute=self._facts.compute,
+        )
+
+    def _epoch_after(self, update: str | None) -> str:
+        configured = str(self._config.model.weights_epoch)
+        return configured if update is None else f"{configured}+{update}"
+
+
+def _weights_to_identify(facts: LaunchFacts, config: HicacheExtConfig) -> ModelWeights | None:
+    """None where nothing is to be read: outside a server, or where the configuration says what the weights are.
+
+    Raises UnsupportedError where they cannot be read.
+    """
+    if facts.model_path is None:
+        return None
+    if facts.lora and (missing := not_in_force([ADAPTERS])):
+        remedy = "leave SGLANG_PLUGINS unset, or let it name hicache_ext"
+        raise UnsupportedError("--enable-lora", missing[ADAPTERS], remedy)
+    if config.model.fingerprint != "auto" or weights_hooks.updated_to() is not None:
+        # The files do not hold what an update has put in their place, and its epoch is like no other.
+        return None
+    weights = weights_of_server(facts)
+    if weights.problem is not None:
+        raise UnsupportedError(
+            f"the model {facts.model_path!r}",
+            f"its weights cannot be identified: {weights.problem}",
+            "set hicache_ext.model.fingerprint to a text that changes whenever the weights do",
+        )
+    return weights
