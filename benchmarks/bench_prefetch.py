@@ -36,7 +36,7 @@ import numpy as np
 from hicache_ext.bench.file_command import prepare_sglang
 from hicache_ext.bench.file_contenders import HiCacheFileContender, Workplace
 from hicache_ext.bench.file_memory import PAGE_SIZE, HostBatch, HostBuffers, page_keys
-from hicache_ext.bench.harness import Spread, fresh_directory, interleaved, terminated_in_order
+from hicache_ext.bench.harness import Spread, fresh_directory, interleaved
 from hicache_ext.bench.report import (
     Panel,
     Table,
@@ -50,6 +50,7 @@ from hicache_ext.bench.report import (
 )
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.errors import BenchmarkError
+from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, StoreInfo
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings

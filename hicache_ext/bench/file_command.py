@@ -32,11 +32,12 @@ from hicache_ext.bench.file_modes import (
     measure_exists,
 )
 from hicache_ext.bench.file_raw import all_raw
-from hicache_ext.bench.harness import Clock, available_memory, fresh_directory, terminated_in_order
+from hicache_ext.bench.harness import Clock, available_memory, fresh_directory
 from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
 from hicache_ext.config.units import format_size, parse_size
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.packages import need
+from hicache_ext.runtime.signals import terminated_in_order
 
 _PAYLOADS = ("32KiB", "128KiB", "1MiB", "4MiB")
 _BATCHES_AT_LEAST = 4

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -146,24 +145,6 @@ class Summary:
 def ratio(summary: Summary, base: Summary) -> float:
     """How many times as fast: above 1 is faster than ``base``. The ratio of the medians the table prints."""
     return summary.rate.median / base.rate.median
-
-
-@contextmanager
-def terminated_in_order() -> Iterator[None]:
-    """SIGTERM ends the run like Ctrl-C does, so that neither servers nor gigabytes of test pages are left behind."""
-
-    def stop(signal_number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # -- the place of a run ------------------------------------------------------------------------------------------------

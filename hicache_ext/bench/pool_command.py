@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.bench.comparison import Baseline, Measured, Point, Results, Throughput, Turns
-from hicache_ext.bench.harness import Clock, terminated_in_order
+from hicache_ext.bench.harness import Clock
 from hicache_ext.bench.pool_measuring import MODES, Case, Contender, Engine, OurClient, Pages, measure, serving
 from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
 from hicache_ext.config import load_config
 from hicache_ext.config.units import format_size, parse_size
 from hicache_ext.errors import BenchmarkError, ConfigError, HicacheExtError
+from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 

@@ -24,9 +24,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import Spread, interleaved, terminated_in_order
+from hicache_ext.bench.harness import Spread, interleaved
 from hicache_ext.bench.report import Panel, Table, machine_facts, plot, today, write_json
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.rigs import tier_faults
