@@ -14,10 +14,14 @@ from hicache_ext.runtime.signals import terminated_in_order
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_interrupts_and_is_what_it_was_afterwards(number: signal.Signals) -> None:
+    def work() -> None:
+        with terminated_in_order():
+            os.kill(os.getpid(), number)
+            signal.pause()
+
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), terminated_in_order():
-        os.kill(os.getpid(), number)
-        signal.pause()
+    with pytest.raises(KeyboardInterrupt):
+        work()
     assert signal.getsignal(number) is before
 
 
