@@ -33,6 +33,7 @@ from hicache_ext.errors import WeightsError
 from hicache_ext.runtime.access import make_directory, open_file
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +368,6 @@ def digest_of_file(fd: int, size: int) -> bytes:
     problems: list[Exception] = []
 
     def read_pieces() -> None:
-        _step_back()
         buffer = memoryview(bytearray(min(PIECE, max(size, 1))))
         while not problems and (number := next(numbers)) < pieces:
             try:
@@ -377,14 +377,11 @@ def digest_of_file(fd: int, size: int) -> bytes:
             except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
                 problems.append(error)
 
-    threads = [
-        threading.Thread(target=read_pieces, name="hicache-weights", daemon=True)
-        for _ in range(min(pieces, _THREADS, len(os.sched_getaffinity(0))))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    readers = ThreadPool("hicache-weights", niceness=_NICENESS)
+    calls = [readers.start(read_pieces) for _ in range(min(pieces, _THREADS, len(os.sched_getaffinity(0))))]
+    readers.close()
+    for call in calls:
+        call.result()
     if problems:
         raise problems[0]
     return hashlib.sha256(_DOMAIN + size.to_bytes(8, "little") + b"".join(digests)).digest()
@@ -397,13 +394,6 @@ def _fill(fd: int, piece: memoryview, offset: int) -> None:
         if count == 0:
             raise WeightsError("a file of weights became shorter while it was read")
         filled += count
-
-
-def _step_back() -> None:
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    except OSError:
-        pass
 
 
 def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_File]:

@@ -16,18 +16,17 @@ while the server runs.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
 import uuid
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from hicache_ext.page.hashes import namespaced_extra_key
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.launch_facts import uses_storage
 
 logger = logging.getLogger(__name__)
@@ -90,9 +89,14 @@ def adapter_digest(adapter: Any, server_modules: Collection[str]) -> str:
         config["target_modules"] = sorted(config["target_modules"])
     config["added_tokens"] = adapter.config.added_tokens_config
     digest = hashlib.sha256(_DOMAIN + json.dumps(config, sort_keys=True, default=str).encode())
-    with ThreadPoolExecutor(_THREADS, "hicache-adapter") as threads:
-        for part in threads.map(functools.partial(_digest_of_tensors, server_modules), _tensors_of(adapter)):
-            digest.update(part)
+    tensors = _tensors_of(adapter)
+    threads = ThreadPool("hicache-adapter")
+    try:
+        parts = threads.run(len(tensors), lambda i: _digest_of_tensors(server_modules, tensors[i]), _THREADS)
+    finally:
+        threads.close()
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()[:32]
 
 

@@ -95,7 +95,7 @@ class Over(Medium):
     def __init__(self, inner: Medium, wrap: Callable[[PageStore], PageStore], **declared: Any) -> None:
         self.inner = inner
         self._wrap = wrap
-        for name in ("type", "shared", "between_processes", "writes_later", "copies"):
+        for name in ("type", "shared", "between_processes", "keeps_identities", "writes_later", "copies"):
             setattr(self, name, declared.get(name, getattr(inner, name)))
 
     def open(self) -> PageStore:

@@ -114,7 +114,8 @@ class TestTieredStoreThatOnlyWritesInTheBackground(PageStoreTests):
     @pytest.fixture
     def medium(self):
         settings = TieringSettings(async_tiers=frozenset({"memory"}))
-        return WrittenLater(Memory(), lambda far: TieredStore([far], [far], settings=settings), type="tiered")
+        declared = {"type": "tiered", "keeps_identities": False}
+        return WrittenLater(Memory(), lambda far: TieredStore([far], [far], settings=settings), **declared)
 
 
 def _assert_it_stores(store):

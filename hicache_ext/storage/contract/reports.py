@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hicache_ext.runtime.call_threads import CallThreads
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.abilities import Gauges, gauges_of
 from hicache_ext.storage.contract.bad_pages import Verdict
 from hicache_ext.storage.contract.registry import series_of_type
@@ -75,7 +75,7 @@ class LastLook:
         self._known: Gauges = {}
         self._looked = -math.inf
         self._under_way = threading.Lock()
-        self._threads = CallThreads(f"hicache-{name}-look")
+        self._threads = ThreadPool(f"hicache-{name}-look")
 
     def known(self) -> Gauges:
         if time.monotonic() - self._looked >= self._interval and self._under_way.acquire(blocking=False):

@@ -262,6 +262,11 @@ class PageStore(Protocol):
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Remove every page of these identities (None: of every identity of this package).
 
+        A write after clear() returned counts: it is visible, and stays. A page stored before clear() never comes back.
+        A medium that cannot take an identity out of sight in one step (Redis, Mooncake, object stores) keeps this rule
+        in the process that cleared; others see the old pages go one by one, and a process that is killed before the
+        end leaves the rest of them.
+
         The answer is the number of identities that had pages: counting pages would take as long as removing them.
         """
 

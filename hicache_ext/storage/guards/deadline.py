@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from hicache_ext.errors import NotBegunError, StoreClosedError, StoreSetupError, TooLateError
 from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.call_threads import CallThreads
-from hicache_ext.runtime.workers import CallGate
+from hicache_ext.runtime.call_gate import CallGate
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.bounce import BounceMemory, Lease
@@ -49,7 +49,7 @@ class DeadlineStore(DelegatingStore):
             raise StoreSetupError(
                 inner.name, f"guards.bounce_memory ({bounce_memory} bytes) is not to be had: {error}", ["set less"]
             ) from error
-        self._threads = CallThreads(f"hicache-{inner.name}-deadline")
+        self._threads = ThreadPool(f"hicache-{inner.name}-deadline")
         self._calls = CallGate(inner.name)
         self._lock = threading.Lock()
         self._stuck = 0

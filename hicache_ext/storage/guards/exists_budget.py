@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.runtime.call_threads import CallThreads
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
@@ -36,7 +36,7 @@ class ExistsBudgetStore(DelegatingStore):
         super().__init__(inner)
         self._budget = budget
         self._clock = clock
-        self._threads = CallThreads(f"hicache-{inner.name}-exists")
+        self._threads = ThreadPool(f"hicache-{inner.name}-exists")
         self._lock = threading.Lock()
         self._present: dict[bytes, float] = {}
         """Key -> end of life."""

@@ -24,6 +24,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.io_priority import DemandGate
 
@@ -97,7 +98,8 @@ class Prefetcher:
         self._held = 0
         """Bytes of pages being fetched and staged."""
         self._closing = False
-        self._threads: list[threading.Thread] = []
+        self._threads = ThreadPool("hicache-prefetch")
+        self._started = 0
         self._publish_level()
 
     # -- what is to come -------------------------------------------------------------------------------------------
@@ -211,17 +213,14 @@ class Prefetcher:
             for page in list(self._pages.values()):
                 self._drop(page)
             self._condition.notify_all()
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join()
+        self._threads.close()
 
     # -- fetching --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        while len(self._threads) < self._settings.streams:
-            name = f"hicache-prefetch-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-            self._threads[-1].start()
+        while self._started < self._settings.streams:
+            self._threads.start(self._run)
+            self._started += 1
 
     def _run(self) -> None:
         while self._wait_for_work():

@@ -1,1 +1,7 @@
 """Conformance suites: pytest classes to inherit from, one fixture or method to fill in."""
+
+import pytest
+
+_PARTS = ("cases", "damage", "declared", "pages", "processes", "removal", "round_trips", "state_machine", "threads")
+# A case that fails says which values differed.
+pytest.register_assert_rewrite(*[f"{__name__}.{part}" for part in (*_PARTS, "storage_backend")])

@@ -1,7 +1,7 @@
 """Several directories as one tier: pages spread over them, and one that fails taken out of service until it is back.
 
 Each path has a store of its own (slabs or page files) and an equal share of the capacity. A call is split by path, and
-the paths work on their parts of it at the same time.
+the paths work on their parts of it at the same time; where one path is in service, it gets the call as it is.
 
 A path goes out of service when several calls in a row met errors of its device and moved not one page. From then on no
 call touches it: its pages are misses, and new ones go to the other paths, by the same rule that reads use. A probe in
@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +27,9 @@ import lmdb
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.abilities import Resizable
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
@@ -49,6 +51,8 @@ _CLOSE_TIMEOUT = 10.0
 """Seconds that close() waits for probes: on a device that hangs one may never end."""
 _LOOK_INTERVAL = 5.0
 """Seconds between two looks at how full the paths are, while somebody asks."""
+_SUCCESS = {"get": GetResult.HIT, "set": SetResult.STORED, "contains": True}
+"""What a call of each kind says of a page that it moved or found."""
 
 
 class PathStore(PageStore, Resizable, Protocol):
@@ -106,14 +110,14 @@ class SpreadStore:
         ``first_probe``: seconds until a path out of service is looked at for the first time. ``evicted_age``: seconds
         since the last use of what the paths evict.
         """
-        self._name = name
-        self._metrics = metrics
+        self.name = name
+        self.metrics = metrics
         self._open_path = open_path
         self._evicted_age = evicted_age or RecentMean()
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
         self._parts = [self._part(number, path, first_probe) for number, path in enumerate(paths)]
         self._choice = PathChoice([str(path) for path in paths])
-        self._usable: tuple[int, ...] = ()
+        self._use(())
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._state = threading.Lock()
         # A path's share of the capacity, in a tuple, since it was changed; the opener knows the one at the start.
@@ -123,19 +127,11 @@ class SpreadStore:
         try:
             self._open_all()
             # Each path's own threads do the work; these only wait for them.
-            self._workers = Workers(f"hicache-{name}-paths", len(paths)) if len(paths) > 1 else None
+            self._workers = ThreadPool(f"hicache-{name}-paths", len(paths)) if len(paths) > 1 else None
         except BaseException:
             self._stop_probing()
             self._close_stores()
             raise
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def metrics(self) -> TierMetrics:
-        return self._metrics
 
     @property
     def parts(self) -> list[PathStore]:
@@ -159,7 +155,7 @@ class SpreadStore:
         details["out_of_service"] = [str(path) for path in self.out_of_service()]
         # A page may be on any path.
         shared = bool(described) and all(info.shared for info in described)
-        return StoreInfo(name=self._name, type="file", shared=shared, details=details)
+        return StoreInfo(name=self.name, type="file", shared=shared, details=details)
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -200,51 +196,35 @@ class SpreadStore:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        results = [GetResult.REJECTED] * len(batch)
-
-        def moved(answers: list[GetResult]) -> bool:
-            return GetResult.HIT in answers
-
         with self._calls:
-            self._each_path(batch.keys, results, "get", lambda store, at: store.get(batch.select(at)), moved)
-        self._count_rejected("get", results.count(GetResult.REJECTED))
+            results = self._answers("get", batch.keys, batch, batch.select, GetResult.REJECTED)
+        if rejected := results.count(GetResult.REJECTED):
+            self.metrics.add("get", "rejected", rejected)
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        results = [SetResult.REJECTED] * len(batch)
-
-        def moved(answers: list[SetResult]) -> bool:
-            return SetResult.STORED in answers
-
         with self._calls:
-            self._each_path(batch.keys, results, "set", lambda store, at: store.set(batch.select(at)), moved)
-        return results
+            return self._answers("set", batch.keys, batch, batch.select, SetResult.REJECTED)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        present = [False] * len(keys)
         with self._calls:
-            self._each_path(keys, present, "contains", lambda store, at: store.contains(_chosen(keys, at)), any)
-        return present
+            return self._answers("contains", keys, keys, partial(_chosen, keys), False)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        if len(self._parts) > 1:
+        number = self._only
+        if number is None:
             present = self.contains(list(keys))
             return present.index(False) if False in present else len(present)
         with self._calls:
-            if not self._usable:
-                return 0
-            return self._call(0, "contains", lambda store: store.count_leading(keys), bool) or 0
+            return self._call(number, "count_leading", keys) or 0
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        removed: list[int] = []
         with self._calls:
-            for number, positions in self._by_path(keys):
-                self._call(number, "remove", lambda store: removed.append(store.remove(_chosen(keys, positions))))  # noqa: B023
-        return sum(removed)
+            split = self._by_path(keys)
+            return sum([self._call(number, "remove", _chosen(keys, at)) or 0 for number, at in split])
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Of paths out of service as soon as they are back."""
-        cleared = [0]
         with self._calls:
             with self._state:
                 usable = self._usable
@@ -252,9 +232,7 @@ class SpreadStore:
                     if number not in usable:
                         part.clear_all = part.clear_all or digests is None
                         part.cleared.update(digests or ())
-            for number in usable:
-                self._call(number, "clear", lambda store: cleared.append(store.clear(digests)))
-        return max(cleared)
+            return max([self._call(number, "clear", digests) or 0 for number in usable], default=0)
 
     def close(self) -> None:
         if not self._calls.shut():
@@ -265,6 +243,12 @@ class SpreadStore:
             self._workers.close()
         self._close_stores()
 
+    def _use(self, numbers: Sequence[int]) -> None:
+        """These paths are in service."""
+        self._usable = tuple(numbers)
+        self._only = numbers[0] if len(numbers) == 1 else None
+        """It has all pages that there are: a call goes to it as it is."""
+
     # -- splitting -------------------------------------------------------------------------------------------------
 
     def _by_path(self, keys: Sequence[bytes]) -> list[tuple[int, Sequence[int]]]:
@@ -272,49 +256,38 @@ class SpreadStore:
         usable = self._usable
         if not usable or not keys:
             return []
-        if len(usable) == 1:
-            return [(usable[0], range(len(keys)))]
         positions: dict[int, list[int]] = {}
         for position, number in enumerate(self._choice.choose(keys, usable)):
             positions.setdefault(number, []).append(position)
         return list(positions.items())
 
-    def _each_path(
-        self,
-        keys: Sequence[bytes],
-        results: list[Any],
-        kind: str,
-        call: Callable[[PathStore, Sequence[int]], list[Any]],
-        moved: Callable[[list[Any]], bool],
-    ) -> None:
-        """``call`` for every path that has some of ``keys``, all at once; the answers go to their places in
-        ``results``."""
+    def _answers(
+        self, kind: str, keys: Sequence[bytes], argument: Any, part_of: Callable[[Sequence[int]], Any], otherwise: Any
+    ) -> list[Any]:
+        """Call ``kind`` of every path that has some of ``keys`` with its part of ``argument``, all paths at once: the
+        answers in the order of the keys, ``otherwise`` for those of paths that are out of service."""
+        only = self._only
+        if only is not None:
+            whole: list[Any] | None = self._call(only, kind, argument)
+            return [otherwise] * len(keys) if whole is None else whole
         split = self._by_path(keys)
+        results = [otherwise] * len(keys)
 
         def one(which: int) -> None:
             number, positions = split[which]
-            answers = self._call(number, kind, lambda store: call(store, positions), moved)
-            if answers is None:
-                return
-            if len(positions) == len(results):
-                results[:] = answers
-                return
-            for position, answer in zip(positions, answers, strict=True):
-                results[position] = answer
+            answers = self._call(number, kind, part_of(positions))
+            if answers is not None:
+                for position, answer in zip(positions, answers, strict=True):
+                    results[position] = answer
 
         if self._workers is None or len(split) < 2:
             for which in range(len(split)):
                 one(which)
         else:
             self._workers.run(len(split), one)
+        return results
 
-    def _call(
-        self,
-        number: int,
-        kind: str,
-        call: Callable[[PathStore], Any],
-        moved: Callable[[Any], bool] = lambda _: False,
-    ) -> Any:
+    def _call(self, number: int, kind: str, argument: Any) -> Any:
         """The answer of one path's store, None when it is out of service; takes the path out when it keeps failing."""
         part = self._parts[number]
         store = part.store
@@ -322,21 +295,17 @@ class SpreadStore:
             return None
         errors = part.errors
         try:
-            answer = call(store)
+            answer = getattr(store, kind)(argument)
         except StoreClosedError:
-            # Taken out of service by another thread since the keys were split.
+            # Taken out of service by another thread meanwhile.
             return None
-        if part.errors == errors or moved(answer):
+        if part.errors == errors or _achieved(kind, answer):
             part.failed_calls[kind] = 0
             return answer
         part.failed_calls[kind] += 1
         if part.failed_calls[kind] >= CALLS_BEFORE_OUT:
             self._take_out(number, part.last_error)
         return answer
-
-    def _count_rejected(self, event: str, amount: int) -> None:
-        if amount:
-            self._metrics.add(event, "rejected", amount)
 
     # -- out of service and back -----------------------------------------------------------------------------------
 
@@ -348,7 +317,7 @@ class SpreadStore:
             self._changed(number, state, reason)
 
         backoff = Backoff(first_probe, _LONGEST_PAUSE)
-        return _Part(path, Breaker(f"hicache-{self._name}-probe", probe, backoff, on_change=changed))
+        return _Part(path, Breaker(f"hicache-{self.name}-probe", probe, backoff, on_change=changed))
 
     def _open_all(self) -> None:
         broken: list[tuple[int, StoreSetupError]] = []
@@ -362,7 +331,7 @@ class SpreadStore:
                 broken.append((number, error))
         if len(broken) == len(self._parts):
             raise broken[0][1]
-        self._usable = tuple(number for number, part in enumerate(self._parts) if part.store is not None)
+        self._use([number for number, part in enumerate(self._parts) if part.store is not None])
         for number, refusal in broken:
             self._parts[number].breaker.trip(refusal.reason)
 
@@ -373,15 +342,15 @@ class SpreadStore:
     def _changed(self, number: int, state: BreakerState, reason: str) -> None:
         part = self._parts[number]
         if state is not BreakerState.OPEN:
-            self._metrics.add("path_back_in_service", str(part.path))
-            logger.warning("tier %s: path %s is back in service", self._name, part.path)
+            self.metrics.add("path_back_in_service", str(part.path))
+            logger.warning("tier %s: path %s is back in service", self.name, part.path)
             return
         with self._state:
-            self._usable = tuple(other for other in self._usable if other != number)
-        self._metrics.add("path_out_of_service", str(part.path))
+            self._use([other for other in self._usable if other != number])
+        self.metrics.add("path_out_of_service", str(part.path))
         logger.error(
             "tier %s: path %s is out of service: %s. Its pages are misses%s; it is tried again in the background",
-            self._name,
+            self.name,
             part.path,
             reason,
             " and new ones go to the other paths" if self._usable else " and nothing is stored",
@@ -403,12 +372,12 @@ class SpreadStore:
             if store is not None:
                 store.abandon()
         except Exception:
-            logger.exception("tier %s: closing path %s", self._name, part.path)
+            logger.exception("tier %s: closing path %s", self.name, part.path)
         try:
             _check_path(part.path, part.had_manifest)
             opened = self._open_path(part.path, part.note)
         except (OSError, StoreSetupError) as error:
-            logger.debug("tier %s: path %s is still out of service: %s", self._name, part.path, error)
+            logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, error)
             return False
         for digest, document in list(self._identities.items()):
             opened.register_identity(digest, document)
@@ -430,7 +399,7 @@ class SpreadStore:
                     opened.resize(self._new_share[0])
                 part.store, part.had_manifest = opened, True
                 part.failed_calls.clear()
-                self._usable = tuple(sorted({*self._usable, number}))
+                self._use(sorted({*self._usable, number}))
                 return True
         opened.clear(None if clear_all else cleared)
         return False
@@ -444,7 +413,7 @@ class SpreadStore:
                 store.close()
             except Exception:
                 # The other paths are to be closed in order all the same.
-                logger.exception("tier %s: closing path %s", self._name, part.path)
+                logger.exception("tier %s: closing path %s", self.name, part.path)
 
 
 def _check_path(path: Path, had_manifest: bool) -> None:
@@ -462,6 +431,11 @@ def _check_path(path: Path, had_manifest: bool) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _achieved(kind: str, answer: Any) -> bool:
+    """Whether a call moved or found a page, although the device failed meanwhile."""
+    return bool(answer) if kind == "count_leading" else kind in _SUCCESS and _SUCCESS[kind] in answer
 
 
 def _chosen(keys: Sequence[bytes], positions: Sequence[int]) -> Sequence[bytes]:

@@ -17,8 +17,8 @@ import numpy as np
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
-from hicache_ext.runtime.breaker import Breaker
-from hicache_ext.runtime.call_threads import CallThreads
+from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, OK, Engine
 
 logger = logging.getLogger(__name__)
@@ -44,19 +44,18 @@ class Attachment:
         self.engine = engine
         self._condition = threading.Condition()
         self._client: Any = None
-        self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS)
+        self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS, on_change=self._master_changed)
         self._resting_until = 0.0
         self._under_way = 0
         self._abandoned = 0
         """Calls that went on after their caller had left; they touch memory of the store alone."""
         self._closed = False
-        self._threads = CallThreads(f"hicache-{name}-call", _NICENESS)
+        self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
         self._memory: list[tuple[int, int]] = []
         """(address, bytes) of memory to register."""
         self._registered: list[int] = []
-        self.on_return: Callable[[Any], bool] = lambda client: True
-        """Called with the client, on the thread that found the master again, before other calls go through; False: not
-        yet."""
+        self.on_return: Callable[[], None] = lambda: None
+        """Called when calls go through again, on the thread that found the master."""
         try:
             self._client = engine.open_client()
         except StoreSetupError as error:
@@ -191,6 +190,10 @@ class Attachment:
             logger.info("hicache_ext: tier %s: the master answers again", self.name)
         return returned
 
+    def _master_changed(self, state: BreakerState, _: str) -> None:
+        if state is BreakerState.CLOSED:
+            self.on_return()
+
     def _return(self) -> bool:
         """Attach, or ask the attached client whether its master answers: an open port may belong to a frozen one."""
         client = self._client
@@ -210,7 +213,7 @@ class Attachment:
                 self._client = client
         elif client.is_exist(_PROBE_KEY) in MASTER_LOST:
             return False
-        return self.on_return(client)
+        return True
 
     def close(self) -> None:
         """Wait for calls under way, give memory back, close the client. Idempotent.

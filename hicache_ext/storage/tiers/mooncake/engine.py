@@ -11,13 +11,13 @@ import logging
 import math
 import os
 import socket
-import threading
 from typing import TYPE_CHECKING, Any
 
 from hicache_ext.errors import StoreSetupError
 
 if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
+    from hicache_ext.runtime.threads import call_within
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +114,11 @@ class Engine:
                 self._name, f"no Mooncake master answers at {self.tier.master}", ["start it, or set required: false"]
             )
         client = self._library.MooncakeDistributedStore()
-        lock = threading.Lock()
-        outcome: list[int | Exception] = []
-        abandoned = False
+        codes: list[int] = []
 
         def set_up() -> None:
-            try:
-                result: int | Exception = client.setup(
+            codes.append(
+                client.setup(
                     self.tier.local_hostname,
                     self.tier.metadata_server,
                     self.tier.segment_size,
@@ -130,24 +128,18 @@ class Engine:
                     self.tier.master,
                     tenant_id=self.tier.tenant,
                 )
-            except Exception as error:  # noqa: BLE001 - handed to the waiting thread
-                result = error
-            with lock:
-                outcome.append(result)
-                if abandoned and result == OK:
-                    client.close()
+            )
 
-        # A daemon: a setup that never ends must not keep the interpreter from ending.
-        thread = threading.Thread(target=set_up, name=f"hicache-{self._name}-setup", daemon=True)
-        thread.start()
+        def end_late() -> None:
+            if codes == [OK]:
+                client.close()
+
         seconds = self.tier.longest_call + _SETUP_SECONDS + self.tier.segment_size * _SETUP_SECONDS_PER_BYTE
-        thread.join(seconds)
-        with lock:
-            abandoned = not outcome
-        if abandoned:
+        call = call_within(seconds, f"hicache-{self._name}-setup", set_up, end_late)
+        if call is None:
             raise StoreSetupError(self._name, f"setup with the master at {self.tier.master} took over {seconds:.0f} s")
-        if outcome[0] != OK:
-            said = outcome[0] if isinstance(outcome[0], Exception) else f"code {outcome[0]}"
+        if codes != [OK]:
+            said = call.error or f"code {codes[0]}"
             raise StoreSetupError(
                 self._name,
                 f"setup with the master at {self.tier.master} failed ({said})",

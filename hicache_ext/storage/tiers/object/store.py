@@ -1,6 +1,6 @@
 """The object tier: pages as objects of S3-compatible stores, Google Cloud Storage, Azure, or a directory.
 
-A page is one object, header and payload. Many requests are under way at once on threads of the store's own (calls.py).
+A page is one object, header and payload. Many requests are under way at once on threads of the store's own.
 A read gets the store's reply in a buffer of obstore's, checks it there, and copies it into host memory once, without
 the GIL; host memory is touched by pages that are whole and right, and never after the call's deadline. A write copies
 the page once into a buffer that the request owns, for the same reason: a request may outlive its call.
@@ -15,17 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hicache_ext.errors import StoreError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.page.copying import scatter
 from hicache_ext.page.page_object import HEADER_LENGTH, encode_object
 from hicache_ext.runtime.call_deadline import call_deadline
+from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading
-from hicache_ext.storage.contract.clearing import Cleared, Clearing, ClearLaterError
+from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.object.calls import Call, RequestThreads
 from hicache_ext.storage.tiers.object.client import Failure, delete_objects, explain
 from hicache_ext.storage.tiers.object.conditional import ConditionalCreate
 from hicache_ext.storage.tiers.object.examination import ObjectMedium, is_md5_of
@@ -101,7 +101,7 @@ class ObjectPageStore(TierStore):
         )
         self._bad_pages = BadPages(name, self.metrics, medium)
         try:
-            self._threads = RequestThreads(f"hicache-{name}", self._concurrency)
+            self._threads = ThreadPool(f"hicache-{name}", self._concurrency)
         except RuntimeError as error:
             raise StoreSetupError(name, f"no threads for {self._concurrency} requests at once ({error})") from error
         try:
@@ -140,7 +140,7 @@ class ObjectPageStore(TierStore):
                 self._reached = True
             return True
 
-        _, done = self._threads.run(1, make, self._timeout if timeout is None else timeout)
+        _, done = self._threads.share(1, make, self._timeout if timeout is None else timeout)
         if not done:
             self._reached = False
         return done, failures[0] if done and failures else None
@@ -204,7 +204,7 @@ class ObjectPageStore(TierStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
-        answers, in_time = self._threads.run(
+        answers, in_time = self._threads.share(
             len(batch), lambda i, call: self._get_page(batch.keys[i], batch.buffers[i], call), self._time_left()
         )
         missing = GetResult.ERROR if in_time else GetResult.TIMEOUT
@@ -283,7 +283,7 @@ class ObjectPageStore(TierStore):
                 half = (time.monotonic() + deadline) / 2
                 self._look_up_in_listing(digest, [k for k in keys if k.startswith(digest)], known, half)
         unknown = [key for key in dict.fromkeys(keys) if key not in known]
-        answers, in_time = self._threads.run(
+        answers, in_time = self._threads.share(
             len(unknown), lambda i, call: self._present(unknown[i], call), deadline - time.monotonic()
         )
         if not in_time:
@@ -313,7 +313,7 @@ class ObjectPageStore(TierStore):
                 self._failed(error, call)
                 return False
 
-        (complete,), _ = self._threads.run(1, guarded, deadline - time.monotonic())
+        (complete,), _ = self._threads.share(1, guarded, deadline - time.monotonic())
         if complete:
             known.update((key, key in stored and self._may_be_served(key)) for key in keys)
         elif complete is False:
@@ -323,7 +323,7 @@ class ObjectPageStore(TierStore):
         deadline = call_deadline(self._timeout)
         first = keys[:_LIST_FROM]
         # Handed out in order and stopped at the first gap: no more than one round of requests behind it.
-        answers, in_time = self._threads.run(
+        answers, in_time = self._threads.share(
             len(first), lambda i, call: self._present_in_run(first[i], i, call), self._time_left()
         )
         if not in_time:
@@ -375,7 +375,7 @@ class ObjectPageStore(TierStore):
     def _write_pages(
         self, batch: PageBatch, positions: Sequence[int], verdicts: Mapping[bytes, Verdict], deadline: float
     ) -> list[Any]:
-        answers, in_time = self._threads.run(
+        answers, in_time = self._threads.share(
             len(positions),
             lambda i, call: self._set_page(
                 batch.keys[positions[i]], batch.buffers[positions[i]], call, verdicts.get(batch.keys[positions[i]])
@@ -446,7 +446,7 @@ class ObjectPageStore(TierStore):
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        answers, _ = self._threads.run(len(keys), lambda i, call: self._remove_page(keys[i], call), self._time_left())
+        answers, _ = self._threads.share(len(keys), lambda i, call: self._remove_page(keys[i], call), self._time_left())
         return sum(answer is True for answer in answers)
 
     def _remove_page(self, key: bytes, call: Call[bool]) -> bool:

@@ -14,8 +14,8 @@ from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.errors import ConfigError, ProtocolError, RefusedError
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.redis.clearing import page_name, page_prefix
 from hicache_ext.storage.tiers.redis.connection import Connection
+from hicache_ext.storage.tiers.redis.names import page_name, page_prefix
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
 from hicache_ext.storage.tiers.redis.settings import RedisSettings

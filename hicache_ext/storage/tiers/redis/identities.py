@@ -9,8 +9,9 @@ from typing import Any
 import redis
 
 from hicache_ext.errors import ConfigError, StoreError
-from hicache_ext.storage.tiers.redis.clearing import identity_name, is_hex, scan
+from hicache_ext.storage.tiers.redis.names import identity_name, is_hex
 from hicache_ext.storage.tiers.redis.node import Node
+from hicache_ext.storage.tiers.redis.scanning import scan
 from hicache_ext.storage.tiers.redis.settings import RedisSettings
 
 _DIGEST_DIGITS = 32

@@ -25,21 +25,24 @@ from hicache_ext.errors import (
     StoreSetupError,
 )
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.workers import CallGate, Workers
+from hicache_ext.runtime.call_gate import CallGate
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Verdict
+from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import hints
-from hicache_ext.storage.tiers.redis.clearing import Clearing, identity_name, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.examination import RedisMedium
+from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
 from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, command
-from hicache_ext.storage.tiers.redis.settings import RedisSettings
+from hicache_ext.storage.tiers.redis.scanning import sweep_nodes
+from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
 from hicache_ext.storage.tiers.redis.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -57,24 +60,46 @@ _MEMORY_PAUSE = 1.0
 """Seconds without writes to a node after it said that it is out of memory: it says so only after taking the payload."""
 _IDENTITY_INTERVAL = 60.0
 """Seconds between two renewals of an identity document: a server may lose it to a restart, an eviction or a clear()."""
+_CLEAR_WAIT = 1.0
+"""Seconds that clear() waits for its count: SGLang calls it on the scheduler's thread."""
+_CLEAR_AT_CLOSE = 30.0
+"""Seconds that close() gives the removal of cleared pages."""
 _LOOK_INTERVAL = 10.0
 """Seconds between two looks at how full the servers are, while somebody asks."""
 _AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH", "READONLY"})
 """Errors that are the node's state and no accident: it is out of service until it can be logged in to again."""
 
 
-class RedisPageStore:
+class _GateOfOneProcess(CallGate):
+    """Refuses a forked child: the parent's sockets are not its to speak on, and its threads have not come along."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._process = os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            raise StoreClosedError(self._name)
+        super().__enter__()
+
+    def shut(self) -> bool:
+        return os.getpid() == self._process and super().shut()
+
+
+class RedisPageStore(TierStore):
     """PageStore over one server or a cluster. Threads: any; a forked child may not use it.
 
     Every call ends by the tier's timeout. Memory of a batch is touched only by threads that the call waits for.
     """
 
+    type_name = "redis"
+    shared = True
+
     def __init__(self, name: str, settings: RedisSettings, *, required: bool = True) -> None:
         """Raises StoreSetupError, see ``Topology``."""
-        self._name = name
+        super().__init__(name)
+        self._calls = _GateOfOneProcess(name)
         self._settings = settings
-        self._metrics = TierMetrics(name)
-        self._process = os.getpid()
         self._page_names = page_prefix(settings.prefix)
         self._documents: dict[bytes, bytes] = {}
         self._documents_saved: dict[bytes, float] = {}
@@ -82,44 +107,30 @@ class RedisPageStore:
             tls = None if settings.tls is None else settings.tls.context()
         except (ssl.SSLError, OSError) as error:
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
-        self._topology = Topology(name, settings, tls, self._metrics, required=required)
-        self._clearing = Clearing(name, settings, self._topology, self._metrics)
+        self._topology = Topology(name, settings, tls, self.metrics, required=required)
+        self._clearing = Clearing(name, self._endpoint_of)
         nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
         # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
         try:
-            self._workers = Workers(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
+            self._workers = ThreadPool(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
         except RuntimeError as error:
             self._topology.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
-        self._calls = CallGate(name)
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
-        self._bad_pages = BadPages(name, self._metrics, RedisMedium(self._examine))
+        self._bad_pages = BadPages(name, self.metrics, RedisMedium(self._examine))
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def metrics(self) -> TierMetrics:
-        return self._metrics
-
-    def describe(self) -> StoreInfo:
-        return StoreInfo(
-            name=self._name,
-            type="redis",
-            shared=True,
-            details={
-                "servers": [str(endpoint) for endpoint in self._settings.endpoints],
-                "cluster": self._topology.is_cluster,
-                "nodes": {str(node.endpoint): "up" if node.up else "down" for node in self._topology.nodes},
-                "database": self._settings.database,
-                "prefix": self._settings.prefix,
-                "connections": self._settings.connections,
-                "ttl": self._settings.ttl,
-                "timeout": self._settings.timeout,
-                "tls": self._settings.tls is not None,
-            },
-        )
+    def details(self) -> dict[str, Any]:
+        return {
+            "servers": [str(endpoint) for endpoint in self._settings.endpoints],
+            "cluster": self._topology.is_cluster,
+            "nodes": {str(node.endpoint): "up" if node.up else "down" for node in self._topology.nodes},
+            "database": self._settings.database,
+            "prefix": self._settings.prefix,
+            "connections": self._settings.connections,
+            "ttl": self._settings.ttl,
+            "timeout": self._settings.timeout,
+            "tls": self._settings.tls is not None,
+        }
 
     def gauges(self) -> dict[str, float]:
         up = any(node.up for node in self._topology.nodes)
@@ -131,42 +142,37 @@ class RedisPageStore:
 
         return memory_of(self._settings, self._topology.nodes)
 
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._documents[digest] = json.dumps(document, sort_keys=True, ensure_ascii=False).encode()
         self._documents_saved.pop(digest, None)
-        try:
-            self._save_identities([digest], self._deadline())
-        except StoreClosedError:
-            pass
+        self._save_identities([digest], self._deadline())
 
     def identities(self) -> dict[bytes, dict[str, Any]]:
         from hicache_ext.storage.tiers.redis.identities import stored_identities
 
-        with self._entered():
-            return stored_identities(self._name, self._settings, self._topology.nodes)
+        with self._calls:
+            return stored_identities(self.name, self._settings, self._topology.nodes)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        with self._entered():
-            deadline = self._deadline()
-            calls = [
-                PageCall(key, self._page_name(key), segments, payload)
-                for key, segments, payload in zip(batch.keys, batch.buffers, batch.sizes, strict=True)
-            ]
+    def _page_calls(self, batch: PageBatch) -> list[PageCall]:
+        return [
+            PageCall(key, self._page_name(key), segments, payload)
+            for key, segments, payload in zip(batch.keys, batch.buffers, batch.sizes, strict=True)
+        ]
 
-            def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
-                read_pages(connection, pages, self._settings.in_flight)
+    def _read(self, batch: PageBatch) -> list[GetResult]:
+        calls = self._page_calls(batch)
 
-            self._do(calls, talk, deadline, GetResult, hidden=GetResult.MISS)
-            self._note_suspects(calls)
-            self._bad_pages.clear(call.key for call in calls if call.result is GetResult.HIT)
-        results: list[GetResult] = [call.result for call in calls]
-        self._metrics.add_many("get", counted(results))
-        self._metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
-        self._metrics.add_many("error", _reasons(calls, GetResult.ERROR))
-        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
-        return results
+        def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
+            read_pages(connection, pages, self._settings.in_flight)
+
+        self._do(calls, talk, self._deadline(), GetResult, hidden=GetResult.MISS)
+        self._note_suspects(calls)
+        self._bad_pages.clear(call.key for call in calls if call.result is GetResult.HIT)
+        self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
+        self.metrics.add_many("error", _reasons(calls, GetResult.ERROR))
+        return [call.result for call in calls]
 
     def _note_suspects(self, calls: Iterable[PageCall]) -> None:
         """The pages whose copies are not what they should be; looked at again on another thread."""
@@ -184,41 +190,45 @@ class RedisPageStore:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        with self._entered():
-            deadline = self._deadline()
-            calls = [
-                PageCall(key, self._page_name(key), segments, payload)
-                for key, segments, payload in zip(batch.keys, batch.buffers, batch.sizes, strict=True)
-            ]
-            for call in calls:
-                if call.size > LARGEST_VALUE:
-                    call.finish(SetResult.REJECTED, "too_large")
-                elif self._bad_pages.hides(call.key):
-                    call.finish(SetResult.REJECTED, "suspect")
-            self._write([call for call in calls if call.result is None], deadline)
-            self._note_suspects(calls)
-            wrong = sum(call.seen is not None for call in calls)
-            if wrong:
-                self._metrics.add("corrupt", "length", wrong)
-            self._write(self._settled([call for call in calls if call.reason == "suspect"], deadline), deadline)
-            self._bad_pages.clear(call.key for call in calls if call.result is SetResult.STORED)
-        results: list[SetResult] = [call.result for call in calls]
-        self._metrics.add_many("set", counted(results))
-        self._metrics.add_many("rejected", _reasons(calls, SetResult.REJECTED))
-        self._metrics.add_many("error", _reasons(calls, SetResult.ERROR))
-        stored = [call for call in calls if call.result is SetResult.STORED]
-        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
-        if stored:
-            self._save_identities({call.key[:16] for call in stored}, deadline)
-        return results
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        deadline = self._deadline()
+        calls = self._page_calls(batch)
+        for call in calls:
+            if call.size > LARGEST_VALUE:
+                call.finish(SetResult.REJECTED, "too_large")
+            elif self._bad_pages.hides(call.key):
+                call.finish(SetResult.REJECTED, "suspect")
+        self._write_pages([call for call in calls if call.result is None], deadline)
+        self._note_suspects(calls)
+        wrong = sum(call.seen is not None for call in calls)
+        if wrong:
+            self.metrics.add("corrupt", "length", wrong)
+        self._write_pages(self._settled([call for call in calls if call.reason == "suspect"], deadline), deadline)
+        self._bad_pages.clear(call.key for call in calls if call.result is SetResult.STORED)
+        self.metrics.add_many("rejected", _reasons(calls, SetResult.REJECTED))
+        self.metrics.add_many("error", _reasons(calls, SetResult.ERROR))
+        self._save_identities({call.key[:16] for call in calls if call.result is SetResult.STORED}, deadline)
+        return [call.result for call in calls]
 
-    def _write(self, calls: list[PageCall], deadline: float) -> None:
+    def _write_pages(self, calls: list[PageCall], deadline: float) -> None:
         def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
             write_pages(connection, pages, self._settings.ttl, self._settings.in_flight)
 
-        if calls:
-            self._do(calls, talk, deadline, SetResult, SetResult.REJECTED)
+        if not calls:
+            return
+        with self._clearing.writing([call.key for call in calls]) as writing:
+            if writing.cleared:
+                self._remove_before([call for call in calls if call.key in writing.cleared], deadline)
+            self._do([call for call in calls if call.result is None], talk, deadline, SetResult)
+            writing.stored.update(call.key for call in calls if call.result in (SetResult.STORED, SetResult.EXISTS))
+
+    def _remove_before(self, calls: Sequence[PageCall], deadline: float) -> None:
+        """The stored copies of these pages were cleared: a write would find them and answer EXISTS."""
+        removals = [PageCall(call.key, call.name) for call in calls]
+        self._do(removals, lambda connection, pages: ask_integers(connection, pages, b"UNLINK"), deadline, None)
+        for call, removal in zip(calls, removals, strict=True):
+            if removal.reason:
+                call.finish(SetResult.REJECTED, "clearing")
 
     def _settled(self, suspects: Sequence[PageCall], deadline: float) -> list[PageCall]:
         """Of pages that are not written because of a copy that is there: those that can be written now."""
@@ -251,21 +261,19 @@ class RedisPageStore:
                 with node.connection(node.requests, deadline) as connection:
                     connection.ask([command(b"SET", name, document, *options)])
             except (OSError, ProtocolError):
-                self._metrics.add("error", "identity")
+                self.metrics.add("error", "identity")
 
     # -- presence and removal --------------------------------------------------------------------------------------
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._entered():
-            return self._present(keys, self._deadline())
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._present(keys, self._deadline())
 
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        with self._entered():
-            deadline = self._deadline()
-            for first in range(0, len(keys), _LEADING_AT_ONCE):
-                present = self._present(keys[first : first + _LEADING_AT_ONCE], deadline)
-                if False in present:
-                    return first + present.index(False)
+    def _lead(self, keys: Sequence[bytes]) -> int:
+        deadline = self._deadline()
+        for first in range(0, len(keys), _LEADING_AT_ONCE):
+            present = self._present(keys[first : first + _LEADING_AT_ONCE], deadline)
+            if False in present:
+                return first + present.index(False)
         return len(keys)
 
     def _present(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
@@ -275,10 +283,9 @@ class RedisPageStore:
         counts = self._ask_integers(keys, deadline, b"EXISTS")
         return [count == 1 and not absent for count, absent in zip(counts, hidden, strict=True)]
 
-    def remove(self, keys: Sequence[bytes]) -> int:
-        with self._entered():
-            self._bad_pages.clear(keys)
-            return sum(self._ask_integers(list(dict.fromkeys(keys)), self._deadline(), b"UNLINK"))
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        self._bad_pages.clear(keys)
+        return sum(self._ask_integers(keys, self._deadline(), b"UNLINK"))
 
     def _ask_integers(self, keys: Sequence[bytes], deadline: float, word: bytes) -> list[int]:
         calls = [PageCall(key, self._page_name(key)) for key in keys]
@@ -289,44 +296,49 @@ class RedisPageStore:
         self._do(calls, talk, deadline, None, hidden=0)
         failed = Counter(call.reason for call in calls if call.reason)
         if failed:
-            self._metrics.add_many("error", failed)
+            self.metrics.add_many("error", failed)
         return [call.result for call in calls]
 
-    def clear(self, digests: Sequence[bytes] | None) -> int:
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
         """See ``Clearing``. The answer counts the identities whose pages were found within a second."""
-        with self._entered():
-            found = self._clearing.clear(digests)
+        found = self._clearing.clear(digests, self._sweep, _CLEAR_WAIT)
         if digests is None:
             self._documents_saved.clear()
         return found
 
+    def _sweep(self, cleared: Cleared) -> None:
+        sweep_nodes(cleared, self._topology.nodes, self._settings, self.metrics)
+
+    def _endpoint_of(self, key: bytes) -> Endpoint | None:
+        """The server that has a page."""
+        node = self._topology.node_of(self._page_name(key))
+        return None if node is None else node.endpoint
+
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
-        with self._entered():
+        with self._calls:
             hints.post_hint(self._settings, self._topology, hint, limits)
 
     def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
-        with self._entered():
+        with self._calls:
             return hints.read_hints(self._settings, self._topology, since, limits)
 
     def diagnose(self) -> list[Finding]:
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose
 
-        with self._entered():
+        with self._calls:
             return diagnose(self._settings, self._topology)
 
     def wait_until_examined(self, timeout: float) -> bool:
         """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
         return self._bad_pages.wait(timeout)
 
-    def close(self) -> None:
-        if os.getpid() != self._process or not self._calls.shut():
-            return
+    def _close(self) -> None:
         self._last_look.close(self._settings.short_call)
         self._bad_pages.close()
         self._workers.close()
-        self._clearing.close()
+        self._clearing.close(_CLEAR_AT_CLOSE)
         self._topology.close()
 
     # -- how a call is spread over nodes and connections -----------------------------------------------------------
@@ -337,14 +349,14 @@ class RedisPageStore:
         talk: Talk,
         deadline: float,
         results: type[GetResult] | type[SetResult] | None,
-        hidden: Any,
+        hidden: Any = None,
         *,
         examines: bool = False,
     ) -> None:
         """Give every call a result: by ``talk`` with the nodes, and where that fails TIMEOUT or ERROR of ``results``.
 
-        Without ``results`` the answer is 0. ``hidden`` is the result of pages that are being cleared. ``examines``:
-        over connections that are used for nothing else.
+        Without ``results`` the answer is 0. ``hidden`` is the result of pages that were cleared; without it they are
+        asked for like any other. ``examines``: over connections that are used for nothing else.
         """
         timed_out: Any = 0 if results is None else results.TIMEOUT
         failed: Any = 0 if results is None else results.ERROR
@@ -353,8 +365,8 @@ class RedisPageStore:
             node = self._topology.node_of(call.name)
             if node is None:
                 call.finish(failed, "no_node")
-            elif self._clearing.hides(call.key, node):
-                call.finish(hidden, "clearing" if results is SetResult else "")
+            elif hidden is not None and self._clearing.hides(call.key):
+                call.finish(hidden)
             elif results is SetResult and time.monotonic() < node.writes_rejected_until:
                 call.finish(SetResult.REJECTED, "memory")
             else:
@@ -425,11 +437,11 @@ class RedisPageStore:
                     break
             except ProtocolError as error:
                 reason = "protocol"
-                logger.warning("tier %s: %s does not speak RESP: %s", self._name, node.endpoint, error)
+                logger.warning("tier %s: %s does not speak RESP: %s", self.name, node.endpoint, error)
             except OSError as error:
                 reason = "connection"
-                logger.debug("tier %s: %s: %s", self._name, node.endpoint, error)
-            self._metrics.add("connection", "lost")
+                logger.debug("tier %s: %s: %s", self.name, node.endpoint, error)
+            self.metrics.add("connection", "lost")
         _finish(calls, failed, reason)
 
     def _redirected(self, calls: list[PageCall], deadline: float) -> dict[Node, list[PageCall]]:
@@ -441,7 +453,7 @@ class RedisPageStore:
             kind, slot, endpoint = call.redirect
             call.redirect = None
             call.asking = kind == "ASK"
-            self._metrics.add("redirect", kind.lower())
+            self.metrics.add("redirect", kind.lower())
             known = self._topology.node_of(call.name)
             if not endpoint.host and known is not None:
                 # "The same host as the one that was asked."
@@ -455,7 +467,7 @@ class RedisPageStore:
         for node, calls in waiting.items():
             if any(call.reason == "memory" for call in calls):
                 if time.monotonic() >= node.writes_rejected_until + _MEMORY_PAUSE:
-                    logger.warning("tier %s: %s is out of memory; writes to it pause", self._name, node.endpoint)
+                    logger.warning("tier %s: %s is out of memory; writes to it pause", self.name, node.endpoint)
                 node.writes_rejected_until = time.monotonic() + _MEMORY_PAUSE
 
     def _page_name(self, key: bytes) -> bytes:
@@ -463,12 +475,6 @@ class RedisPageStore:
 
     def _deadline(self) -> float:
         return call_deadline(self._settings.timeout)
-
-    def _entered(self) -> CallGate:
-        # The sockets of the parent are not the child's to speak on, and its threads have not come along.
-        if os.getpid() != self._process:
-            raise StoreClosedError(self._name)
-        return self._calls
 
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.usage import Removal, Usage
 
@@ -24,8 +24,7 @@ class Clearing:
         self._directory = directory
         self._usage = usage
         self._metrics = metrics
-        self._lock = threading.Lock()
-        self._cleaners: list[threading.Thread] = []
+        self._cleaners = ThreadPool(f"hicache-{tier}-clear")
 
     def clear(self, digests: Sequence[bytes] | None) -> set[bytes]:
         """Take all pages of these identities (None: of all) out of sight; the identities that had pages."""
@@ -49,12 +48,9 @@ class Clearing:
                 self._report(error, digest.hex())
         return cleared
 
-    def wait(self) -> None:
-        """Return when all that was cleared is deleted."""
-        with self._lock:
-            cleaners = list(self._cleaners)
-        for cleaner in cleaners:
-            cleaner.join()
+    def close(self) -> None:
+        """Returns when all that was cleared is deleted."""
+        self._cleaners.close()
 
     def _start_cleaner(self, tree: Path, removal: Removal, operation: ExitStack) -> None:
         def clean() -> None:
@@ -64,15 +60,11 @@ class Clearing:
             except OSError as error:
                 self._report(error, str(tree))
 
-        cleaner = threading.Thread(target=clean, name=f"hicache-{self._tier}-clear", daemon=True)
-        with self._lock:
-            try:
-                cleaner.start()
-            except RuntimeError:
-                # No thread to be had: better slow than never.
-                clean()
-                return
-            self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
+        try:
+            self._cleaners.start(clean)
+        except RuntimeError:
+            # No thread to be had: better slow than never.
+            clean()
 
     def _report(self, error: OSError, what: str) -> None:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))

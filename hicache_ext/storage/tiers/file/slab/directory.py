@@ -42,6 +42,7 @@ from hicache_ext.page import envelope
 from hicache_ext.runtime.access import make_directory, make_tier_directory, open_file
 from hicache_ext.runtime.file_lock import PATIENCE, lock_within, show_progress, try_lock
 from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.threads import call_within
 from hicache_ext.runtime.whole_file import remove_whole, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.layout_choice import WHY_IN_PLACE
 from hicache_ext.storage.tiers.file.manifest import SLAB_FILE, adopt, check_before_start, is_taken_over, write_manifest
@@ -322,29 +323,22 @@ class SlabDirectory:
     def _open_used_index(self) -> SlabIndex:
         """Beside others, of which one may be stopped amid a change: LMDB would wait for it for ever. Raises
         TimeoutError with a sentence."""
-        opened: list[SlabIndex | BaseException] = []
-        given_up, ended, decided = threading.Event(), threading.Event(), threading.Lock()
+        opened: list[SlabIndex] = []
 
-        def open_it() -> None:
-            try:
-                answer: SlabIndex | BaseException = SlabIndex(self.path / "index")
-            except BaseException as error:  # noqa: BLE001 - it is raised by who waits
-                answer = error
-            with decided:
-                opened.append(answer)
-                ended.set()
-                if given_up.is_set() and isinstance(answer, SlabIndex):
-                    answer.close(sync=False)
+        def end_late() -> None:
+            for index in opened:
+                index.close(sync=False)
 
-        threading.Thread(target=open_it, name="hicache-open-index", daemon=True).start()
-        ended.wait(PATIENCE)
-        with decided:
-            if not opened:
-                given_up.set()
-                reason = f"another process has held the index in {str(self.path)!r} for {PATIENCE:.0f} s"
-                raise TimeoutError(errno.ETIMEDOUT, f"{reason}: stopped amid a change of it, perhaps")
-        if isinstance(opened[0], BaseException):
-            raise opened[0]
+        call = call_within(
+            PATIENCE,
+            "hicache-open-index",
+            lambda: opened.append(SlabIndex(self.path / "index")),
+            end_late,
+        )
+        if call is None:
+            reason = f"another process has held the index in {str(self.path)!r} for {PATIENCE:.0f} s"
+            raise TimeoutError(errno.ETIMEDOUT, f"{reason}: stopped amid a change of it, perhaps")
+        call.result()
         return opened[0]
 
     def _open_index_alone(self) -> SlabIndex:

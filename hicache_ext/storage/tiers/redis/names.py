@@ -1,0 +1,32 @@
+"""The Redis keys of a tier, below its prefix: ``page:<identity>:<page hash>`` and ``identity:<identity>``, in hex."""
+
+from __future__ import annotations
+
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+
+
+def page_prefix(prefix: str) -> bytes:
+    return prefix.encode() + b"page:"
+
+
+def page_name(page_names: bytes, key: bytes) -> bytes:
+    """The Redis key of a page; ``page_names`` is its ``page_prefix``. No hash tag, so that a cluster spreads the pages
+    of one conversation over all nodes."""
+    return b"%b%b:%b" % (page_names, key[:IDENTITY_LENGTH].hex().encode(), key[IDENTITY_LENGTH:].hex().encode())
+
+
+def page_key(page_names: bytes, name: bytes) -> bytes | None:
+    """The key of a page of ours; None for any other Redis key."""
+    rest = name.removeprefix(page_names)
+    if rest == name or rest[32:33] != b":" or not is_hex(rest[:32], 32) or not is_hex(rest[33:], 64):
+        return None
+    return bytes.fromhex((rest[:32] + rest[33:]).decode())
+
+
+def identity_name(prefix: str, digest: bytes) -> bytes:
+    return b"%bidentity:%b" % (prefix.encode(), digest.hex().encode())
+
+
+def is_hex(text: bytes, length: int) -> bool:
+    """Whether ``text`` is that many lower-case hex digits."""
+    return len(text) == length and not text.strip(b"0123456789abcdef")
