@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -92,7 +91,7 @@ class SlabStore:
             self._threads if mode == "direct" else min(self._threads, processors)
             for mode in (self._plan.read, self._plan.write)
         )
-        self._cleaners: list[threading.Thread] = []
+        self._cleaners = ThreadPool(f"hicache-{name}-clear")
         self._calls = CallGate(name)
         self._resources = ExitStack()
         try:
@@ -167,8 +166,7 @@ class SlabStore:
         if self._sweeper is not None:
             self._sweeper.close()
         self._workers.close()
-        for cleaner in self._cleaners:
-            cleaner.join()
+        self._cleaners.close()
         self._touches.close()
         self._resources.close()
 
@@ -450,11 +448,11 @@ class SlabStore:
         with self._calls:
             cleared = self._clear(digests)
             if cleared:
-                cleaner = threading.Thread(
-                    target=self._finish_clearing, args=(cleared,), name=f"hicache-{self._name}-clear", daemon=True
-                )
-                self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
-                cleaner.start()
+                try:
+                    self._cleaners.start(lambda: self._finish_clearing(cleared))
+                except RuntimeError:
+                    # No thread to be had: better slow than never.
+                    self._finish_clearing(cleared)
         return len(cleared)
 
     def _clear(self, digests: Sequence[bytes] | None) -> list[bytes]:
