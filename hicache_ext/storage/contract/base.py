@@ -86,24 +86,24 @@ class TierStore(abc.ABC):
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._calls:
-            if not len(batch):
+            if len(batch.sizes) == 0:
                 return []
             try:
                 results = self._read(batch)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
-                results = self._failed_results(error, "get", GetResult.TIMEOUT, GetResult.ERROR, len(batch))
+                results = self._failed_results(error, "get", GetResult.TIMEOUT, GetResult.ERROR, len(batch.sizes))
         self.metrics.add_many("get", counted(results))
         self.metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         with self._calls:
-            if not len(batch):
+            if len(batch.sizes) == 0:
                 return []
             try:
                 results = self._write(batch)
             except Exception as error:  # noqa: BLE001 - as for get
-                results = self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch))
+                results = self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch.sizes))
         self.metrics.add_many("set", counted(results))
         self.metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
