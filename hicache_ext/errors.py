@@ -154,11 +154,11 @@ class ClearLaterError(StoreError):
 
 
 class NotBegunError(StoreError):
-    """The call was not begun."""
+    """The call was not started."""
 
 
 class TooLateError(StoreError):
-    """The call did not end in time, and was left behind if it had begun."""
+    """The call did not end in time; it was left behind if it had started."""
 
 
 class LoginError(StoreError, ConnectionError):
@@ -212,11 +212,11 @@ class ControlError(HicacheExtError):
 
 
 class WarmError(HicacheExtError):
-    """Nothing can be warmed, and why."""
+    """Why nothing can be warmed."""
 
 
 class StatsError(HicacheExtError):
-    """No metrics to show, and why."""
+    """Why there are no metrics to show."""
 
 
 class CopyError(HicacheExtError):
