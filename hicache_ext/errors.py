@@ -15,6 +15,7 @@
     |   |-- TierTypeError           a type of tier is not known, or another package brings it and it cannot be used
     |   |-- NoBoardError            a tier carries no hints
     |   |-- NotReadError            an object that is under suspicion could not be read again
+    |   |-- ClearLaterError         cleared pages could not be removed now; tried again
     |   |-- NotBegunError           a deadline ended a call before it began
     |   |-- TooLateError            a call did not end by its deadline
     |   |-- LoginError              a Redis server refuses the login; also a ConnectionError
@@ -147,12 +148,17 @@ class NotReadError(StoreError):
     """The object could not be read again; says nothing about it. The message is a word for the log."""
 
 
+class ClearLaterError(StoreError):
+    """Cleared pages could not be removed now, and it was counted why (contract/clearing.py). The message is for the
+    log."""
+
+
 class NotBegunError(StoreError):
-    """The call was not begun."""
+    """The call was not started."""
 
 
 class TooLateError(StoreError):
-    """The call did not end in time, and was left behind if it had begun."""
+    """The call did not end in time; it was left behind if it had started."""
 
 
 class LoginError(StoreError, ConnectionError):
@@ -206,11 +212,11 @@ class ControlError(HicacheExtError):
 
 
 class WarmError(HicacheExtError):
-    """Nothing can be warmed, and why."""
+    """Why nothing can be warmed."""
 
 
 class StatsError(HicacheExtError):
-    """No metrics to show, and why."""
+    """Why there are no metrics to show."""
 
 
 class CopyError(HicacheExtError):

@@ -241,7 +241,6 @@ _MADE_NAMES = {
 }
 _PREFIXES = {
     "pd/": "pd_write_",
-    "sglang/decode_writer": "pd_write_",
     "sglang/pd_hooks": "pd_write_",
     "kernels/": "copy_",
     "sglang/kernel_hooks": "copy_",

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from hicache_ext.errors import ClearLaterError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract import clearing as module
-from hicache_ext.storage.contract.clearing import Cleared, Clearing, ClearLaterError
+from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, page_keys
 
 KEYS = page_keys(4)

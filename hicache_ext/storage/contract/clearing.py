@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hicache_ext.errors import ClearLaterError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 
@@ -27,10 +28,6 @@ _ATTEMPTS = Backoff(0.25, 10.0)
 """Seconds before sweeps that failed are tried again."""
 _WRITER_PAUSE = 0.01
 """Seconds before a sweep that met pages under way is repeated."""
-
-
-class ClearLaterError(Exception):
-    """A sweep could not be ended now, and has counted why; the message is for the log."""
 
 
 @dataclass(eq=False, slots=True)

@@ -161,7 +161,9 @@ class TieredStore:
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._calls:
-            self._learn_page_bytes(batch)
+            if batch.sizes:
+                # For identities whose document does not tell (flat tensors), or was registered with the tiers alone.
+                self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
             tier = self._only_tier
             if tier is None:
                 return self._get_from_several(batch)
@@ -241,11 +243,14 @@ class TieredStore:
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
     ) -> None:
         """``sources``: how many pages of the leading run came from which tier."""
-        counts = counted(results)
-        # SGLang uses the leading run alone: what was read past a gap is no hit to it.
-        hits = counts.pop("hit", 0)
-        counts |= {reason: count for reason, count in (("hit", leading), ("gap", hits - leading)) if count}
-        self._metrics.add_many("get", counts)
+        if leading == len(results):
+            self._metrics.add("get", "hit", leading)
+        else:
+            counts = counted(results)
+            # SGLang uses the leading run alone: what was read past a gap is no hit to it.
+            hits = counts.pop("hit", 0)
+            counts |= {reason: count for reason, count in (("hit", leading), ("gap", hits - leading)) if count}
+            self._metrics.add_many("get", counts)
         if leading and identity_of(batch.keys) in self._chains:
             self._metrics.add("chain_pages", "used", leading)
             for tier, count in sources:
@@ -347,7 +352,8 @@ class TieredStore:
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         with self._calls:
-            self._learn_page_bytes(batch)
+            if batch.sizes:
+                self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
             failed = [SetResult.ERROR] * len(batch.sizes)
             # First, because it only copies: these queues work while the synchronous tiers do.
             queued = [self._call(tier, "queue", tier.set, batch, failed) for tier in self._async]
@@ -483,11 +489,6 @@ class TieredStore:
             return otherwise
         finally:
             tier.metrics.observe(operation, time.perf_counter() - started)
-
-    def _learn_page_bytes(self, batch: PageBatch) -> None:
-        """For identities whose document does not tell (flat tensors), or was registered with the tiers alone."""
-        if len(batch):
-            self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
 
 
 class _Read:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import lmdb
 import numpy as np
@@ -26,11 +26,8 @@ from hicache_ext.storage.tiers.file.slab.records import (
     Slab,
 )
 from hicache_ext.storage.tiers.file.slab.slot_code import LOW, OBJECT, PLACE, PRIORITY, STATE, USED
+from hicache_ext.storage.tiers.file.slab.slot_table import SlotTable, View
 from hicache_ext.storage.tiers.file.slab.touches import Uses
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-    from hicache_ext.storage.tiers.file.slab.slot_table import View
 
 _LATEST = (1 << 31) - 1
 _BYTES_PER_GHOST = 8192
@@ -52,11 +49,28 @@ class FoundPage(NamedTuple):
     seal: bytes
 
 
+class Index(Protocol):
+    """What a change uses of the index (index.py), whose databases it shares."""
+
+    table: SlotTable
+    slabs_db: Any
+    state_db: Any
+
+    def rows(self, view: View, keys: Sequence[bytes]) -> Words: ...
+    def generations(self, view: View, keys: Sequence[bytes]) -> Words: ...
+    def stored_generation(self, transaction: Any, digest: bytes) -> int: ...
+    def identities(self, view: View) -> list[bytes]: ...
+    def of_identity(self, view: View, digest: bytes) -> Words: ...
+    def uses(self, transaction: Any, digest: bytes) -> Uses | None: ...
+    def ghosts(self, transaction: Any, at_least: int = 0) -> GhostTable | None: ...
+    def writer(self, portion: int) -> Words: ...
+    def is_alive(self, writer: Sequence[int]) -> bool: ...
+
+
 class IndexChange:
     """Made by ``SlabIndex.changing()``."""
 
-    def __init__(self, index: SlabIndex, transaction: Any, view: View) -> None:
-        # Index and change share their databases.
+    def __init__(self, index: Index, transaction: Any, view: View) -> None:
         self._index = index
         self._transaction = transaction
         self._view = view
