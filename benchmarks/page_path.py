@@ -111,7 +111,9 @@ class _Bench:
             self.hands.watch_new_threads()
         torch.set_num_threads(1)
         pools = mha_pools(page_size=PAGE_SIZE, pages=2 * PAGES, layers=LAYERS, heads=HEADS, head_dim=HEAD_DIM)
-        ours = {"tiers": {"disk": {"type": "file", "path": str(directory), "capacity": "256MiB", "layout": "slab"}}}
+        # The threads, because what is measured here for them is not the same in every run.
+        tier = {"type": "file", "path": str(directory), "capacity": "256MiB", "layout": "slab", "threads": 4}
+        ours = {"tiers": {"disk": tier}}
         facts = {f"{kind}_{fact}": int(fact == "size") for kind in ("tp", "pp", "attn_cp") for fact in ("rank", "size")}
         self.backend = HiCacheExtBackend(
             HiCacheStorageConfig(

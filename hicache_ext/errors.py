@@ -15,7 +15,7 @@
     |   |-- TierTypeError           a type of tier is not known, or another package brings it and it cannot be used
     |   |-- NoBoardError            a tier carries no hints
     |   |-- NotReadError            an object that is under suspicion could not be read again
-    |   |-- ClearLaterError         cleared pages could not be removed now
+    |   |-- ClearLaterError         cleared pages could not be removed now; tried again
     |   |-- NotBegunError           a deadline ended a call before it began
     |   |-- TooLateError            a call did not end by its deadline
     |   |-- LoginError              a Redis server refuses the login; also a ConnectionError
@@ -149,7 +149,8 @@ class NotReadError(StoreError):
 
 
 class ClearLaterError(StoreError):
-    """A sweep could not be ended now, and has counted why; the message is for the log."""
+    """Cleared pages could not be removed now, and it was counted why (contract/clearing.py). The message is for the
+    log."""
 
 
 class NotBegunError(StoreError):

@@ -13,13 +13,14 @@ import os
 import time
 from pathlib import Path
 
+from hicache_ext.runtime.background import Backoff
+
 logger = logging.getLogger(__name__)
 
 PATIENCE = 90.0
 """Seconds without progress of the holder after which a start gives up. NFS shows an mtime up to 60 s late."""
 _SAID_AFTER = 2.0
-_FIRST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.05
+_ATTEMPTS = Backoff(0.001, 0.05)
 
 
 def lock_within(fd: int, operation: int, patience: float, path: Path) -> None:
@@ -28,7 +29,7 @@ def lock_within(fd: int, operation: int, patience: float, path: Path) -> None:
     Raises TimeoutError with a sentence then, OSError as the file system does.
     """
     begun = seen = time.monotonic()
-    last_sign, said, pause = _sign(fd), False, _FIRST_PAUSE
+    last_sign, said, attempts = _sign(fd), False, 0
     while not try_lock(fd, operation):
         now = time.monotonic()
         if (sign := _sign(fd)) != last_sign:
@@ -40,8 +41,8 @@ def lock_within(fd: int, operation: int, patience: float, path: Path) -> None:
         if not said and now - begun >= min(_SAID_AFTER, patience / 4):
             said = True
             logger.warning("waiting for %s, which another process holds", path)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        attempts += 1
+        time.sleep(_ATTEMPTS.pause(attempts))
 
 
 def try_lock(fd: int, operation: int) -> bool:

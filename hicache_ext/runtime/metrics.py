@@ -106,7 +106,7 @@ class TierMetrics:
         """One call of ``operation`` took ``seconds``."""
         bucket = bisect.bisect_left(LATENCY_BOUNDS, seconds)
         with self._lock:
-            self._of_operation(operation)[bucket] += 1
+            (self._buckets.get(operation) or self._of_operation(operation))[bucket] += 1
             self._seconds[operation] += seconds
         for observer in self._observers:
             observer(operation, seconds)

@@ -193,8 +193,8 @@ class ThreadPool:
     """Threads: any."""
 
     def __init__(self, name: str, threads: int | None = None, *, niceness: int = 0) -> None:
-        """``threads``: how many, started now; raises RuntimeError when the machine has none left. None: ``start`` makes
-        as many as there are calls at once, and keeps some.
+        """``threads``: how many, started now; raises RuntimeError when the machine has none left. None: ``start`` and
+        ``run`` make as many as are needed at once, and some are kept.
 
         ``niceness`` is added to that of the process, for calls that spin while they wait: work goes first.
         """
@@ -219,8 +219,14 @@ class ThreadPool:
         if count <= 1:
             return [work(i) for i in range(count)]
         job = _Pieces(count, work)
-        for _ in range(min(at_once or len(self._threads), len(self._threads), count) - 1):
-            self._jobs.put(job)
+        if self._grows:
+            # Closed meanwhile, or no thread to be had: the caller does it.
+            with contextlib.suppress(RuntimeError):
+                for _ in range(min(at_once or count, count) - 1):
+                    self._submit(job)
+        else:
+            for _ in range(min(at_once or len(self._threads), len(self._threads), count) - 1):
+                self._jobs.put(job)
         return job.finish()
 
     def share(
@@ -246,14 +252,7 @@ class ThreadPool:
         Raises RuntimeError when the machine has no thread left, or after close.
         """
         call: Call[Result] = Call(1, lambda position, call: work(), on_late_end)
-        with self._lock:
-            if self._closed:
-                raise RuntimeError(f"{self._name} is closed")
-            if self._idle:
-                self._idle -= 1
-            else:
-                self._add(self._name)
-            self._jobs.put(call)
+        self._submit(call)
         return call
 
     def close(self, seconds: float | None = None) -> int:
@@ -267,6 +266,16 @@ class ThreadPool:
         for thread in threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return sum(thread.is_alive() for thread in threads)
+
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._name} is closed")
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._add(self._name)
+            self._jobs.put(job)
 
     def _add(self, name: str) -> None:
         thread = threading.Thread(target=self._serve, name=name, daemon=True)

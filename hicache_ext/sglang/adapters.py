@@ -1,54 +1,50 @@
-"""LoRA: pages of different adapter weights never meet, and pages of equal ones do.
+"""LoRA: adapters of equal weights share pages, adapters of different weights never do.
 
-SGLang tells adapters apart by a ``lora_id``: a digest of name and path, or a random number for an adapter loaded over
-HTTP. It is part of a request's ``extra_key``, which every page hash of the request starts from. So an adapter that was
-trained again into the same directory found the old one's KV in storage, and one that was loaded again found nothing.
+SGLang names adapters by a ``lora_id`` (a digest of name and path, or a random number for one loaded over HTTP), which
+is part of a request's ``extra_key`` and so of its page hashes. Two hooks: after an adapter is loaded, its content is
+digested; when a request is made, the digest replaces the ``lora_id`` in its ``extra_key``. Radix tree, host memory,
+storage and decode nodes follow from there.
 
-Two hooks: where an adapter has been loaded, its content is digested; where a request
-is made, that digest takes the place of the ``lora_id`` in its ``extra_key``. Everything behind it follows: the radix
-tree, host memory, storage, decode nodes.
-
-The digest is of the tensors that SGLang holds, not of files: so it is the same on all ways to load (path, HTTP,
-tensors) and no file can change between the two. The tensors themselves may be mapped from the file, and SGLang copies
-them to the device again and again; they are made private here, or an adapter that is overwritten in place would change
-while the server runs.
+The digest is of the tensors that SGLang holds: equal on all ways to load (path, HTTP, tensors), and no file can change
+in between. The tensors may be mapped from a file, and SGLang copies them to the device repeatedly. So they are made
+private here, or an adapter overwritten in place would change in the running server.
+Incidents and choices: docs/decisions/weights-identity.md.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
 import uuid
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from hicache_ext.page.hashes import namespaced_extra_key
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.launch_facts import uses_storage
 
 logger = logging.getLogger(__name__)
 
 _DOMAIN = b"hicache_ext/adapter/1\0"
 _NOT_SHAPING = ("base_model_name_or_path", "inference_mode", "revision", "task_type", "auto_mapping", "peft_version")
-"""Of an adapter's configuration: what does not change what its layers compute. All else counts, known or not."""
+"""Keys of an adapter's configuration that do not change what its layers compute. All others count."""
 _THREADS = 4
 
 _digests: dict[str, str] = {}
-"""Of every adapter loaded in this process, by SGLang's lora_id. No id is ever used twice."""
+"""SGLang's lora_id -> digest, for every adapter loaded in this process. No id is used twice."""
 
 
 def after_start(_: Any, manager: Any, *__: Any, **___: Any) -> None:
-    """AFTER hook where the adapters of the command line are loaded and it is known what they apply to."""
+    """AFTER hook: the adapters of the command line are loaded, and the modules that they apply to are known."""
     for lora_id, lora_ref in manager.lora_refs.items() if uses_storage() else ():
         _identify(manager, lora_id, lora_ref.lora_name)
 
 
 def after_load(_: Any, manager: Any, lora_ref: Any, *__: Any, **___: Any) -> None:
-    """AFTER hook where the weights of an adapter are in host memory [scheduler thread, which waits for the load]."""
+    """AFTER hook: the weights of an adapter are in host memory [scheduler thread, which waits for the load]."""
     if hasattr(manager, "memory_pool") and uses_storage():  # or else after_start comes
         _identify(manager, lora_ref.lora_id, lora_ref.lora_name)
 
@@ -81,23 +77,28 @@ def after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
 
 
 def adapter_digest(adapter: Any, server_modules: Collection[str]) -> str:
-    """32 hexadecimal digits over all that a loaded LoRAAdapter adds to the base model.
+    """32 hexadecimal digits over everything that a loaded LoRAAdapter adds to the base model.
 
-    ``server_modules``: the modules that the server applies adapters to. Tensors of others are left out by it.
+    ``server_modules``: the modules to which the server applies adapters. It ignores tensors of others.
     """
     config = {name: value for name, value in adapter.config.hf_config.items() if name not in _NOT_SHAPING}
     if isinstance(config.get("target_modules"), list | set | tuple):
         config["target_modules"] = sorted(config["target_modules"])
     config["added_tokens"] = adapter.config.added_tokens_config
     digest = hashlib.sha256(_DOMAIN + json.dumps(config, sort_keys=True, default=str).encode())
-    with ThreadPoolExecutor(_THREADS, "hicache-adapter") as threads:
-        for part in threads.map(functools.partial(_digest_of_tensors, server_modules), _tensors_of(adapter)):
-            digest.update(part)
+    tensors = _tensors_of(adapter)
+    threads = ThreadPool("hicache-adapter")
+    try:
+        parts = threads.run(len(tensors), lambda i: _digest_of_tensors(server_modules, tensors[i]), _THREADS)
+    finally:
+        threads.close()
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()[:32]
 
 
 def _unheard_of() -> str:
-    """Pages under a random number are never found by another adapter, nor by this one after a restart."""
+    """A random digest: its pages are never found by another adapter, nor by this one after a restart."""
     return uuid.uuid4().hex
 
 

@@ -39,5 +39,5 @@ def detach(backend: AttachedBackend) -> None:
 
 
 def attached_backends() -> list[AttachedBackend]:
-    """Those that are not closed, on any thread."""
+    """Backends that are not closed. Any thread."""
     return list(_attached)

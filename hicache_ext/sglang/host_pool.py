@@ -1,9 +1,9 @@
-"""SGLang host pools -> the memory and the identity of each page, for every pool and layout that exposes page buffers.
+"""The memory and the identity of each page of SGLang's host pools, for every pool and layout with page buffers.
 
 A host pool answers ``get_page_buffer_meta(indices)`` with the addresses and sizes of the contiguous runs of each page.
-For every pool SGLang has, those addresses are linear in the page number; that is measured once at registration, so that
-a batch costs slices of a few memoryviews instead of SGLang's Python loops. A pool whose addresses are not linear, or
-that has none, is refused with one sentence.
+In all of SGLang's pools these addresses are linear in the page number; that is measured once at registration, so that a
+batch costs slices instead of SGLang's Python loops. A pool without addresses, or with others, is refused with one
+sentence. Reasons: docs/decisions/page-addresses.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GEOMETRY_ATTRIBUTES = (
     "conv_dtype",
     "indexer_dtype",
 )
-"""Attributes of SGLang's host pools that shape a page's bytes; those a pool lacks are left out."""
+"""Attributes of SGLang's host pools that shape a page's bytes; a pool need not have all."""
 
 _SPLIT_WITH_HEADS = ("head_num", "size_per_token")
 
@@ -110,8 +110,8 @@ class HostPages:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
         """The page in the pool for each of ``pages`` keys, from SGLang's token indices (pages * page_size of them).
 
-        And which of them may be read and written at all, None where all may: not those whose indices are no aligned run
-        inside the pool, and none where the count of indices does not fit.
+        And which of them are sound, None where all are: their indices are an aligned run inside the pool. None of them
+        is, if the number of indices does not fit.
         """
         if host_indices is None or host_indices.numel() != pages * self.page_size:
             return np.zeros(pages, np.int64), np.zeros(pages, np.bool_)
@@ -133,7 +133,7 @@ class HostPages:
         return self.buffers_of([page_number], part)[0]
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
-        """``buffers`` of each page, made when they are asked for."""
+        """``buffers`` of each page, made lazily."""
         starts, strides, sizes, page_bytes = self._parts[part]
         if is_compiled(batch_code.address_pages):
             pages = np.empty((len(page_numbers), len(starts)), np.int64)
@@ -160,7 +160,7 @@ class HostPages:
         return self._parts[part].page_bytes
 
     def describe(self, logical_dtype: str) -> PoolIdentity:
-        """The pool's half of the page identity."""
+        """The pool's part of the page identity."""
         geometry = []
         for attribute in _GEOMETRY_ATTRIBUTES:
             value = getattr(self.pool, attribute, None)

@@ -11,7 +11,7 @@ from hicache_ext.page.fingerprint import ModelFingerprint
 @dataclass(slots=True)
 class LoadedModel:
     runner: Any
-    """SGLang's ModelRunner: it alone knows what some launch arguments were resolved to."""
+    """SGLang's ModelRunner: only it knows the resolved values of some launch arguments."""
     draft: bool
     fingerprint: ModelFingerprint
 

@@ -1,13 +1,13 @@
 """The hooks that put the DecodeWriter under SGLang's ``DecodeKVCacheOffloadManager``.
 
-Every method that the scheduler calls is wrapped (``HookType.AROUND``). Where the backend is not ours, or ``pd.write``
-is off, a wrapper calls the original and only takes the time. Where it is ours:
+Every method that the scheduler calls is wrapped (``HookType.AROUND``). If the backend is not ours, or ``pd.write`` is
+off, a wrapper calls the original and measures its time. Otherwise:
 
-- at construction, the configuration is read as the prefill node reads it (``@file``, SGLang's own keys taken out), so
-  that the original constructor, which knows inline JSON only, gets what it can parse; then a DecodeWriter is made;
+- the constructor reads the configuration as the prefill node does (``@file``, without SGLang's own keys), because the
+  original only parses inline JSON; then it makes a DecodeWriter;
 - the working methods go to that writer.
 
-A decode node that could only write what no prefill node can use is stopped at start with one sentence.
+A decode node whose pages no prefill node could use is stopped at start with one sentence.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _without_trouble(advanced: Callable[[Any], bool], req: Any) -> bool:
     try:
         return advanced(req)
     except Exception:
-        # False makes the scheduler release a finished request at once, as if nothing were to be written of it.
+        # False: the scheduler releases a finished request at once, as if it had nothing to write.
         logger.exception("hicache_ext: a request's KV will not be written")
         return False
 
@@ -128,7 +128,7 @@ def _step(writer: DecodeWriter) -> None:
     try:
         writer.step()
     except Exception:
-        # The scheduler would end with it. What this step did not take in is lost to the cache; the next one goes on.
+        # An exception would end the scheduler. This step's pages are lost to the cache; the next step goes on.
         if time.monotonic() - _last_trouble >= 1:
             _last_trouble = time.monotonic()
             logger.exception("hicache_ext: a step of the decode writer failed")

@@ -1,7 +1,7 @@
 """The entry point of SGLang's plugin group ``sglang.srt.plugins``.
 
-SGLang calls ``register`` in each of its processes before anything runs, and only logs what it raises. Whether the hooks
-took is therefore checked where it matters: by the backend's constructor (``hooks.not_in_force``).
+SGLang calls ``register`` in each of its processes before anything runs, and only logs its exceptions. So the backend's
+constructor checks that the hooks are in force (``hooks.not_in_force``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long this node takes to compute a prefix, measured at SGLang's scheduler: two hooks around its batches.
+"""The time this node takes to compute a prefix, measured by two hooks around the batches of SGLang's scheduler.
 
-SGLang's own figure (``input throughput`` in its log) divides by the time since the batch before, idle time included,
-and is far too low on a node that waits for work. Here a batch takes from its start, or from the end of the one before
-when that is later (batches overlap), to the moment its result is there.
+SGLang's own figure (``input throughput`` in its log) includes idle time since the last batch, so it is far too low on a
+node that waits for work. Here a batch lasts from its start, or from the end of the batch before if that is later
+(batches overlap), until its result is there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
 
 prefill_cost = SizedCost()
-"""Of this process's scheduler, in tokens."""
+"""The cost on this process's scheduler; amounts are tokens."""
 
 _started: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 _last_result = 0.0
@@ -23,7 +23,7 @@ _last_result = 0.0
 
 def around_run(original: Callable[..., Any], scheduler: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:
     """``run_batch`` [scheduler thread]."""
-    # SGLang may hand a copy of the batch to its result: what both share is their list of requests.
+    # SGLang may pass a copy of the batch with its result: both share the list of requests.
     for request in batch.reqs[:1] if _is_prefill(batch) else ():
         _started[request] = time.perf_counter()
     return original(scheduler, batch, *arguments, **keywords)

@@ -1,12 +1,11 @@
-"""Keeps L3 honest across online weight updates: SGLang does not tell its storage backend that the weights changed.
+"""Hooks for online weight updates, of which SGLang does not tell its storage backend.
 
-Hooks on the scheduler. Whatever may change weights is taken to have changed them, before it runs and also where it
-fails: an update that stops half-way leaves weights that nobody has a name for. From then on the backend answers nothing
-and stores nothing until SGLang has flushed its caches: until then L1 and L2 hold KV of the old weights, which must not
-enter L3 under the new epoch. With the flush the backend moves on to a new weights epoch, hence to other keys.
+Every call that may change weights counts as a change, before it runs and also if it fails: an update that stops
+half-way leaves unknown weights. From then on the backend serves and stores nothing until SGLang has flushed its caches,
+because L1 and L2 hold KV of the old weights. With the flush a new weights epoch begins, hence other keys.
 
-An epoch is a random number that the first rank of a tensor-parallel group draws and tells the others, who all are at
-the same place: SGLang hands every such request to all of them. So no other launch or update ever has the same.
+An epoch is a random number drawn by the first rank of a tensor-parallel group and broadcast to the others, which SGLang
+brings to the same point. No other launch or update has the same. Reasons: docs/decisions/weights-identity.md.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
 
 _nonce: str | None = None
-"""Of the last update in this process; None while the weights are those that were loaded."""
+"""The epoch of the last update in this process; None while the weights are those that were loaded."""
 _flushed = True
 """Whether SGLang's caches hold nothing from before that update."""
 
@@ -37,7 +36,7 @@ def before_update(manager: Any, *_: Any, **__: Any) -> None:
 
 
 def before_release(manager: Any, request: Any, *_: Any, **__: Any) -> None:
-    """BEFORE hook [scheduler thread]: memory is given away, and what comes back in place of weights is anything."""
+    """BEFORE hook [scheduler thread]: memory of the weights is released, and comes back with any content."""
     tags = getattr(request, "tags", None)
     if (not tags or "weights" in tags) and not _backed_up():
         before_update(manager)
@@ -54,22 +53,22 @@ def after_flush(result: Any, *_: Any, **__: Any) -> None:
             backend.advance_weights_epoch(_nonce)
             backend.resume()
         else:
-            # A decode node's offload queue is not flushed with the cache: it may still hold pages of the old weights.
+            # The flush does not empty a decode node's offload queue: it may hold pages of the old weights.
             logger.warning("hicache_ext: the weights were updated; this decode node stores no KV until it is restarted")
 
 
 def updated_to() -> str | None:
-    """The nonce of the last update in this process: a backend that is attached later computes with those weights."""
+    """The epoch of the last update in this process, for backends that are attached later."""
     return _nonce
 
 
 def caches_are_flushed() -> bool:
-    """Whether everything in SGLang's caches was computed with the weights of now."""
+    """Whether everything in SGLang's caches was computed with the present weights."""
     return _flushed
 
 
 def _agreed(group: Any) -> str:
-    """A random number that is the same on all ranks of ``group``; where they cannot agree they miss, which is safe."""
+    """A random number, equal on all ranks of ``group``. Ranks that cannot agree get different ones: misses, no harm."""
     drawn = [uuid.uuid4().hex[:16]]
     try:
         import torch.distributed as ranks
@@ -82,7 +81,7 @@ def _agreed(group: Any) -> str:
 
 
 def _backed_up() -> bool:
-    """Whether SGLang keeps the weights in host memory and brings them back as they were."""
+    """Whether SGLang keeps a backup of the weights in host memory and restores it."""
     from hicache_ext.sglang.launch_facts import resolved
 
     try:

@@ -16,7 +16,7 @@ DOCUMENTS = [
 ]
 
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
-_MODULE = re.compile(r"`([\w/{},]+\.py)`")
+_MODULE = re.compile(r"`([a-z0-9_/{},]+\.py)`")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 

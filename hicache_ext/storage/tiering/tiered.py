@@ -12,11 +12,9 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from hicache_ext.config import HicacheExtConfig
@@ -24,6 +22,7 @@ from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.reports import OF_ANSWERS
 from hicache_ext.storage.contract.store import (
     GetResult,
@@ -48,8 +47,6 @@ _WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult
 _REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
 """Seconds for which pages that nobody has asked for yet wait for demand reads and for earlier promotions."""
-_HELPERS = 4
-"""Threads that read or write one tier while the calling thread does another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ class TieredStore:
         self._prefetcher = Prefetcher(self._settings.prefetch, self._gate, self._metrics)
         self._page_bytes: dict[bytes, int] = {}
         self._places = _Places()
-        self._helpers = _Helpers()
+        self._helpers = ThreadPool("hicache-tiers")
         self._calls = CallGate(self.name)
 
     @property
@@ -164,7 +161,9 @@ class TieredStore:
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._calls:
-            self._learn_page_bytes(batch)
+            if batch.sizes:
+                # For identities whose document does not tell (flat tensors), or was registered with the tiers alone.
+                self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
             tier = self._only_tier
             if tier is None:
                 return self._get_from_several(batch)
@@ -205,7 +204,8 @@ class TieredStore:
             by_tier.setdefault(place, []).append(position)
         if set(by_tier) == {0}:
             return
-        self._helpers.run([partial(self._read_tier, read, place, wanted) for place, wanted in by_tier.items()])
+        reads = list(by_tier.items())
+        self._helpers.run(len(reads), lambda i: self._read_tier(read, *reads[i]))
 
     def _walk(self, read: _Read, positions: Iterable[int]) -> None:
         """Ask each tier not asked yet for what is still missing, near tiers first."""
@@ -243,11 +243,14 @@ class TieredStore:
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
     ) -> None:
         """``sources``: how many pages of the leading run came from which tier."""
-        counts = counted(results)
-        # SGLang uses the leading run alone: what was read past a gap is no hit to it.
-        hits = counts.pop("hit", 0)
-        counts |= {reason: count for reason, count in (("hit", leading), ("gap", hits - leading)) if count}
-        self._metrics.add_many("get", counts)
+        if leading == len(results):
+            self._metrics.add("get", "hit", leading)
+        else:
+            counts = counted(results)
+            # SGLang uses the leading run alone: what was read past a gap is no hit to it.
+            hits = counts.pop("hit", 0)
+            counts |= {reason: count for reason, count in (("hit", leading), ("gap", hits - leading)) if count}
+            self._metrics.add_many("get", counts)
         if leading and identity_of(batch.keys) in self._chains:
             self._metrics.add("chain_pages", "used", leading)
             for tier, count in sources:
@@ -349,7 +352,8 @@ class TieredStore:
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         with self._calls:
-            self._learn_page_bytes(batch)
+            if batch.sizes:
+                self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
             failed = [SetResult.ERROR] * len(batch.sizes)
             # First, because it only copies: these queues work while the synchronous tiers do.
             queued = [self._call(tier, "queue", tier.set, batch, failed) for tier in self._async]
@@ -372,7 +376,7 @@ class TieredStore:
             tier = self._sync[number]
             written[number] = self._call(tier, "set", tier.set, batch, failed)
 
-        self._helpers.run([partial(write, number) for number in range(len(self._sync))])
+        self._helpers.run(len(self._sync), write)
         return written
 
     # -- administration --------------------------------------------------------------------------------------------
@@ -486,11 +490,6 @@ class TieredStore:
         finally:
             tier.metrics.observe(operation, time.perf_counter() - started)
 
-    def _learn_page_bytes(self, batch: PageBatch) -> None:
-        """For identities whose document does not tell (flat tensors), or was registered with the tiers alone."""
-        if len(batch):
-            self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
-
 
 class _Read:
     """The state of one demand read on its way through the tiers. Threads write disjoint positions."""
@@ -539,52 +538,7 @@ class _Places:
             return [self._places.pop(key, 0) for key in keys]
 
 
-class _Helpers:
-    """A few threads, started when they are first needed, that run calls on several tiers at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._closed = False
-
-    def run(self, calls: Collection[Callable[[], None]]) -> None:
-        """Return, or raise, when all of ``calls`` have ended."""
-        if not calls:
-            return
-        first, *others = calls
-        futures: list[Future[None]] = []
-        remaining: list[Callable[[], None]] = []
-        for call in others:
-            try:
-                futures.append(self._executor().submit(call))
-            except RuntimeError:
-                # Closed meanwhile, or the interpreter ends: the calling thread does it.
-                remaining.append(call)
-        try:
-            for call in [first, *remaining]:
-                call()
-        finally:
-            wait(futures)
-        for future in futures:
-            future.result()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            pool = self._pool
-        if pool is not None:
-            pool.shutdown(wait=True)
-
-    def _executor(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("closed")
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_HELPERS, thread_name_prefix="hicache-tiers")
-            return self._pool
-
-
-def _close_all(closers: Sequence[Callable[[], None]]) -> None:
+def _close_all(closers: Sequence[Callable[[], object]]) -> None:
     """Close all, also when one raises; then raises the first error."""
     first: Exception | None = None
     for closer in closers:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.testing.conformance.medium import Medium
 
@@ -21,7 +23,10 @@ def in_another_process(medium: Medium, work: Work, *, patience: float) -> Any:
     """What ``work`` returns over a store that another process opens. Fails with its traceback when it raises."""
     with another_process(medium, work, patience=patience) as (_, connection):
         assert connection.poll(patience), f"the other process has not answered after {patience:g} s"
-        done, answer = connection.recv()
+        try:
+            done, answer = connection.recv()
+        except EOFError:
+            pytest.fail(f"the other process died; {type(medium).__name__} has to be one that can be pickled")
     assert done, f"in the other process:\n{answer}"
     return answer
 

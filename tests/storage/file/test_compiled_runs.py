@@ -763,7 +763,7 @@ def test_code_is_compiled_also_where_no_directory_for_its_cache_is_writable(tmp_
     # Nobody can make a directory in the place of a file, not even root.
     in_the_way = tmp_path / "file"
     in_the_way.touch()
-    for place in ("storage", "storage/file/slab"):
+    for place in ("page", "runtime", "storage/tiers/file", "storage/tiers/file/slab"):
         (package / place / "__pycache__").touch()
     environment = dict.fromkeys(("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME"), str(in_the_way / "cache"))
     assert use_two_stores(tmp_path, package=package, **environment) == "compiled []"

@@ -38,7 +38,7 @@ class Recorder:
 
 def test_what_is_noted_is_written_once_reads_pause() -> None:
     recorder = Recorder()
-    recorder.touches.note([b"a", b"b"])
+    recorder.touches.note(b"i" * 16, 0, [b"a", b"b"])
     assert recorder.wrote.wait(PATIENCE)
     recorder.touches.close()
     assert recorder.written == [[b"a", b"b"]]
@@ -48,7 +48,7 @@ def test_reads_without_a_pause_are_written_all_the_same() -> None:
     recorder = Recorder()
     deadline = time.monotonic() + PATIENCE
     while not recorder.wrote.is_set() and time.monotonic() < deadline:
-        recorder.touches.note([b"a"])
+        recorder.touches.note(b"i" * 16, 0, [b"a"])
         time.sleep(0.005)
     recorder.touches.close()
     assert recorder.written
@@ -59,7 +59,7 @@ def test_an_eviction_takes_a_bounded_number_of_pages_in_whole_chains_oldest_firs
     touches = Touches("test", lambda: False)
     chains = [[bytes([number]) * 48] * 100 for number in range(4)]
     for chain in chains:
-        touches.note(chain)
+        touches.note(b"i" * 16, 0, chain)
     assert touches.take() == chains[:2]
     assert touches.take() == chains[2:]
     assert touches.take() == []
@@ -70,8 +70,8 @@ def test_an_eviction_takes_a_bounded_number_of_pages_in_whole_chains_oldest_firs
 def test_a_chain_longer_than_a_transaction_takes_is_written_alone() -> None:
     touches = Touches("test", lambda: False)
     chain = [bytes(48)] * 1000
-    touches.note([b"first"])
-    touches.note(chain)
+    touches.note(b"i" * 16, 0, [b"first"])
+    touches.note(b"i" * 16, 0, chain)
     assert touches.take() == [[b"first"]]
     assert touches.take() == [chain]
     touches.close()
@@ -81,12 +81,12 @@ def test_a_chain_longer_than_a_transaction_takes_is_written_alone() -> None:
 def test_closing_writes_the_rest_unless_it_was_forgotten() -> None:
     for forgotten in (False, True):
         recorder = Recorder()
-        recorder.touches.note([b"a"])
+        recorder.touches.note(b"i" * 16, 0, [b"a"])
         if forgotten:
             recorder.touches.forget()
         recorder.touches.close()
         assert recorder.written == ([] if forgotten else [[b"a"]])
-        recorder.touches.note([b"after"])
+        recorder.touches.note(b"i" * 16, 0, [b"after"])
         assert recorder.touches.take() == []
 
 
@@ -94,7 +94,7 @@ def test_closing_writes_the_rest_unless_it_was_forgotten() -> None:
 def test_what_is_noted_is_bounded_when_nothing_can_be_written() -> None:
     touches = Touches("test", lambda: False)
     for _ in range(2000):
-        touches.note([bytes(48)] * 128)
+        touches.note(b"i" * 16, 0, [bytes(48)] * 128)
     taken = 0
     while chains := touches.take():
         taken += sum(len(chain) for chain in chains)

@@ -19,7 +19,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +26,7 @@ from typing import Any, Literal, get_args
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.access import open_file
 from hicache_ext.runtime.file_lock import lock_within
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
 
 Mode = Literal["buffered", "dontcache", "direct"]
@@ -143,7 +143,8 @@ class _Probe:
                 direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
                 open_files.callback(os.close, direct)
             blocks = self._fill(fd)
-            pool = open_files.enter_context(ThreadPoolExecutor(self._memory.nbytes // _BLOCK))
+            pool = ThreadPool("hicache-device-probe")
+            open_files.callback(pool.close)
             measured = Measured()
             # The most important first: a slow device leaves no time for all.
             for threads in (_MODES_COMPARED_WITH, *_OTHER_THREADS):
@@ -177,7 +178,7 @@ class _Probe:
 class _Cell:
     """One mode with one number of threads."""
 
-    pool: ThreadPoolExecutor
+    pool: ThreadPool
     memory: memoryview
     blocks: int
     threads: int
@@ -214,7 +215,7 @@ class _Cell:
             return moved
 
         try:
-            moved = sum(self.pool.map(work, range(self.threads)))
+            moved: int = sum(self.pool.run(self.threads, work))
             if sync is not None:
                 os.fdatasync(sync)
         except OSError:

@@ -1,7 +1,7 @@
-"""Looking at a directory of the file tier from outside, and changing it, while servers may be using it: for tools.
+"""For tools: inspect or change a directory of the file tier while servers may be using it, in either layout.
 
-Knows both layouts. To look (``open_inspector``) is to read: nothing is made, locked or changed, and whoever may read
-the files can do it. To change (``open_editor``) goes through what the stores change.
+``open_inspector`` only reads: nothing is made, locked or changed, and read permission is enough. ``open_editor``
+changes the directory through the same code as the stores.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hicache_ext.storage.tiers.file.usage import recorded_total
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One page object on disk. Moments are wall-clock seconds, None where the layout does not tell."""
+    """One stored page. Times are wall-clock seconds, None where the layout does not have them."""
 
     key: bytes
     size: int
     used: float | None = None
     written: float | None = None
     listed: ListedPage | None = None
-    """In slabs, where it is."""
+    """In slabs: its place."""
 
     @property
     def identity(self) -> bytes:
@@ -45,13 +45,13 @@ class StoredPage:
 
 class StoredObject(NamedTuple):
     content: bytes
-    """Header and payload; nothing where something that cannot be read has the page's place."""
+    """Header and payload; empty if what has the page's place cannot be read."""
     seal: bytes | None = None
-    """What the index says of them (docs/page-format.md); None where there is none."""
+    """The seal in the index (docs/page-format.md); None without an index."""
 
 
 _NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
-"""Errors of who reads. Others are of what is read."""
+"""Errors of the reading process; all others are errors of the page."""
 
 
 class Inspector(Protocol):
@@ -65,7 +65,7 @@ class Inspector(Protocol):
 
     @property
     def remark(self) -> str:
-        """What is to be known of what it tells; mostly nothing."""
+        """A warning about what it lists; mostly empty."""
 
     def pages(self) -> Iterator[StoredPage]:
         """Every page, identity by identity."""
@@ -74,11 +74,11 @@ class Inspector(Protocol):
         """Hits of an identity's pages since it was last cleared; None where none were counted."""
 
     def read(self, page: StoredPage) -> StoredObject | None:
-        """The page object as it is on disk; None when it is gone by now. Raises OSError where that says nothing of the
-        page (``_NOT_OF_THE_PAGE``)."""
+        """The page as it is on disk; None if it is gone. Raises OSError for errors that are not of the page
+        (``_NOT_OF_THE_PAGE``)."""
 
     def left_overs(self) -> int:
-        """How many things killed processes left behind."""
+        """The number of left-overs of killed processes."""
 
     def occupied(self) -> int:
         """Bytes of disk that the tier takes."""
@@ -97,7 +97,7 @@ class Editor(Protocol):
     def clear(self, digests: list[bytes]) -> None: ...
 
     def clean_up(self) -> int:
-        """Remove what killed processes left behind; how many things that were."""
+        """Remove left-overs of killed processes; returns their number."""
 
     def close(self) -> None: ...
 
@@ -117,11 +117,11 @@ def open_editor(path: Path) -> Editor:
 
 
 def _layout(path: Path) -> str:
-    """Of a directory with a manifest of this format. Raises StoreError without one."""
+    """The layout of a directory with a manifest of this format. Raises StoreError without one."""
     try:
         said = format_and_layout(path)
         if said is not None:
-            # A tier gives up pages of an older format; to look at them is no reason to.
+            # Only a tier gives up pages of an older format, not a tool.
             check_manifest(path, said[1] if said[1] in ("pages", "slab") else "slab", str(path))
             return said[1]
         if layout_in(path) is not None and (path / MANIFEST).exists():
@@ -168,7 +168,7 @@ class PageFileInspector:
         except OSError as error:
             if error.errno in _NOT_OF_THE_PAGE:
                 raise
-            # Something that cannot be read has the page's name: no page.
+            # What has the page's name cannot be read: no page.
             return StoredObject(b"")
 
     def left_overs(self) -> int:
@@ -190,7 +190,7 @@ class PageFileInspector:
 
 class PageFileEditor:
     def __init__(self, path: Path) -> None:
-        # Without a capacity of its own it never evicts; what it removes goes through the shared account.
+        # Without a capacity it never evicts; removals go through the shared usage record.
         self._store = PageFileStore(str(path), path, capacity=None, threads=1)
         self._directory = PageDirectory(path, str(path))
 
@@ -284,7 +284,7 @@ class SlabEditor:
 
 
 def _blocks(path: Path) -> int:
-    """Bytes of disk of a file; 0 for what is none, or has gone."""
+    """Bytes of disk of a file; 0 if it is no file or gone."""
     try:
         status = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The one place that holds a Mooncake client: no call gets through before setup, after close, or without a master.
+"""Holds the Mooncake client, alone: no call reaches the library before setup, after close, or without a master.
 
 States: *attached* (calls go through), *away* (calls are refused at once; it is probed in the background), *closed*.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
-from hicache_ext.runtime.breaker import Breaker
+from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, OK, Engine
 
@@ -31,12 +31,12 @@ _PROBE_SECONDS = 1.0
 _PROBE_KEY = "hicache_ext/probe"
 _LONGEST_REST = 30.0
 _NICENESS = 5
-"""The library spins while it waits for a transfer, and would keep the thread that makes the transfer off its CPU. No
-more than that: beside other work on all CPUs, threads with 10 or 19 kept Python's GIL for up to 45 or 220 ms."""
+"""The library spins while it waits for a transfer, and would keep the thread that makes the transfer off its CPU. Not
+more: threads with 10 or 19 kept the GIL for up to 45 or 220 ms (docs/decisions/mooncake.md)."""
 
 
 class Attachment:
-    """A client, or the attempt to get one. Any thread."""
+    """The client, or the attempt to get one. Any thread."""
 
     def __init__(self, name: str, engine: Engine, *, required: bool) -> None:
         """Raises StoreSetupError when the pool cannot be reached and ``required`` is set."""
@@ -44,19 +44,18 @@ class Attachment:
         self.engine = engine
         self._condition = threading.Condition()
         self._client: Any = None
-        self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS)
+        self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS, on_change=self._master_changed)
         self._resting_until = 0.0
         self._under_way = 0
         self._abandoned = 0
-        """Calls that went on after their caller had left; they touch memory of the store alone."""
+        """Calls left behind by their callers; they only touch memory of the store."""
         self._closed = False
         self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
         self._memory: list[tuple[int, int]] = []
         """(address, bytes) of memory to register."""
         self._registered: list[int] = []
-        self.on_return: Callable[[Any], bool] = lambda client: True
-        """Called with the client, on the thread that found the master again, before other calls go through; False: not
-        yet."""
+        self.on_return: Callable[[], None] = lambda: None
+        """Called when calls go through again, on the thread that found the master."""
         try:
             self._client = engine.open_client()
         except StoreSetupError as error:
@@ -69,7 +68,7 @@ class Attachment:
     def client(self, *, resting_too: bool = False) -> Iterator[Any]:
         """The client for one call of the store, or None while it is away. Raises StoreClosedError.
 
-        ``resting_too``: also while a holder makes it rest, for calls that ask nothing but the master.
+        ``resting_too``: also while it rests because of a holder, for calls that only ask the master.
         """
         with self._condition:
             if self._closed:
@@ -95,7 +94,7 @@ class Attachment:
             self._leave(f"the master does not answer ({code})")
 
     def rest(self, seconds: float) -> None:
-        """A transfer failed after ``seconds``: refuse calls for twice as long, so that waiting is the exception."""
+        """A transfer failed after ``seconds``: refuse calls for twice as long, so that most calls do not wait."""
         pause = min(2 * seconds, _LONGEST_REST)
         logger.warning("hicache_ext: tier %s: a holder does not answer; resting %.1f s", self.name, pause)
         self._resting_until = time.monotonic() + pause
@@ -105,8 +104,8 @@ class Attachment:
     ) -> Answer | None:
         """The answer of ``call``, which uses the client and memory of the tier alone; None at ``deadline``.
 
-        It cannot be stopped: then it goes on without its caller, and nothing else is let through until it has ended.
-        ``at_last`` is called when nothing uses the call's memory any more, unless ``call`` ended in time.
+        It cannot be stopped: a late call goes on without its caller, and no other call passes until it has ended.
+        ``at_last`` is called when a late call no longer uses its memory.
         """
         answers: list[Answer] = []
         started = time.monotonic()
@@ -141,7 +140,7 @@ class Attachment:
         return None
 
     def _learn(self, answer: object, seconds: float) -> None:
-        """From a call that was left behind: without this the next one would wait as long. The condition is held."""
+        """Learn from a call that was left behind, or the next one would wait as long. The condition is held."""
         codes = [code for code in (answer if isinstance(answer, list) else [answer]) if isinstance(code, int)]
         for code in codes:
             self.report(code)
@@ -151,7 +150,7 @@ class Attachment:
     # -- memory that is moved ----------------------------------------------------------------------------------------
 
     def register(self, regions: Sequence[memoryview]) -> None:
-        """Make memory known to the library, each byte once. Raises StoreSetupError."""
+        """Register memory with the library, each byte once. Raises StoreSetupError."""
         with self._condition:
             if self._closed:
                 raise StoreClosedError(self.name)
@@ -159,7 +158,7 @@ class Attachment:
                 if region.nbytes == 0:
                     continue
                 place = (address_of(region), region.nbytes)
-                # The library refuses memory it knows already.
+                # The library refuses memory that is registered already.
                 if any(_contains(known, place) for known in self._memory):
                     continue
                 self._memory.append(place)
@@ -191,8 +190,12 @@ class Attachment:
             logger.info("hicache_ext: tier %s: the master answers again", self.name)
         return returned
 
+    def _master_changed(self, state: BreakerState, _: str) -> None:
+        if state is BreakerState.CLOSED:
+            self.on_return()
+
     def _return(self) -> bool:
-        """Attach, or ask the attached client whether its master answers: an open port may belong to a frozen one."""
+        """Attach, or ask the attached client whether its master answers: a frozen master has an open port, too."""
         client = self._client
         if client is None:
             client = self.engine.open_client()
@@ -210,7 +213,7 @@ class Attachment:
                 self._client = client
         elif client.is_exist(_PROBE_KEY) in MASTER_LOST:
             return False
-        return self.on_return(client)
+        return True
 
     def close(self) -> None:
         """Wait for calls under way, give memory back, close the client. Idempotent.

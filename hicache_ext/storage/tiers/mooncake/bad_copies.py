@@ -1,8 +1,8 @@
-"""What the examination of bad pages asks a Mooncake pool for: one object at a time, into memory that no read uses.
+"""The examination of bad pages in a Mooncake pool: one object at a time, into memory that no read uses.
 
-The library opens its connections itself and has no removal on a condition: the same bad bytes in two reads, into
-different memory and cut differently, are what is known. Between the second of them and the removal, milliseconds, a
-copy that somebody else has written meanwhile would be lost, which costs a miss.
+The library opens its connections itself and cannot remove on a condition. So a page counts as bad when two reads, into
+different memory and in different pieces, gave the same bad bytes. A copy written by somebody else in the milliseconds
+before the removal is lost, which costs a miss.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MooncakeMedium:
         if size == engine.NOT_FOUND:
             return None
         if not 0 < size <= most:
-            # The library has no way to read the beginning of an object.
+            # The library cannot read a part of an object.
             raise NotReadError(engine.reason_of(size) if size < 0 else "length")
         with self._scratch.lent(max(0, size - HEADER_LENGTH)) as scratch:
             memory = scratch.memory[:size]
@@ -51,7 +51,7 @@ class MooncakeMedium:
             ]
             places = [base + begin for begin, _ in pieces]
             sizes = [end - begin for begin, end in pieces]
-            # Set before the call, and unset when it has ended in time: it may be left behind with the memory.
+            # Set before the call, reset if it ends in time: it may be left behind with the memory.
             scratch.left_behind = True
             code = self._ask(
                 lambda client: client.batch_get_into_multi_buffers([name], [places], [sizes])[0],
@@ -68,7 +68,7 @@ class MooncakeMedium:
         name = self._object_name(key)
         if self._hides(key) or self._ask(lambda client: client.get_size(name)) != bad.length:
             return Removal.CHANGED
-        # Forced: reading it has just given it a lease.
+        # Forced: the read has just taken a lease.
         code = self._ask(lambda client: client.batch_remove([name], True)[0])
         if code not in (engine.OK, engine.NOT_FOUND):
             raise NotReadError(engine.reason_of(code))

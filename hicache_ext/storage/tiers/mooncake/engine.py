@@ -1,8 +1,8 @@
 """The Mooncake client library: how it is imported and set up, and what its return codes mean.
 
-The library crashes the process on a call before ``setup`` or after ``close``, and cannot be interrupted. So only
-attachment.py holds a client, and the bounds of its calls are the library's own, set through its environment variables
-before the first import. A variable that the user has set is left as it is.
+The library crashes the process on a call before ``setup`` or after ``close``, and its calls cannot be interrupted. So
+only attachment.py holds a client, and calls are bounded by the library itself, through environment variables set before
+its first import. A variable set by the user is kept.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REASONS = {
 
 _SETUP_SECONDS = 10.0
 _SETUP_SECONDS_PER_BYTE = 1.0 / (1 << 30)
-"""A contributed segment is allocated, and with RDMA pinned, during setup: a second per GiB."""
+"""Setup allocates a contributed segment and, with RDMA, pins it: a second per GiB."""
 
 
 def reason_of(code: int) -> str:
@@ -65,7 +65,7 @@ def environment(timeout: float) -> dict[str, str]:
         "MC_RPC_TIMEOUT_MS": str(max(1, math.ceil(timeout * 1000))),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_CONNECT_TIMEOUT_MS": str(max(1, math.ceil(min(timeout, 1.0) * 1000))),
-        # A frozen holder, per transfer: whole seconds, and one second fails healthy transfers on a busy machine.
+        # Per transfer from a frozen holder. Whole seconds; one second fails healthy transfers on a busy machine.
         "MC_TCP_STATUS_TIMEOUT_SEC": "2",
         "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
     }
@@ -96,7 +96,7 @@ class Engine:
         return host.strip("[]"), int(port)
 
     def master_answers(self, seconds: float) -> bool:
-        """Whether something accepts connections at the master's port. A frozen master does, too."""
+        """Whether the master's port accepts connections. That of a frozen master does, too."""
         try:
             socket.create_connection(self.host_and_port, timeout=seconds).close()
         except OSError:
@@ -106,8 +106,8 @@ class Engine:
     def open_client(self) -> Any:
         """A client that is set up. Bounded in time; raises StoreSetupError.
 
-        The port is probed first, because the library's own attempts take seconds. Setup runs on a thread of its own:
-        when it does not end in time the thread is left behind, and closes whatever it still gets.
+        The port is probed first, because the library's own attempts take seconds. Setup runs on a thread of its own. A
+        late one is left behind and closes the client that it still gets.
         """
         if not self.master_answers(self.tier.longest_call):
             raise StoreSetupError(

@@ -17,15 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
+from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment
 from hicache_ext.storage.tiers.mooncake.bad_copies import MooncakeMedium
@@ -79,15 +80,17 @@ _SET_RESULTS = {
 }
 
 
-class MooncakeStore:
+class MooncakeStore(TierStore):
     """See the module docstring. Threads: any. Every call ends by the tier's timeout, and a batch's memory is touched
     only by the calling thread and by those it waits for."""
 
+    type_name = "mooncake"
+    shared = True
+
     def __init__(self, name: str, tier: MooncakeTierConfig, attachment: Attachment, *, checksum: bool = True) -> None:
         """``checksum`` False leaves payloads unchecked: for measuring what the checksum costs, never for serving."""
-        self._name = name
+        super().__init__(name)
         self._tier = tier
-        self._metrics = TierMetrics(name)
         self._attachment = attachment
         self._checksum = checksum
         self._scratch = ScratchPool(attachment.register)
@@ -101,40 +104,25 @@ class MooncakeStore:
         self._writing: set[bytes] = set()
         self._writing_ended = threading.Condition()
         self._identities: set[bytes] = set()
-        # Patterns of a clear() that has not reached the master: their pages are absent to this process.
-        self._clearing: set[bytes | None] = set()
-        self._clear_lock = threading.Lock()
-        medium = MooncakeMedium(attachment, self._object_name, self._is_clearing)
-        self._bad_pages = BadPages(name, self._metrics, medium)
-        attachment.on_return = self._clear_pending
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def metrics(self) -> TierMetrics:
-        return self._metrics
+        self._clearing = Clearing(name)
+        medium = MooncakeMedium(attachment, self._object_name, self._clearing.hides)
+        self._bad_pages = BadPages(name, self.metrics, medium)
+        attachment.on_return = self._clearing.try_again
 
     @property
     def attached(self) -> bool:
         """Whether calls go through now; False while the master or a holder does not answer."""
         return self._attachment.attached
 
-    def describe(self) -> StoreInfo:
-        return StoreInfo(
-            name=self._name,
-            type="mooncake",
-            shared=True,
-            details={
-                "master": self._tier.master,
-                "protocol": self._tier.protocol,
-                "devices": self._tier.device_names(),
-                "segment_size": self._tier.segment_size,
-                "replica_num": self._tier.replica_num,
-                "attached": self.attached,
-            },
-        )
+    def details(self) -> dict[str, Any]:
+        return {
+            "master": self._tier.master,
+            "protocol": self._tier.protocol,
+            "devices": self._tier.device_names(),
+            "segment_size": self._tier.segment_size,
+            "replica_num": self._tier.replica_num,
+            "attached": self.attached,
+        }
 
     def gauges(self) -> dict[str, float]:
         # What the pool holds is known to its master alone, and the client does not ask for it.
@@ -145,27 +133,24 @@ class MooncakeStore:
 
         return examine(self._tier, self._attachment)
 
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._identities.add(digest)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, batch: PageBatch) -> list[GetResult]:
+    def _read(self, batch: PageBatch) -> list[GetResult]:
         deadline = self._deadline()
         with self._attachment.client() as client:
-            results = self._get(client, batch, deadline)
-        self._metrics.add_many("get", counted(results))
-        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
-        return results
+            return self._get(client, batch, deadline)
 
     def _get(self, client: Any, batch: PageBatch, deadline: float) -> list[GetResult]:
         results = [GetResult.REJECTED] * len(batch)
         if client is None:
-            self._metrics.add("rejected", "away", len(batch))
+            self.metrics.add("rejected", "away", len(batch))
             return results
         positions = []
         for position in range(len(batch)):
-            if self._is_clearing(batch.keys[position]):
+            if self._clearing.hides(batch.keys[position]):
                 results[position] = GetResult.MISS
             elif batch.sizes[position]:
                 positions.append(position)
@@ -206,7 +191,7 @@ class MooncakeStore:
         )
         seconds = time.monotonic() - started
         if codes is None:
-            self._metrics.add("error", "timeout", len(portion.positions))
+            self.metrics.add("error", "timeout", len(portion.positions))
             for position in portion.positions:
                 results[position] = GetResult.TIMEOUT
             return False
@@ -228,12 +213,12 @@ class MooncakeStore:
                 results[position] = GetResult.CORRUPT if reason else GetResult.HIT
                 if reason:
                     seen = Sighting(code) if reason == "length" else Sighting.of(code, [portion.objects[number]])
-                    self._metrics.add("corrupt", reason)
+                    self.metrics.add("corrupt", reason)
                     self._bad_pages.suspect(batch.keys[position], expected, seen, reason)
             else:
                 results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
                 if results[position] is not GetResult.MISS:
-                    self._metrics.add("error", engine.reason_of(code))
+                    self.metrics.add("error", engine.reason_of(code))
                 self._attachment.report(code)
         self._bad_pages.clear(batch.keys[i] for i in portion.positions if results[i] is GetResult.HIT)
         # A bad page says nothing about its holder, however long the machine took over it.
@@ -275,59 +260,51 @@ class MooncakeStore:
 
     # -- presence --------------------------------------------------------------------------------------------------
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        deadline = self._deadline()
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
         with self._attachment.client() as client:
-            return [False] * len(keys) if client is None else self._contains(client, keys, deadline)
+            return [False] * len(keys) if client is None else self._contains(client, keys, self._deadline())
 
-    def count_leading(self, keys: Sequence[bytes]) -> int:
+    def _lead(self, keys: Sequence[bytes]) -> int:
         """Asks in growing portions: to ask takes a lease, and pages behind a gap must not be kept from eviction."""
         deadline = self._deadline()
         with self._attachment.client() as client:
-            if client is None:
-                return 0
             first, look = 0, _FIRST_LOOK
-            while first < len(keys):
+            while client is not None and first < len(keys):
                 present = self._contains(client, keys[first : first + look], deadline)
                 if False in present:
                     return first + present.index(False)
                 first += len(present)
                 look = min(look * _LOOK_GROWTH, _LONGEST_LOOK)
-            return len(keys)
+            return first
 
     def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        if not keys:
-            return []
         names = [self._object_name(key) for key in keys]
         # Before the master is asked: what is removed meanwhile would have been there and be no suspect any more.
         hidden = [self._bad_pages.hides(key) for key in keys]
         codes = self._attachment.call_bounded(lambda: client.batch_is_exist(names), deadline)
         if codes is None:
-            self._metrics.add("error", "timeout", len(keys))
+            self.metrics.add("error", "timeout", len(keys))
             return [False] * len(keys)
         lost = next((code for code in codes if code < 0), engine.OK)
         if lost != engine.OK:
-            self._metrics.add("error", engine.reason_of(lost))
+            self.metrics.add("error", engine.reason_of(lost))
             self._attachment.report(lost)
         return [
-            code == 1 and not absent and not self._is_clearing(key)
+            code == 1 and not absent and not self._clearing.hides(key)
             for key, code, absent in zip(keys, codes, hidden, strict=True)
         ]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def set(self, batch: PageBatch) -> list[SetResult]:
+    def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._deadline()
         with self._attachment.client() as client:
-            results = self._set(client, batch, deadline)
-        self._metrics.add_many("set", counted(results))
-        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
-        return results
+            return self._set(client, batch, deadline)
 
     def _set(self, client: Any, batch: PageBatch, deadline: float) -> list[SetResult]:
         results = [SetResult.REJECTED] * len(batch)
         if client is None:
-            self._metrics.add("rejected", "away", len(batch))
+            self.metrics.add("rejected", "away", len(batch))
             return results
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
         # A put of a page that is there answers as if it had stored it, after the payload has travelled.
@@ -337,26 +314,27 @@ class MooncakeStore:
         for position, key in enumerate(batch.keys):
             self._identities.add(key[: envelope.IDENTITY_LENGTH])
             if key in verdicts and self._bad_pages.hides(key):
-                self._metrics.add("rejected", "suspect")
+                self.metrics.add("rejected", "suspect")
                 continue
             if present[position]:
                 results[position] = SetResult.EXISTS
                 continue
-            takes = batch.sizes[position] > 0 and not self._is_clearing(key)
+            # The master removes by a pattern: what is written before it has done so would go, too.
+            takes = batch.sizes[position] > 0 and not self._clearing.hides(key)
             if takes and first_of.setdefault(key, position) == position:
                 positions.append(position)
         if positions and time.monotonic() < self._no_writes_until:
-            self._metrics.add("rejected", "full", len(positions))
+            self.metrics.add("rejected", "full", len(positions))
             positions = []
         if positions and self._attachment.attached:
-            self._write(client, batch, positions, deadline, results)
+            self._write_pages(client, batch, positions, deadline, results)
         for position, key in enumerate(batch.keys):
             # A key written twice in one batch: the first one's result counts.
             if first_of.get(key, position) != position and results[first_of[key]].durable:
                 results[position] = SetResult.EXISTS
         return results
 
-    def _write(
+    def _write_pages(
         self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[SetResult]
     ) -> None:
         """Write the pages at ``positions``. A page that another thread is writing is waited for instead.
@@ -411,7 +389,7 @@ class MooncakeStore:
             codes = self._transferred(scratch, put, deadline)
             seconds = time.monotonic() - started
             if codes is None:
-                self._metrics.add("error", "timeout", len(waiting))
+                self.metrics.add("error", "timeout", len(waiting))
                 for number in waiting:
                     results[portion.positions[number]] = SetResult.TIMEOUT
                 return False
@@ -421,14 +399,14 @@ class MooncakeStore:
             waiting = [number for number, code in zip(waiting, codes, strict=True) if code == engine.NO_SPACE]
             for code, count in Counter(codes).items():
                 if code not in (engine.OK, engine.EXISTS, engine.NO_SPACE):
-                    self._metrics.add("error", engine.reason_of(code), count)
+                    self.metrics.add("error", engine.reason_of(code), count)
             if not self._worth_going_on(codes, seconds):
                 return False
             if not waiting:
                 return True
             if attempt < _FULL_ATTEMPTS:
                 time.sleep(_FULL_PAUSE)
-        self._metrics.add("rejected", "full", len(waiting))
+        self.metrics.add("rejected", "full", len(waiting))
         self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
         return False
 
@@ -443,81 +421,64 @@ class MooncakeStore:
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
-    def remove(self, keys: Sequence[bytes]) -> int:
+    def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)
-        names = [self._object_name(key) for key in dict.fromkeys(keys)]
+        names = [self._object_name(key) for key in keys]
         deadline = self._deadline()
         with self._attachment.client(resting_too=True) as client:
-            if client is None or not names:
+            if client is None:
                 return 0
             codes = self._attachment.call_bounded(lambda: client.batch_remove(names, True), deadline)
             if codes is None:
-                self._metrics.add("error", "timeout", len(names))
+                self.metrics.add("error", "timeout", len(names))
                 return 0
             for code in codes:
                 self._attachment.report(code)
         return sum(code == engine.OK for code in codes)
 
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Out of this process's sight at once; the master removes them meanwhile. Waits for half a second at most.
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
+        """None: every page under this tier's prefix; identities this process has not seen count as one."""
+        return self._clearing.clear(digests, self._sweep, _CLEAR_WAIT)
 
-        None: every page under this tier's prefix; identities this process has not seen count as one.
-        """
-        wanted: list[bytes | None] = [*sorted(self._identities), None] if digests is None else list(digests)
-        removed: list[bytes | None] = []
-        with self._attachment.client(resting_too=True) as client:
-            with self._clear_lock:
-                for digest in wanted:
-                    self._clearing.add(digest)
-            if client is None or not wanted:
-                return 0
-            thread = threading.Thread(
-                target=self._clear_now, args=(wanted, removed), name=f"hicache-{self._name}-clear", daemon=True
-            )
-            thread.start()
-            thread.join(_CLEAR_WAIT)
-        return len(removed)
-
-    def _clear_now(self, digests: Sequence[bytes | None], removed: list[bytes | None]) -> None:
+    def _sweep(self, cleared: Cleared) -> None:
+        """Have the master remove what was cleared, one pattern for each identity."""
+        wanted: list[bytes | None] = [*sorted(self._identities if cleared.digests is None else cleared.digests)]
+        if cleared.digests is None:
+            wanted.append(None)
         try:
             with self._attachment.client(resting_too=True) as client:
-                if client is not None:
-                    self._clear_on(client, digests, removed)
-        except Exception:
-            logger.exception("tier %s: clear", self._name)
+                if client is None:
+                    raise ClearLaterError("the pool is away")
+                for digest in wanted:
+                    self._remove_identity(client, digest, cleared)
+        except StoreClosedError:
+            raise ClearLaterError("closed") from None
 
-    def _clear_pending(self, client: Any) -> bool:
-        """The master is back: remove what was cleared while it was away; whether it is gone."""
-        with self._clear_lock:
-            waiting = list(self._clearing)
-        self._clear_on(client, waiting, [])
-        return not self._clearing
+    def _remove_identity(self, client: Any, digest: bytes | None, cleared: Cleared) -> None:
+        identity = "[0-9a-f]{32}" if digest is None else digest.hex()
+        count = client.remove_by_regex(f"^{re.escape(self._tier.prefix)}/{identity}/[0-9a-f]{{64}}$", True)
+        if count > 0:
+            cleared.found.add(digest or b"")
+        elif count < 0:
+            reason = engine.reason_of(count)
+            self.metrics.add("error", f"clear_{reason}")
+            self._attachment.report(count)
+            if count in engine.MASTER_LOST:
+                raise ClearLaterError(reason)
+            logger.warning("tier %s: clear: %s", self.name, reason)
 
-    def _clear_on(self, client: Any, digests: Sequence[bytes | None], removed: list[bytes | None]) -> None:
-        for digest in digests:
-            identity = "[0-9a-f]{32}" if digest is None else digest.hex()
-            count = client.remove_by_regex(f"^{re.escape(self._tier.prefix)}/{identity}/[0-9a-f]{{64}}$", True)
-            if count < 0:
-                self._metrics.add("error", f"clear_{engine.reason_of(count)}")
-                self._attachment.report(count)
-                if count in engine.MASTER_LOST:
-                    # Stays absent here, and is tried again when the master is back.
-                    return
-                logger.warning("tier %s: clear: %s", self._name, engine.reason_of(count))
-            if count > 0:
-                removed.append(digest)
-            with self._clear_lock:
-                self._clearing.discard(digest)
-
-    def _is_clearing(self, key: bytes) -> bool:
-        return bool(self._clearing) and (None in self._clearing or key[: envelope.IDENTITY_LENGTH] in self._clearing)
+    def wait_until_cleared(self, timeout: float) -> bool:
+        """Wait for the removal of what was cleared; for tools and tests."""
+        return self._clearing.wait(timeout)
 
     def wait_until_examined(self, timeout: float) -> bool:
         """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
         return self._bad_pages.wait(timeout)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._bad_pages.close()
+        # One call of the master: what cannot be removed now stays.
+        self._clearing.close(0)
         self._attachment.close()
         self._copying.close()
 

@@ -1,9 +1,9 @@
-"""From page batches to the library's buffer lists, through memory of the tier's own.
+"""From page batches to the library's buffer lists, through memory of the tier.
 
-A call of the library cannot be stopped, so none is given host memory: pages are copied into scratch memory and out of
-it by the thread that called the store, and a call that takes too long is left behind with its scratch memory. There an
-object is one run of bytes, cut as suits the library: every buffer is a transfer of its own. Measured over TCP that pays
-for most of the copy (docs/mooncake.md).
+A call of the library cannot be stopped, so it never gets host memory: the calling thread copies pages to and from
+scratch memory, and a late call is left behind with its scratch memory. There an object is one run of bytes, cut in
+pieces of the best size: every buffer is a transfer of its own. Over TCP that pays for most of the copy
+(docs/decisions/mooncake.md).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 FIRST_PIECES = 4
 PIECES = 64
-"""In one call of the library, or one page. A frozen holder is waited for piece by piece, so the first call is small
-where nothing was heard of the holders lately: it decides for how long the tier is out of service."""
+"""Pieces in one call of the library (or one page). The library waits for a frozen holder piece by piece, and that
+decides how long the tier is out of service. So the first call is small where nothing was heard of the holders
+lately."""
 SCRATCH_BYTES = 32 * 1024 * 1024
-"""Of one call; more where one page is larger."""
+"""Scratch memory of one call; more for a larger page."""
 PIECE_BYTES = 352 * 1024
-"""An object is cut into pieces of at most that. Over TCP each piece is a transfer of its own, four under way at once.
-Larger ones let the sockets' buffers outgrow the CPU's caches; each costs a round trip."""
+"""Largest piece of an object. Over TCP each piece is a transfer, four at once. Each costs a round trip; with larger
+ones the sockets' buffers outgrow the CPU's caches."""
 _ALIGNMENT = 4096
 
 
@@ -71,7 +72,7 @@ def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryv
 
 @functools.lru_cache(maxsize=64)
 def _pieces(size: int) -> list[int]:
-    """How an object is cut: pieces of one length and a last one of at most that length."""
+    """The pieces of an object: all of one length, the last one at most as long."""
     count = -(-size // PIECE_BYTES)
     length = size if count == 1 else -(-size // (count * _ALIGNMENT)) * _ALIGNMENT
     return [min(length, size - offset) for offset in range(0, size, length)]
@@ -79,15 +80,15 @@ def _pieces(size: int) -> list[int]:
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory of the tier that one call of the store uses."""
+    """Memory for one call of the store."""
 
     memory: memoryview
     left_behind: bool = False
-    """A call of the library still uses it: whoever sees that end gives it back."""
+    """A call of the library still uses it, and returns it when it ends."""
 
 
 class ScratchPool:
-    """Scratch memory that calls borrow; as many regions as there were ever calls at once. Any thread."""
+    """Scratch memory lent to calls: one region for each call at once. Any thread."""
 
     def __init__(self, register: Callable[[Sequence[memoryview]], None]) -> None:
         self._register = register
@@ -96,7 +97,7 @@ class ScratchPool:
 
     @contextlib.contextmanager
     def lent(self, largest_page: int) -> Iterator[Scratch]:
-        """Room for objects with payloads of up to ``largest_page`` bytes."""
+        """Memory for objects with payloads of up to ``largest_page`` bytes."""
         scratch = Scratch(self._take(max(SCRATCH_BYTES, HEADER_LENGTH + largest_page)))
         try:
             yield scratch
@@ -110,7 +111,7 @@ class ScratchPool:
 
     def _take(self, size: int) -> memoryview:
         with self._lock:
-            # The one used last is the one in the caches.
+            # The region used last is in the CPU's caches.
             for number in reversed(range(len(self._free))):
                 if self._free[number].nbytes >= size:
                     return self._free.pop(number)

@@ -1,7 +1,7 @@
-"""The obstore client of a tier: made from its configuration, and its errors put into words that can be counted.
+"""The obstore client of a tier: made from its configuration; its errors as reasons that can be counted.
 
-obstore is imported when the first object tier is opened. Its messages repeat whole answers of servers; only a reason of
-one or two words and an HTTP status are taken out of them, so that nothing a server said gets into a log.
+obstore is imported when the first object tier is opened. Its messages repeat whole answers of servers. Only a reason of
+one or two words and an HTTP status are taken from them, so that no text of a server gets into a log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRIES = 3
 _FIRST_PAUSE = timedelta(milliseconds=50)
 _LONGEST_PAUSE = timedelta(seconds=1)
 _CONNECT_TIMEOUT = 2.0
-"""Seconds; no store in reach takes longer, and one that is gone must not use up a call's time."""
+"""Seconds; a store in reach takes less, and one that is gone must not use up a call's time."""
 
 INSTALL_HINT = "pip install 'hicache-ext[object]'"
 
@@ -47,7 +47,7 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
     if tier.scheme == "file":
         directory = Path("/", tier.prefix)
         try:
-            # The library's files have the modes that the umask leaves; nobody else gets to them in here.
+            # The library's files have the mode of the umask; this directory keeps others out.
             directory.parent.mkdir(parents=True, exist_ok=True)
             directory.mkdir(mode=0o700, exist_ok=True)
             return stores.LocalStore(directory)
@@ -74,7 +74,7 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
             session_token=_revealed(tier.session_token),
         )
         options["virtual_hosted_style_request"] = virtual
-        # One request less per page: object tags are never used.
+        # Saves a request per page: object tags are never used.
         options["disable_tagging"] = True
     elif tier.scheme == "gs":
         make = stores.GCSStore
@@ -180,13 +180,13 @@ def explain(error: BaseException) -> Failure:
 
 
 def delete_objects(obstore: Any, client: Any, names: Sequence[str]) -> None:
-    """Delete objects, by one request for many where the store has that; those that are gone are no error."""
+    """Delete objects, many by one request where the store can; missing ones are no error."""
     try:
         obstore.delete(client, list(names))
         return
     except FileNotFoundError:
         pass
-    # All but S3 fail on the first that is gone already.
+    # All but S3 fail at the first missing one.
     for name in names:
         try:
             obstore.delete(client, name)

@@ -1,10 +1,9 @@
 """Whether a store creates an object only if there is none (``If-None-Match: *``), found out by trying.
 
-The same trial shows whether its ETags are MD5 digests of what it stored, as those of S3 are (without SSE-KMS).
+The same trial shows whether its ETags are MD5 digests of the stored bytes, as those of S3 are (without SSE-KMS).
 
-Some S3-compatible servers take the header and ignore it. There the first writer cannot be made to win: a page is then
-looked for before it is written, and two writers that look at the same moment both write. That is harmless: what is
-written under one key is the KV of one page of one identity, either copy is whole, and each carries its own checksum.
+Some S3-compatible servers ignore the header. There a page is looked up before it is written, and two writers that look
+at the same moment both write. That is harmless: both copies are the same page, whole, with a checksum.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hicache_ext.storage.tiers.object.client import Failure, explain
 from hicache_ext.storage.tiers.object.examination import is_md5_of
 
 _ASK_AGAIN = 30.0
-"""Seconds between attempts to find out, while the store could not be asked."""
+"""Seconds between trials while the store cannot be reached."""
 
 
 class ConditionalCreate:
@@ -31,7 +30,7 @@ class ConditionalCreate:
         self._lock = threading.Lock()
         self._next_attempt = 0.0
         self.supported: bool | None = None
-        """None while it is not known; pages are looked for before they are written, then as well."""
+        """None while unknown: pages are then looked up before they are written, too."""
         self.etags_are_md5 = False
 
     def find_out(self) -> None:
@@ -55,7 +54,7 @@ class ConditionalCreate:
     def find_out_again(
         self, within: Callable[[Callable[[], Any], float], tuple[bool, Failure | None]], timeout: float
     ) -> None:
-        """Try again, now and then and for ``timeout`` seconds, where the store could not be asked at start."""
+        """Try again now and then, for ``timeout`` seconds each, if the store could not be reached at start."""
         if self.supported is not None:
             return
         with self._lock:

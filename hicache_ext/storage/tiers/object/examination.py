@@ -1,9 +1,8 @@
-"""What the examination of bad pages asks an object store for: one object at a time, with a client of its own.
+"""The examination of bad pages in an object store: one object at a time, with a client of its own.
 
-No client library deletes on a condition (obstore and the object_store crate have no If-Match for DELETE), so the store
-compares as far as it can: where its ETags are the MD5 of what it stored, the ETag must be that of the bytes that
-arrived; and it must be the same right before the object is deleted. Between that look and the deletion, a round trip, a
-copy that somebody else has written meanwhile would be lost, which costs a miss.
+No client library deletes on a condition (obstore and the object_store crate have no If-Match for DELETE). Where ETags
+are the MD5 of the stored bytes, the ETag must be that of the bytes that arrived; and it must be the same right before
+the deletion. A copy written by somebody else within that last round trip is lost, which costs a miss.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ObjectMedium:
             facts = self._obstore.head(client, name)
             length, version = int(facts["size"]), facts.get("e_tag")
             data = memoryview(bytearray(min(length, most)))
-            # Cut, so that what damages the same place of every answer damages another place of the object.
+            # Cut, so that damage at a fixed place of every answer meets another place of the object.
             for begin, end in cut(len(data), random.random()):
                 whole = end - begin == length
                 reply = self._obstore.get(client, name, options={} if whole else {"range": (begin, end)})

@@ -5,8 +5,8 @@
     pages/<identity digest, 32 hex digits>/<first 2 of the page hash>/<page hash, 64 hex digits>.page
     identities/<identity digest>.json
 
-The same as a directory of page files: a bucket copied to a disk is one. The two-digit level keeps directories small
-where the store is a file system (file://), and costs nothing elsewhere.
+As in a directory of page files: a bucket copied to a disk is one. The two-digit level keeps directories small where the
+store is a file system (file://), and costs nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def page_name(key: bytes) -> str:
 
 
 def page_key(name: str) -> bytes | None:
-    """The key of a page object; None for anything else, which is a stranger's and never touched."""
+    """The key of a page object; None for any other object, which is not ours and never touched."""
     found = _PAGE.fullmatch(name)
     return bytes.fromhex(found.group(1) + found.group(3)) if found else None
 
@@ -39,11 +39,11 @@ def pages_of(digest: bytes) -> str:
 
 
 def identity_name(digest: bytes) -> str:
-    """The object that says in words what an identity is."""
+    """The object with the document of an identity."""
     return f"{IDENTITIES}/{digest.hex()}.json"
 
 
 def digest_of_identity(name: str) -> bytes | None:
-    """The identity that the object ``name`` describes; None for a stranger's."""
+    """The identity that the object ``name`` describes; None for any other object."""
     found = _IDENTITY.fullmatch(name)
     return bytes.fromhex(found.group(1)) if found else None

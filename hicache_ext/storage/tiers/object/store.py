@@ -1,9 +1,9 @@
 """The object tier: pages as objects of S3-compatible stores, Google Cloud Storage, Azure, or a directory.
 
-A page is one object, header and payload. Many requests are under way at once on threads of the store's own (calls.py).
-A read gets the store's reply in a buffer of obstore's, checks it there, and copies it into host memory once, without
-the GIL; host memory is touched by pages that are whole and right, and never after the call's deadline. A write copies
-the page once into a buffer that the request owns, for the same reason: a request may outlive its call.
+A page is one object, header and payload. Many requests run at once on threads of the store. A read checks the reply in
+obstore's buffer and copies it into host memory once, without the GIL: host memory only gets good pages, and nothing
+after the call's deadline. A write copies the page once into a buffer of the request, which may outlive its call.
+Reasons: docs/decisions/object-stores.md.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONCURRENCY = 32
 
 _ADMIN_TIMEOUT = 1.0
-"""Seconds that calls may take which SGLang makes on its scheduler's thread (clear, register_identity)."""
+"""Seconds for calls on SGLang's scheduler thread (clear, register_identity)."""
 _CLOSE_TIMEOUT = 30.0
-"""Seconds that close() gives the deletion of cleared pages while the store answers."""
+"""Seconds for the deletion of cleared pages at close(), while the store answers."""
 _LIST_FROM = 1000
-"""From this many keys of one identity on, presence is looked up in a listing: 1,000 names a request instead of one."""
+"""From so many keys of one identity on, presence is looked up by listing: 1,000 names a request instead of one."""
 _LISTED_AT_ONCE = 1000
 _NO_ANSWER = frozenset({"connection", "timeout", "denied", "no_bucket"})
-"""Reasons of a failure with which the tier is of no use, whatever is asked of it."""
+"""Failures after which no other request can work."""
 _KEYS_PER_LISTING = 100
-"""A listing is given up after one request per this many keys asked for; the rest is asked for key by key."""
+"""A listing ends after one request per so many keys; the rest is asked key by key."""
 
 
 _OF_ANOTHER_LENGTH = object()
-"""Not written, because something of another length is there."""
+"""Not written, because an object of another length is there."""
 
 
 class ObjectPageStore(TierStore):

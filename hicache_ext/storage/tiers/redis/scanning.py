@@ -1,8 +1,6 @@
-"""What is found by SCAN: the pages of clear(), which UNLINK removes, and any other names of a tier.
+"""SCAN over the keys of a node: for clear(), which removes pages by UNLINK, and for other names of a tier.
 
-To walk over the keys of a node takes about a second per million. (A generation in the key would clear at once for
-everybody; it would also make every page unreachable whenever the one key that holds it is evicted, or the cluster node
-that has it is lost.)
+It takes about a second per million keys. Why there is no generation in the keys: docs/decisions/clear.md.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _GLOB_SPECIAL = re.compile(rb"[\\*?\[\]]")
 
 
 def sweep_nodes(cleared: Cleared, nodes: Sequence[Node], settings: RedisSettings, metrics: TierMetrics) -> None:
-    """Remove what was cleared from every node; a node that has left the cluster has taken its pages with it.
+    """Remove cleared pages from every node; the pages of a node that left the cluster are gone with it.
 
     Raises ClearLaterError while a node is down.
     """

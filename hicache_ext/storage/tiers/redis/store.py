@@ -57,21 +57,21 @@ _SHARE = 256 * 1024
 _MOST_THREADS = 64
 _LEADING_AT_ONCE = 1024
 _MEMORY_PAUSE = 1.0
-"""Seconds without writes to a node after it said that it is out of memory: it says so only after taking the payload."""
+"""Seconds without writes to a node that is out of memory: it answers so only after it received the payload."""
 _IDENTITY_INTERVAL = 60.0
-"""Seconds between two renewals of an identity document: a server may lose it to a restart, an eviction or a clear()."""
+"""Seconds between two renewals of an identity document: a restart, an eviction or a clear() may remove it."""
 _CLEAR_WAIT = 1.0
 """Seconds that clear() waits for its count: SGLang calls it on the scheduler's thread."""
 _CLEAR_AT_CLOSE = 30.0
 """Seconds that close() gives the removal of cleared pages."""
 _LOOK_INTERVAL = 10.0
-"""Seconds between two looks at how full the servers are, while somebody asks."""
+"""Seconds between two reads of how full the servers are, while somebody asks."""
 _AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH", "READONLY"})
-"""Errors that are the node's state and no accident: it is out of service until it can be logged in to again."""
+"""Errors that are a state of the node: it is out of service until a login works again."""
 
 
 class _GateOfOneProcess(CallGate):
-    """Refuses a forked child: the parent's sockets are not its to speak on, and its threads have not come along."""
+    """Refuses a forked child: the sockets are the parent's, and its threads do not exist in the child."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -400,7 +400,7 @@ class RedisPageStore(TierStore):
                 continue
             wanted = sum([call.size for call in calls]) // _SHARE
             count = max(1, min(self._settings.connections, wanted, len(calls)))
-            # Dealt out like cards: what has come when a call is cut is then nearly a leading run, which is what counts.
+            # Dealt round-robin: the pages that came before a call is cut are then nearly a leading run.
             by_turn += [(turn, node, node.pages, calls[turn::count]) for turn in range(count)]
         by_turn.sort(key=lambda share: share[0])
         return [share[1:] for share in by_turn]

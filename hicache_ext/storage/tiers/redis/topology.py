@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 SLOTS = 16384
 
 _REFRESH_INTERVAL = 30.0
-"""Seconds between two looks at the map when nothing seems wrong."""
+"""Seconds between two reads of the map when nothing seems wrong."""
 _REFRESH_PAUSE = 0.5
-"""Seconds at least between two looks, however many calls were redirected."""
+"""Fewest seconds between two reads, however many calls were redirected."""
 _LONGEST_FAREWELL = 5.0
 
 

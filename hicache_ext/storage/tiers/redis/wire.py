@@ -17,7 +17,7 @@ from hicache_ext.errors import ServerClosedError
 from hicache_ext.runtime.vectored import IOV_MAX, after
 
 _TIMER_SLACK = 0.05
-"""Seconds by which a socket's timer may be out of date: setting it for every operation costs a system call each."""
+"""Seconds by which a socket's timer may be off: to set it for every operation costs a system call each."""
 _SHORTEST_TIMER = 0.001
 
 

@@ -1,17 +1,22 @@
-"""A second way to the objects of a tier, and stores over several kinds of medium."""
+"""A second way to the objects of a tier, and several kinds of medium for the conformance suite."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import obstore
 import obstore.store
+import pytest
 
+from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.storage.media import RawMedium
 
 
 class RawBucket:
@@ -42,42 +47,99 @@ class RawBucket:
         return [bytes.fromhex(identity) + bytes.fromhex(page.removesuffix(".page")) for _, identity, _, page in parts]
 
 
-class Medium:
-    """Stores over one fresh namespace, opened again and again."""
+class Objects(RawMedium):
+    """One fresh namespace of an object store."""
 
-    def __init__(self, client: Callable[[], Any], *, shared: bool = True, timeout: float = 60.0) -> None:
-        self._make_client = client
-        self._shared = shared
-        self._timeout = timeout
+    type = "object"
+    shared = False
+    keeps_identities = True
+
+    def __init__(self, client: Callable[[], Any]) -> None:
+        self._client = client
         self._opened: list[ObjectPageStore] = []
         self.raw = RawBucket(client(), self._settle)
 
-    def open(self) -> ObjectPageStore:
-        store = ObjectPageStore(
-            "cold",
-            self._make_client(),
-            url="test",
-            shared=self._shared,
-            timeout=self._timeout,
-            concurrency=8,
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Objects, (self._client,)
+
+    def open(self) -> PageStore:
+        return self._open_over(self._client())
+
+    def _open_over(self, client: Any) -> PageStore:
+        store = ObjectPageStore("cold", client, url="test", shared=self.shared, timeout=60.0, concurrency=8)
         self._opened.append(store)
         return store
+
+    def open_elsewhere(self) -> PageStore:
+        return self._open_over(obstore.store.MemoryStore())
 
     def _settle(self) -> None:
         for store in self._opened:
             assert store.wait_until_cleared(60)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        def fail(*arguments: Any, **options: Any) -> Any:
+            raise ConnectionError("connection reset by peer")
+
+        with pytest.MonkeyPatch.context() as patch:
+            for call in ("get", "put", "head", "list", "delete"):
+                patch.setattr(obstore, call, fail)
+            yield
 
     def close(self) -> None:
         for store in self._opened:
             store.close()
 
 
+class ObjectsInMemory(Objects):
+    between_processes = False
+
+    def __init__(self) -> None:
+        client = obstore.store.MemoryStore()
+        super().__init__(lambda: client)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class ObjectsInADirectory(Objects):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(partial(obstore.store.LocalStore, directory, mkdir=True))
+
+
+class ObjectsOnS3(Objects):
+    shared = True
+
+    def __init__(self, client: Callable[[], Any], damaging: Callable[[ExitStack], Any]) -> None:
+        """``damaging`` makes a client whose path damages half of what it reads, until the stack ends."""
+        super().__init__(client)
+        self._damaging = damaging
+        self._proxies = ExitStack()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._client, None)
+
+    def open_elsewhere(self) -> PageStore:
+        return self.open()
+
+    def open_over_a_damaging_path(self) -> PageStore:
+        return self._open_over(self._damaging(self._proxies))
+
+    def close(self) -> None:
+        super().close()
+        self._proxies.close()
+
+
 def s3_client(server: S3Server, prefix: str, **options: Any) -> Any:
+    return _client_of(server.bucket, server.endpoint, prefix, **options)
+
+
+def _client_of(bucket: str, endpoint: str, prefix: str, **options: Any) -> Any:
     return obstore.store.S3Store(
-        server.bucket,
+        bucket,
         prefix=prefix,
-        endpoint=server.endpoint,
+        endpoint=endpoint,
         access_key_id=ACCESS_KEY,
         secret_access_key=SECRET_KEY,
         region="us-east-1",
@@ -86,15 +148,20 @@ def s3_client(server: S3Server, prefix: str, **options: Any) -> Any:
     )
 
 
-def s3_medium(server: S3Server) -> Medium:
+def objects_on(server: S3Server) -> ObjectsOnS3:
+    """A fresh prefix of the server's bucket."""
+    # test_object_faults.py needs s3_client.
+    from tests.storage.remote.object.fault_proxy import FaultProxy
+    from tests.storage.remote.object.test_object_faults import through
+
     prefix = secrets.token_hex(6)
-    return Medium(lambda: s3_client(server, prefix))
 
+    def damaging(proxies: ExitStack) -> Any:
+        proxy = proxies.enter_context(FaultProxy(server.port).serving())
+        client = through(proxy.port, server.bucket, prefix)
+        proxy.flipped = 0.5
+        proxy.break_with("flip")
+        proxies.callback(proxy.break_with, "")
+        return client
 
-def directory_medium(directory: Path) -> Medium:
-    return Medium(lambda: obstore.store.LocalStore(directory, mkdir=True), shared=False)
-
-
-def memory_medium() -> Medium:
-    client = obstore.store.MemoryStore()
-    return Medium(lambda: client, shared=False)
+    return ObjectsOnS3(partial(_client_of, server.bucket, server.endpoint, prefix), damaging)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import obstore.store
 import pytest
 
 from hicache_ext.storage.contract.diagnosis import Level
+from hicache_ext.storage.tiers.object.store import ObjectPageStore
+from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.rigs.radosgw import ACCESS_KEY, SECRET_KEY, Radosgw, missing_radosgw
-from tests.storage.remote.object.bucket import Medium
-from tests.storage.remote.object.test_object_conformance import _ObjectStoreTests
+from tests.storage.remote.object.bucket import Objects, ObjectsOnS3
+from tests.storage.remote.object.fault_proxy import FaultProxy
 
 
 @pytest.fixture(scope="session")
@@ -26,31 +31,34 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
         yield gateway
 
 
-@pytest.fixture
-def medium(gateway: Radosgw) -> Medium:
-    prefix = secrets.token_hex(6)
-
-    def client() -> obstore.store.S3Store:
-        return obstore.store.S3Store(
-            "hicache",
-            prefix=prefix,
-            endpoint=gateway.endpoint,
-            access_key_id=ACCESS_KEY,
-            secret_access_key=SECRET_KEY,
-            region="us-east-1",
-            client_options={"allow_http": True},
-        )
-
-    return Medium(client)
+def _client(endpoint: str, prefix: str, **options: Any) -> Any:
+    return obstore.store.S3Store(
+        "hicache",
+        prefix=prefix,
+        endpoint=endpoint,
+        access_key_id=ACCESS_KEY,
+        secret_access_key=SECRET_KEY,
+        region="us-east-1",
+        client_options={"allow_http": True},
+        **options,
+    )
 
 
-class TestObjectStoreOnCeph(_ObjectStoreTests):
-    def test_it_creates_conditionally_and_the_doctor_finds_nothing_wrong(self, medium: Medium) -> None:
-        store = medium.open()
-        try:
-            found = {finding.subject: finding for finding in store.diagnose()}
-        finally:
-            medium.close()
+class TestObjectStoreOnCeph(PageStoreTests):
+    @pytest.fixture
+    def medium(self, gateway: Radosgw) -> Objects:
+        prefix = secrets.token_hex(6)
+
+        def damaging(proxies: ExitStack) -> Any:
+            proxy = proxies.enter_context(FaultProxy(gateway.port).serving())
+            proxy.flipped = 0.5
+            proxy.break_with("flip")
+            return _client(f"http://127.0.0.1:{proxy.port}", prefix)
+
+        return ObjectsOnS3(partial(_client, gateway.endpoint, prefix), damaging)
+
+    def test_it_creates_conditionally_and_the_doctor_finds_nothing_wrong(self, store: ObjectPageStore) -> None:
+        found = {finding.subject: finding for finding in store.diagnose()}
         assert store.describe().details["conditional_create"] is True
         assert {finding.level for finding in found.values()} <= {Level.OK, Level.NOTE}
         assert found["first writer"].level is Level.OK

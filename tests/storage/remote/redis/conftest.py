@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from tests.rigs.redis_servers import HOST, RedisCluster, RedisServer, redis_program
+from tests.storage.media import RawMedium
 
 PREFIX = "test:"
 PATIENCE = 30.0
@@ -49,7 +51,11 @@ class RawValues:
 
 
 def settings_for(*servers: RedisServer, **changes: Any) -> RedisSettings:
-    endpoints = tuple(Endpoint(HOST, server.port) for server in servers)
+    return settings_of(*[server.port for server in servers], **changes)
+
+
+def settings_of(*ports: int, **changes: Any) -> RedisSettings:
+    endpoints = tuple(Endpoint(HOST, port) for port in ports)
     return RedisSettings(**{"endpoints": endpoints, "prefix": PREFIX, "timeout": PATIENCE, **changes})
 
 
@@ -78,6 +84,55 @@ class DamagedPath:
             return count
 
         return damage
+
+
+class Values(RawMedium):
+    """One server, or the servers of a cluster, with their values removed."""
+
+    type = "redis"
+    shared = True
+    keeps_identities = True
+
+    def __init__(self, *servers: RedisServer, **changes: Any) -> None:
+        self._servers = servers
+        self._ports = [server.port for server in servers]
+        self._changes = changes
+        for server in servers:
+            server.command("FLUSHALL")
+        self.raw = RawValues(*servers)
+        self._patch = pytest.MonkeyPatch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_ports": self._ports, "_changes": self._changes}
+
+    def _settings(self) -> RedisSettings:
+        return settings_of(*self._ports, **self._changes)
+
+    def open(self) -> RedisPageStore:
+        return RedisPageStore("pool", self._settings())
+
+    def open_elsewhere(self) -> RedisPageStore:
+        return self.open()
+
+    def open_over_a_damaging_path(self) -> RedisPageStore:
+        return RedisPageStore("pool", DamagedPath(self._patch, self._settings(), 0.5).settings)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Every connection is lost, and there are no new ones."""
+
+        def refuse(*others: Any) -> Any:
+            raise ConnectionRefusedError("connection refused")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(node, "open_connection", refuse)
+            for server in self._servers:
+                server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            yield
+
+    def close(self) -> None:
+        self._patch.undo()
+        self.raw.close()
 
 
 def set_timeout(store: RedisPageStore, seconds: float) -> None:

@@ -11,8 +11,8 @@
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
     PATH/expiry.lock, ttl.json, io_probe.*    see expiry.py, device_probe.py
 
-Only names of exactly these forms are ever read, counted or removed: a stranger's file stays, also where clear() takes
-the directory around it away (it is put back) and where a directory has a page's name (it is moved aside, whole).
+Only names of exactly these forms are read, counted or removed. Other files stay: where clear() moves the directory
+around them, they are put back; a directory with a page's name is moved aside whole.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def page_hash_in(page_path: str) -> str:
 
 
 class PageDirectory(PageTree):
-    """Whole-or-nothing publication in one directory, and its care. Thread-safe."""
+    """Publishes pages whole or not at all in one directory, and cleans up there. Thread-safe."""
 
     def __init__(self, path: Path, tier: str) -> None:
         """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
@@ -74,7 +74,7 @@ class PageDirectory(PageTree):
     def create_parent(self, page_path: str) -> Iterator[int]:
         """Make the directories of a page, where missing; the bytes of disk of each, as soon as it is made.
 
-        Several threads come here for a new identity: each hears only of what it made itself.
+        Several threads may come here for a new identity: each counts only what it made itself.
         """
         fan_out = os.path.dirname(page_path)
         try:
@@ -84,14 +84,14 @@ class PageDirectory(PageTree):
             yield _make_directory(fan_out, self._access)
 
     def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
-        """A descriptor to write a page to that nobody can see yet, and its temp path (None: it has no name at all)."""
+        """A descriptor for a page that nobody can see yet, and its temporary path (None: it has no name)."""
         where, kind, temp_path = os.path.dirname(page_path), os.O_TMPFILE, None
         if not self._unnamed_files:
             where = temp_path = self._temp_path()
             kind = os.O_CREAT | os.O_EXCL
         fd = os.open(where, kind | os.O_WRONLY | os.O_CLOEXEC, self._access.file_mode)
         if self._access.group:
-            # The umask has taken away what the group is to have.
+            # The umask has removed the group's rights.
             settle(fd, self._access.file_mode)
         return fd, temp_path
 
@@ -99,7 +99,7 @@ class PageDirectory(PageTree):
         """Give the written file its name, at once and whole; False when another writer was first."""
         try:
             if temp_path is None:
-                # The descriptor argument makes CPython call linkat, which can follow the /proc link; plain link cannot.
+                # With the descriptor argument CPython calls linkat, which follows the /proc link; link does not.
                 os.link(f"/proc/self/fd/{fd}", page_path, src_dir_fd=fd, follow_symlinks=True)
             else:
                 _rename_without_replacing(temp_path, page_path)
@@ -114,9 +114,9 @@ class PageDirectory(PageTree):
     def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
         """Remove whatever has a page's name; the size of the file removed.
 
-        With ``seen``, only if it is still the file that had this status: another process may have replaced it since.
-        A directory is not ours: it is removed when empty and moved aside otherwise. Raises OSError when the name cannot
-        be freed, FileNotFoundError when it is free already or (with ``seen``) another file's.
+        With ``seen``, only if it still is the file with this status: another process may have replaced it. A directory
+        is not ours: it is removed if empty, and moved aside otherwise. Raises OSError when the name cannot be freed,
+        FileNotFoundError when it is free already or (with ``seen``) another file's.
         """
         status = os.lstat(page_path)
         if seen is not None and (status.st_ino, status.st_ctime_ns) != (seen.st_ino, seen.st_ctime_ns):
@@ -143,7 +143,7 @@ class PageDirectory(PageTree):
 
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, None when there is none."""
-        # The name says whose pages these were, so that whoever finds the tree can put a stranger's file back.
+        # The name holds the identity, so that files of others can be put back after a kill.
         moved = self.temporary / f"{self._temp_prefix}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
         home = self.pages / identity.hex()
         try:
@@ -163,7 +163,7 @@ class PageDirectory(PageTree):
             return True
 
     def delete_detached(self, tree: Path) -> int:
-        """Delete the pages that ``detach_identity`` took out; bytes of disk freed. What is no page goes back."""
+        """Delete the pages that ``detach_identity`` moved; returns bytes of disk freed. Other files are put back."""
         home = self.pages / tree.name.split(".")[-2]
         freed = 0
         for fan_out in list(directories(tree, FANOUT_NAME)):
@@ -227,22 +227,22 @@ def _remove_directory(path: str | Path) -> int:
 
 
 def _put_back(source: str | Path, target: Path, access: Access) -> int:
-    """Move strangers' entries from ``source`` to ``target``, never over what is there, and remove ``source``.
+    """Move files of others from ``source`` to ``target``, never over existing ones, and remove ``source``.
 
-    The bytes of disk freed; negative where directories had to be made.
+    Returns the bytes of disk freed; negative where directories had to be made.
     """
     freed = 0
     with os.scandir(source) as listing:
         entries = list(listing)
     for entry in entries:
-        # A page that could not be deleted, or a directory with such pages, must not come back into sight.
+        # A page that could not be deleted, or a directory with such pages, must stay out of sight.
         if (FANOUT_NAME if entry.is_dir(follow_symlinks=False) else PAGE_NAME).fullmatch(entry.name):
             continue
         try:
             freed -= _make_directory(target.parent, access) + _make_directory(target, access)
             _rename_without_replacing(entry.path, f"{target}/{entry.name}")
         except OSError:
-            # It stays where it is, under tmp/: moved, not lost.
+            # It stays under tmp/: moved, not lost.
             continue
     return freed + _remove_directory(source)
 
@@ -266,7 +266,7 @@ def _rename_without_replacing(source: str, target: str) -> None:
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         os.link(source, target)
-        # Published from here on; a second name left in tmp/ goes with the next start.
+        # Published now; a second name left in tmp/ is removed by the next start.
         _unlink_quietly(source)
         return
     raise OSError(code, os.strerror(code), target)

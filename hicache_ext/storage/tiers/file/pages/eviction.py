@@ -16,11 +16,11 @@ from hicache_ext.storage.tiers.file.pages.tree import occupied
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 
 _SAMPLE = 4096
-"""Page files looked at to find the oldest; a directory with fewer is evicted in exact order of recency."""
+"""Page files examined to find the oldest; with fewer, eviction follows the exact order of recency."""
 
 
 class Evictor:
-    """Removes the pages of one directory that were not used for longest. Called under the lock of its account."""
+    """Removes the least recently used pages of one directory. Called under the lock of its usage record."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Evictor:
         evicted_age: RecentMean,
         going_on: Callable[[], None] = lambda: None,
     ) -> None:
-        """``evicted_age``: hears how many seconds ago what is evicted was used. ``going_on`` is called now and then, so
-        that who waits for the lock sees that something is being done."""
+        """``evicted_age``: told the seconds since the last use of evicted pages. ``going_on`` is called now and then,
+        to show progress to those who wait for the lock."""
         self._directory = directory
         self._metrics = metrics
         self._pins = pins
@@ -40,7 +40,7 @@ class Evictor:
         self._undeletable: set[str] = set()
 
     def evict(self, need: int) -> int:
-        """Remove pages until ``need`` bytes are free, if there are that many; bytes freed. Never raises OSError.
+        """Remove pages until ``need`` bytes are freed, if possible; returns the bytes freed. Never raises OSError.
 
         The order is exact in a small directory. In a large one it is that of a random sample of fan-out directories,
         which hashes fill evenly.
@@ -75,9 +75,9 @@ class Evictor:
                         freed += size
                         evicted += 1
             if freed < need:
-                # Old identities leave empty directories; in a small capacity they would crowd out the pages.
+                # Empty directories of old identities would take the space of pages in a small capacity.
                 freed += self._directory.remove_empty_directories()
-                # Nothing else is left: what could not be removed, as on a disk read-only for a while, gets another try.
+                # Nothing else is left: try again what could not be removed (the disk may have been read-only).
                 self._undeletable.clear()
         except OSError as error:
             self._count_error(error)
@@ -91,7 +91,7 @@ class Evictor:
         except FileNotFoundError:
             return False
         except OSError as error:
-            # One file that cannot be removed must not wedge eviction for ever.
+            # One file that cannot be removed must not stop eviction for ever.
             self._undeletable.add(path)
             self._count_error(error)
             return False

@@ -24,12 +24,12 @@ def object_size(segments: Sequence[memoryview]) -> int:
 
 
 EXPIRED = "expired"
-"""The reason for a page that is sound and older than it may be."""
+"""The reason for a sound page older than the ttl."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Of preadv2 and pwritev2: what the I/O plan comes to here. Headers of 128 bytes rule O_DIRECT out."""
+    """Flags of preadv2 and pwritev2 for an I/O plan. Headers of 128 bytes exclude O_DIRECT."""
 
     read: int
     write: int
@@ -47,7 +47,7 @@ def read_page(
     flags: int = 0,
     oldest_valid_ms: int = 0,
 ) -> str | None:
-    """Read the page ``key`` into ``segments`` and check it; the reason why it is not the page, None when it is.
+    """Read the page ``key`` into ``segments`` and check it; returns why it is not the page, None when it is.
 
     ``status`` is that of ``fd``. Raises OSError as the disk does.
     """
@@ -66,8 +66,8 @@ def read_page(
 
 
 def is_page(fd: int, status: os.stat_result, key: bytes, segments: Sequence[memoryview]) -> bool:
-    """Whether the file is the page ``key``, read once more: past the page cache where the kernel lets go of it, and
-    into other memory than ``segments``. Raises OSError as the disk does."""
+    """Whether the file is the page ``key``, by a second read: past the page cache where the kernel drops it, and into
+    other memory than ``segments``. Raises OSError."""
     if not stat.S_ISREG(status.st_mode):
         return False
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -76,7 +76,7 @@ def is_page(fd: int, status: os.stat_result, key: bytes, segments: Sequence[memo
 
 
 def created_before(path: str, oldest_valid_ms: int) -> bool:
-    """Whether a page file says that its page was written before. Raises nothing: what cannot be read does not say."""
+    """Whether a page file was written before, by its header. Never raises: False for an unreadable file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -92,7 +92,7 @@ def created_before(path: str, oldest_valid_ms: int) -> bool:
 def write_page(directory: PageDirectory, path: str, key: bytes, segments: Sequence[memoryview], flags: int = 0) -> bool:
     """Write the page ``key`` and give it its name ``path``, at once and whole; False when another writer was first.
 
-    Its directory must be there. Raises OSError as the disk does; then nothing is left behind.
+    Its directory must exist. Raises OSError; nothing is left behind then.
     """
     header = envelope.encode_header(key, segments, header_length=HEADER_LENGTH)
     fd, temp_path = directory.open_unpublished(path)

@@ -14,6 +14,8 @@ import os
 import stat
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
@@ -29,12 +32,11 @@ from hicache_ext.storage.tiers.file.expiry import Sweeper, oldest_valid_ms
 from hicache_ext.storage.tiers.file.fullness import Fullness
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
-from hicache_ext.storage.tiers.file.pages.clearing import Clearing
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.eviction import Evictor
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, occupied
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.usage import Usage
+from hicache_ext.storage.tiers.file.usage import Removal, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +111,7 @@ class PageFileStore(TierStore):
         self._evictor = Evictor(
             self._directory, self.metrics, self._pins, evicted_age or RecentMean(), self._usage.show_progress
         )
-        self._clearing = Clearing(name, self._directory, self._usage, self.metrics)
+        self._clearing = Clearing(name)
         self._threads = threads or self._plan.threads
         self._workers = ThreadPool(f"hicache-{name}", self._threads)
         self._no_writes_until = 0.0
@@ -445,14 +447,42 @@ class PageFileStore(TierStore):
         return True
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """Never waits for the deletion, which takes as long as the directory is large."""
-        return len(self._clearing.clear(digests))
+        """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
+        wanted = self._directory.known_identities() if digests is None else digests
+        return sum(self._detach(digest) for digest in wanted)
+
+    def _detach(self, digest: bytes) -> bool:
+        """Whether the identity had pages."""
+        try:
+            with ExitStack() as operation:
+                # Under way before the tree moves: killed from here on, the account is known to be off.
+                removal = operation.enter_context(self._usage.removing())
+                tree = self._directory.detach_identity(digest)
+                if tree is None:
+                    return False
+                had_pages = self._directory.has_pages(tree)
+                self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
+                return had_pages
+        except OSError as error:
+            self._count_clearing(error, digest.hex())
+            return False
+
+    def _delete(self, tree: Path, removal: Removal, operation: ExitStack, _: Cleared) -> None:
+        try:
+            with operation:
+                removal.freed = self._directory.delete_detached(tree)
+        except OSError as error:
+            self._count_clearing(error, str(tree))
+
+    def _count_clearing(self, error: OSError, what: str) -> None:
+        self.count_error(error)
+        logger.warning("tier %s: clearing %s: %s", self.name, what, error)
 
     def _close(self) -> None:
         if self._sweeper is not None:
             self._sweeper.close()
         self._workers.close()
-        self._clearing.wait()
+        self._clearing.close()
         self._usage.close()
 
     def abandon(self) -> None:

@@ -1,7 +1,6 @@
-"""The names in a directory of page files, and what can be learnt from them by looking.
+"""Reads a directory of page files: names, counts, identities. Changes are in directory.py.
 
-directory.py has the names, and what is changed. Nothing here makes, changes or locks anything, so that whoever may read
-a directory can use it.
+Nothing here makes, changes or locks anything: read permission is enough.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.modes import TEMPORARY_FILE
 
 BLOCK = 4096
-"""What a file occupies is rounded up to this many bytes."""
+"""The space of a file is rounded up to a multiple of this."""
 
 FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
 PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
 _PARTS = ("model", "pool", "shard")
-"""Of an identity's document."""
+"""Keys of an identity's document."""
 
 
 def occupied(size: int) -> int:
@@ -37,7 +36,7 @@ def occupied(size: int) -> int:
 def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
     """The facts behind an identity in the directory ``path``, None when they were not recorded.
 
-    Also None where something else is there than objects of facts: power loss and strangers write what they like.
+    Also None for any other content: after a power loss, or written by others.
     """
     document = read_document(path / "identities" / f"{digest.hex()}.json")
     if document is None or not all(isinstance(document.get(part, {}), dict) for part in _PARTS):
@@ -46,7 +45,7 @@ def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
 
 
 def save_document(path: Path, digest: bytes, document: dict[str, Any]) -> None:
-    """Record the facts behind an identity, unless that is done; also anew, where a power loss spoilt them."""
+    """Record the facts behind an identity, if they are missing or spoilt by a power loss."""
     if load_document(path, digest) is None:
         text = json.dumps(document, indent=1, sort_keys=True)
         write_whole(path / "identities" / f"{digest.hex()}.json", text)
@@ -56,14 +55,14 @@ class PageTree:
     """The page files of one directory. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Looks at nothing."""
+        """Reads nothing yet."""
         self.path = path
         self.pages = path / "pages"
         self.identities = path / "identities"
         self.temporary = path / "tmp"
 
     def page_path(self, key: bytes) -> str:
-        """Where the page object of a 48-byte key lives."""
+        """The path of the page with this 48-byte key."""
         identity, page_hash = key[:IDENTITY_LENGTH].hex(), key[IDENTITY_LENGTH:].hex()
         return f"{self.pages}/{identity}/{page_hash[:2]}/{page_hash}.page"
 
@@ -75,7 +74,7 @@ class PageTree:
         return found
 
     def count_pages(self, most: int) -> int:
-        """How many pages there are: where they are in more than ``most`` directories, judged by so many of them."""
+        """The number of pages: estimated from ``most`` fan-out directories if there are more."""
         everything = self.fan_out_directories()
         looked_at = everything if len(everything) <= most else random.sample(everything, most)
         found = sum(sum(1 for _ in entries(fan_out, PAGE_NAME)) for fan_out in looked_at)
@@ -121,7 +120,7 @@ class PageTree:
         return load_document(self.path, digest)
 
     def left_overs(self) -> Iterator[os.DirEntry[str]]:
-        """What processes that no longer run have left in tmp/: a page half written, a tree being cleared."""
+        """Left-overs of dead processes in tmp/: half-written pages, trees being cleared."""
         for entry in list(entries(self.temporary, TEMPORARY_FILE)):
             writer = TEMPORARY_FILE.sub(r"\1", entry.name)
             try:
@@ -141,5 +140,5 @@ def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntr
 
 
 def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    """Real directories only: behind a symlink are somebody's files elsewhere."""
+    """Matching directories, no symbolic links: these lead to files of others."""
     return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))

@@ -69,16 +69,16 @@ class OfCall(NamedTuple):
     filler: int
 
 
-def bytes_at_once(*, direct: bool) -> int:
-    return AT_ONCE_DIRECT if direct else AT_ONCE
+def facts_of(payload: int, of_call: OfCall, direct: bool) -> tuple[npt.NDArray[np.int64], int]:
+    """``facts`` of compiled_runs.py, for a call that begins now; not to be changed. And how many pages a thread takes
+    at a time."""
+    return _facts_of(payload, of_call, direct, 0 if of_call.into_memory else int(time.time() * 1000))
 
 
-def facts_of(payload: int, of_call: OfCall, direct: bool) -> npt.NDArray[np.int64]:
-    """``facts`` of compiled_runs.py, for a call that begins now; not to be changed."""
-    at_once = bytes_at_once(direct=direct)
-    if of_call.into_memory:
-        return _facts_of_reading(payload, of_call, direct, at_once, 0)
-    return _facts(payload, of_call, direct, at_once, int(time.time() * 1000))
+@functools.lru_cache(maxsize=1024)
+def _facts_of(payload: int, of_call: OfCall, direct: bool, created_ms: int) -> tuple[npt.NDArray[np.int64], int]:
+    at_once = AT_ONCE_DIRECT if direct else AT_ONCE
+    return _facts(payload, of_call, direct, at_once, created_ms), max(1, at_once // slot_size_of(payload))
 
 
 def _facts(payload: int, of_call: OfCall, direct: bool, at_once: int, created_ms: int) -> npt.NDArray[np.int64]:
@@ -86,9 +86,6 @@ def _facts(payload: int, of_call: OfCall, direct: bool, at_once: int, created_ms
     # The flags are for the page cache.
     flags = 0 if direct else of_call.flags
     return np.array([payload, slot_size_of(payload), *start, created_ms, flags, at_once, of_call.filler], np.int64)
-
-
-_facts_of_reading = functools.lru_cache(maxsize=1024)(_facts)
 
 
 class CompiledCode:

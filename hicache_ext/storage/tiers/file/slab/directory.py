@@ -1,4 +1,4 @@
-"""One directory of slabs: its files, its index, and who may trust that index.
+"""One directory of slabs: its files, its index, and when that index may be trusted.
 
 ::
 
@@ -61,16 +61,16 @@ _IN_ORDER = f"closed in order, index {INDEX_VERSION}"
 _REBUILD_BATCH = 4096
 _MILLISECONDS = re.compile(rb"[0-9]{13}")
 _ATTEMPTS = 20
-"""To have the lock alone after somebody who was killed with it."""
+"""To get the lock alone after its holder was killed."""
 
 INDEX_BYTES_AT_LEAST = 1 << 20
 INDEX_BYTES_PER_SLOT = 1024
-"""What the index takes per slot, generously: it counts towards the capacity."""
+"""An upper estimate of the index per slot; it counts towards the capacity."""
 
 _open_directories: dict[Path, SlabDirectory] = {}
 _open_lock = threading.Lock()
 _doubted_paths: set[Path] = set()
-"""Directories whose device failed under this process, which could perhaps not note that down."""
+"""Directories whose device failed under this process, in case that could not be written down."""
 
 
 @contextmanager
@@ -154,11 +154,11 @@ class SlabDirectory:
     def create_slab_file(self, slab: Slab) -> None:
         """Make the files of a slab with all their blocks. Raises OSError (ENOSPC) and leaves no file."""
         paths = self.slab_paths(slab)
-        # A file of this number that the index does not know is what a killed process left.
+        # A file of this number that the index does not know was left by a killed process.
         for path in paths:
             path.unlink(missing_ok=True)
         try:
-            # The headers first: without them slots would be nothing to a rebuild.
+            # The headers first: a rebuild needs them.
             self._complete_headers(slab)
             extend(self.slab_path(slab), slab.size // WORD)
         except OSError:
@@ -171,7 +171,7 @@ class SlabDirectory:
         failed: OSError | None = None
         for path in reversed(self.slab_paths(slab)):
             try:
-                # Others may have it open for a while: an empty file takes no room.
+                # Others may have it open for a while: an empty file takes no space.
                 os.truncate(path, 0)
                 path.unlink()
             except OSError as error:
@@ -204,8 +204,8 @@ class SlabDirectory:
             self._release([descriptor])
 
     def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, Callable[[], None]]:
-        """``opened`` for those of these slabs that can be opened, until the answer's second part is called: a row per
-        slab as compiled_runs.py wants it, number, descriptor, that of its headers (-1 without), first record."""
+        """``opened`` for those of these slabs that can be opened, until the returned function is called: a row per slab
+        for compiled_runs.py, with number, descriptor, that of its headers (-1: none), first record."""
         used: list[_Descriptor] = []
         rows: list[tuple[int, int, int, int]] = []
         with self._descriptors_lock:
@@ -237,10 +237,11 @@ class SlabDirectory:
                     os.close(descriptor.fd)
 
     def close_dropped(self, known: Iterable[int]) -> None:
-        """Close the descriptors of slabs that are not among the numbers ``known``, those in use by their last user.
+        """Close the descriptors of slabs whose numbers are not in ``known``; those in use are closed by their last
+        user.
 
-        A number is never given to two slabs. What another process has dropped is found out when one of its new slabs
-        is met for the first time, so that few are open in vain at any time.
+        No two slabs have one number. Slabs dropped by another process are noticed when one of its new slabs is used for
+        the first time, so that few descriptors stay open in vain.
         """
         numbers = set(known)
         with self._descriptors_lock:
@@ -256,9 +257,10 @@ class SlabDirectory:
         save_document(self.path, digest, document)
 
     def note_cleared(self, digest: bytes) -> None:
-        """So that a rebuild does not bring cleared pages back; after a power loss only once ``sync_cleared`` was there.
+        """Note it, so that a rebuild does not bring cleared pages back. It survives a power loss after
+        ``sync_cleared``.
 
-        That is another call because SGLang's scheduler thread comes here, which must not wait for the disk.
+        Two calls, because SGLang's scheduler thread makes this one and must not wait for the disk.
         """
         write_whole(self._cleared_path(digest), str(int(time.time() * 1000)), sync=False)
 
@@ -271,13 +273,13 @@ class SlabDirectory:
     # -- opening and closing ---------------------------------------------------------------------------------------
 
     def doubt(self) -> None:
-        """The device failed: whoever opens this directory next, alone, rebuilds its index."""
+        """The device failed: the next process that opens this directory alone rebuilds its index."""
         self._doubted = True
         _doubted_paths.add(self.path)
 
     def close(self) -> None:
-        """Releases everything; the last process out syncs the index and says so. Raises lmdb.Error or OSError when
-        that fails."""
+        """Release everything; the last process syncs the index and marks it as closed in order. Raises lmdb.Error or
+        OSError when that fails."""
         try:
             alone = try_lock(self._lock, fcntl.LOCK_EX)
         except OSError:
@@ -285,14 +287,14 @@ class SlabDirectory:
         try:
             try:
                 if alone and not self._doubted:
-                    # So that the index and what it would be rebuilt from agree.
+                    # So that the index agrees with the headers from which it would be rebuilt.
                     for headers in self.slabs_path.glob("*.headers"):
                         sync(headers)
                         show_progress(self._lock)
             finally:
                 self.index.close(sync=alone and not self._doubted)
             if alone and self._doubted:
-                # Where not even that works, this process remembers it.
+                # If even that fails, this process remembers it.
                 with suppress(OSError):
                     self._trust.unlink(missing_ok=True)
             elif alone:
@@ -308,20 +310,20 @@ class SlabDirectory:
         for _ in range(_ATTEMPTS):
             if try_lock(self._lock, fcntl.LOCK_EX):
                 return self._open_index_alone()
-            # Others use it, so it is sound, or is being rebuilt: then this waits for it.
+            # Others use it, so it is sound, or they are rebuilding it: wait for that.
             lock_within(self._lock, fcntl.LOCK_SH, PATIENCE, self.path / "lock")
             if is_trusted(self.path):
                 break
-            # Who rebuilt it was killed meanwhile.
+            # The process that rebuilt it was killed.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             time.sleep(random.uniform(0.01, 0.1))
         else:
-            # Others do use it, and know this boot by another name.
+            # Others use it and have another id of this boot.
             lock_within(self._lock, fcntl.LOCK_SH, PATIENCE, self.path / "lock")
         return self._open_used_index()
 
     def _open_used_index(self) -> SlabIndex:
-        """Beside others, of which one may be stopped amid a change: LMDB would wait for it for ever. Raises
+        """Open beside other processes. One may be stopped amid a change, for which LMDB would wait for ever: raises
         TimeoutError with a sentence."""
         opened: list[SlabIndex] = []
 
@@ -342,13 +344,13 @@ class SlabDirectory:
         return opened[0]
 
     def _open_index_alone(self) -> SlabIndex:
-        """With the lock for this process alone, which is shared afterwards."""
+        """Open with the lock for this process alone; the lock is shared afterwards."""
         index = self._open_trusted_index() if self._is_trusted() else None
         if index is None:
-            # Cut off amid the rebuild, nobody must take what there is for an index.
+            # After a kill amid the rebuild nobody must use what is there.
             remove_whole(self._trust)
             index = self._rebuild()
-        # Before the first change: after a power loss an index that was changed must not pass for one closed in order.
+        # Before the first change: after a power loss a changed index must not count as closed in order.
         self._trust_in_this_boot()
         with index.changing() as change:
             change.release_dead_writers()
@@ -368,7 +370,7 @@ class SlabDirectory:
             write_whole(self._trust, _written_by_this_boot())
 
     def _open_trusted_index(self) -> SlabIndex | None:
-        """None where it cannot be read, or is not there any more."""
+        """The index; None if it cannot be read or is gone."""
         try:
             index = SlabIndex(self.path / "index")
         except (OSError, lmdb.Error):
@@ -379,7 +381,7 @@ class SlabDirectory:
         return None
 
     def _rebuild(self) -> SlabIndex:
-        """A new index from the headers of the slabs. Payloads are checked when they are read, as always."""
+        """A new index from the headers of the slabs. Payloads are checked when they are read."""
         for path in (self.path / "index").glob("*"):
             if INDEX_FILE.fullmatch(path.name):
                 path.unlink()
@@ -395,7 +397,7 @@ class SlabDirectory:
         return index
 
     def _complete_headers(self, slab: Slab) -> None:
-        """Make the file of headers, or what is missing of it where somebody has cut it. Raises OSError."""
+        """Make the file of headers, or the missing part of one that was cut. Raises OSError."""
         extend(self.headers_path(slab), slab.headers_size // WORD)
 
     def _adopt_pages(self, fd: int, index: SlabIndex, slab: Slab, written: dict[int, Words]) -> None:
@@ -406,14 +408,14 @@ class SlabDirectory:
             show_progress(self._lock)
 
     def _delete_unknown_files(self, slabs: Iterable[Slab]) -> None:
-        """All but those of ``slabs``: a process was killed over them before, or after, the index knew them."""
+        """Delete all files but those of ``slabs``: left by processes killed while they added or dropped a slab."""
         known = {path.name for slab in slabs for path in self.slab_paths(slab)}
         for path in self.slabs_path.iterdir():
             if SLAB_FILE.fullmatch(path.name) and path.name not in known:
                 path.unlink()
 
     def _adopt(self, tier: str) -> None:
-        """Write the manifest, or check it. The pages of the older format are given up, unless others use them."""
+        """Write or check the manifest. Pages of the older format are given up, unless others use them."""
         if is_taken_over(self.path, "slab") and try_lock(self._lock, fcntl.LOCK_EX):
             logger.warning("tier %s: %s is of format 1: its pages are given up", tier, self.path)
             remove_whole(self._trust)
@@ -444,20 +446,20 @@ def slabs_by_files(path: Path) -> list[tuple[int, int, int]]:
 
 
 def cleared_at(path: Path, digest: bytes) -> int:
-    """Since when pages of an identity count again, in milliseconds; -1 where it was never cleared."""
+    """When an identity was cleared (ms): only later pages count. -1: never cleared."""
     file = path / "identities" / f"{digest.hex()}.cleared"
     try:
         content, written = file.read_bytes(), file.stat().st_mtime_ns // 1_000_000
     except OSError:
         return -1
-    # What a power loss has spoilt has kept, about, the time at which it was written.
+    # A file spoilt by a power loss still has, about, the time at which it was written.
     return int(content) if _MILLISECONDS.fullmatch(content) else written
 
 
 def pages_in_headers(fd: int, slab: Slab, cleared: Callable[[bytes], int]) -> Iterator[list[FoundPage]]:
-    """The pages that the open file of a slab's headers tells of, in portions; ``cleared``: ``cleared_at`` of a digest.
+    """The pages in the open file of a slab's headers, in portions; ``cleared``: ``cleared_at`` of a digest.
 
-    A slot that was freed still tells of its last page.
+    A freed slot still has the header of its last page.
     """
     for first in range(0, slab.slots, _REBUILD_BATCH):
         pages: list[FoundPage] = []
@@ -477,7 +479,7 @@ def pages_in_headers(fd: int, slab: Slab, cleared: Callable[[bytes], int]) -> It
 
 
 def _trust_in(path: Path) -> str:
-    """Nothing where it cannot be read."""
+    """The content of the file; empty if it cannot be read."""
     try:
         return (path / "trust").read_bytes().decode(errors="replace")
     except OSError:

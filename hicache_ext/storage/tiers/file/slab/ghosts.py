@@ -1,11 +1,11 @@
-"""Ghosts: what is remembered of pages evicted lately, in a table of fixed size that all processes map.
+"""Ghosts: facts about recently evicted pages, in a table of fixed size that all processes map.
 
-The table is changed only under the lock of the index, by slot_code.py. What a kill or a power loss leaves in it may be
-wrong: then a page ranks higher or lower than it should, nothing else.
+slot_code.py changes it, under the lock of the index. After a kill or a power loss it may be wrong: then a page ranks
+higher or lower than it should, nothing else.
 
-The file: the number of ghosts remembered so far, then one array each of fingerprints, numbers and uses, in sets of
-``WAYS``. A fingerprint names its set; the oldest of a full set makes room. Few are lost to that, while those numbered
-before the last ``size`` ones are forgotten exactly: first in, first out.
+The file: the number of ghosts so far, then one array each of fingerprints, numbers and uses, in sets of ``WAYS``. A
+fingerprint belongs to one set; a new ghost replaces the oldest of a full set, which loses a few. Ghosts numbered before
+the last ``size`` ones are forgotten: first in, first out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GhostTable:
         self.bytes = words * WORD
         self.path = directory / f"ghosts-{size}"
         if self.path.exists() and self.path.stat().st_size != self.bytes:
-            # Another file, and not this one cut: somebody may have it mapped.
+            # A new file instead of cutting this one: another process may have it mapped.
             self.path.unlink()
         try:
             extend(self.path, words)
@@ -41,14 +41,14 @@ class GhostTable:
             self.path.unlink(missing_ok=True)
             raise
         self.remembered: Words = memory[:1]
-        """How many so far."""
+        """The number of ghosts so far."""
         self.places: Words = memory[_HEADER:].reshape(3, sets, WAYS)
         """Fingerprints, numbers and uses: ``ghosts`` of slot_code.py."""
 
     @classmethod
     def larger(cls, directory: Path, size: int, smaller: GhostTable | None) -> GhostTable:
         """A table of ``size`` with the ghosts of ``smaller``, whose file is deleted. Raises OSError."""
-        # What a killed process may have left under that name.
+        # Left by a killed process.
         (directory / f"ghosts-{size}").unlink(missing_ok=True)
         table = cls(directory, size)
         if smaller is not None:
@@ -57,7 +57,7 @@ class GhostTable:
             kept = kept[numbers[kept].argsort()]
             table.remembered[0] = smaller.remembered[0]
             table._place(fingerprints[kept], numbers[kept], uses[kept])
-            # Who has it mapped learns of the larger one with its next change.
+            # Other processes map the larger one with their next change.
             smaller.path.unlink(missing_ok=True)
         return table
 
@@ -68,6 +68,6 @@ class GhostTable:
             sets = fingerprints % self.places.shape[1]
             places = sets * WAYS + self.places[1][sets].argmin(axis=1)
             columns[0][places], columns[1][places], columns[2][places] = fingerprints, numbers, uses
-            # Of those that wanted the same place the others choose again.
+            # Of several ghosts for one place the others choose again.
             rest = columns[0][places] != fingerprints
             fingerprints, numbers, uses = fingerprints[rest], numbers[rest], uses[rest]

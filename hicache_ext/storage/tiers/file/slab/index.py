@@ -155,7 +155,8 @@ class SlabIndex:
             return NONE_PLACED, False
         stale, in_order, length, slab = said.tolist()
         slabs, slots, lengths, positions = found
-        return Placed(slabs, slots, lengths, positions, Known(bool(in_order), length, slab)), bool(stale)
+        # With the seals of that view: where its rows have changed hands since, a seal is another page's.
+        return Placed(slabs, slots, lengths, positions, Known(bool(in_order), length, slab), view.seals), bool(stale)
 
     def _fresh_uses(self, view: View) -> Words:
         """For each slab: the use of a page last used before this is worth a ``touch``."""
@@ -190,7 +191,8 @@ class SlabIndex:
     def generations(self, view: View, keys: Sequence[bytes]) -> Words:
         """The generations of ``keys``; a single one where all are of one identity."""
         if isinstance(keys, PageKeys):
-            return self._generation(view, keys.identity)
+            known_word = view.generations.get(keys.identity)
+            return self._generation(view, keys.identity) if known_word is None else known_word
         digests = [key[:IDENTITY_LENGTH] for key in keys]
         known = {digest: self._generation(view, digest) for digest in set(digests)}
         if len(known) == 1:
@@ -373,7 +375,7 @@ class SlabIndex:
         view = self._view
         # First the epoch, then what it counts: a change in between is loaded again by the next call.
         epoch = self.table.epoch
-        if view.epoch != epoch or not view.lasts:
+        if view.epoch != epoch or epoch % 2:
             if transaction is None:
                 with self._environment.begin() as reading:
                     view = self._load(reading, epoch)

@@ -23,14 +23,13 @@ from hicache_ext.storage.tiers.file.slab.compiled_code import (
     LEFT,
     CompiledCode,
     OfCall,
-    bytes_at_once,
     compiled_code,
     facts_of,
 )
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
 from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.tiers.file.slab.records import Slab
-from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size, slot_size_of
+from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size
 from hicache_ext.storage.tiers.file.slab.slot_io import ALIGNMENT, SlotIo
 
 _MOST_SEGMENTS = IOV_MAX - 1
@@ -49,17 +48,18 @@ class Moving:
         results: npt.NDArray[np.int64],
         taken: npt.NDArray[np.int64],
         threads: int,
-        move_some: Callable[[], None],
+        move: Callable[..., None],
         release: Callable[[], None],
     ) -> None:
         """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
         else 1, and ``taken[1]`` is how many are 0; ``others`` cannot be moved here."""
         self.threads = threads
+        self.move = move
+        """Moves pages until other threads have taken the rest; arguments are ignored."""
         self._pages = pages
         self._others = others
         self._results = results
         self._taken = taken
-        self._move_some = move_some
         self._release = release
 
     def __enter__(self) -> Moving:
@@ -68,13 +68,9 @@ class Moving:
     def __exit__(self, *_: object) -> None:
         self._release()
 
-    def move(self) -> None:
-        """Move pages until other threads have taken the rest."""
-        self._move_some()
-
     @property
     def all_done(self) -> bool:
-        return not len(self._others) and int(self._taken[1]) == len(self._results)
+        return not len(self._others.positions) and int(self._taken[1]) == len(self._results)
 
     def done(self) -> Placed:
         """The pages that are moved, and those read are what was asked for."""
@@ -132,7 +128,7 @@ class PageMoves:
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
-        if not len(pages) or not are_of_one_size(batch.sizes):
+        if not len(pages.positions) or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)
         payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=of_call.into_memory)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
@@ -140,7 +136,7 @@ class PageMoves:
         direct = of_call.mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
         found, others = pages.by_place(), NONE_PLACED
         numbers = found.slab_numbers()
-        slabs = [slab for number in numbers if (slab := slab_of(number)) is not None]
+        slabs = list(filter(None, map(slab_of, numbers)))
         file = SlabFile.DIRECT if direct else SlabFile.SLOTS
         opened, release = self._directory.open_all(slabs, file, headers=not of_call.into_memory)
         try:
@@ -149,9 +145,10 @@ class PageMoves:
                 can_be_read = np.isin(found.slabs, opened[:, 0])
                 found, others = found.select(can_be_read), found.select(~can_be_read)
             if of_call.mode == "direct" and not direct:
-                self._metrics.add("io", "unaligned", len(found))
+                self._metrics.add("io", "unaligned", len(found.positions))
+            facts, at_once = facts_of(payload, of_call, direct)
             arrays = (
-                facts_of(payload, of_call, direct),
+                facts,
                 found.slabs,
                 found.slots,
                 found.positions,
@@ -159,25 +156,29 @@ class PageMoves:
                 memory.pages,
                 memory.segment_sizes,
                 key_words(batch.keys).view(np.uint64),
-                self._directory.seals,
+                self._directory.seals if found.seals is None else found.seals,
             )
         except BaseException:
             release()
             raise
-        results, taken = np.full(len(found), LEFT, np.int64), np.zeros(2, np.int64)
+        count = len(found.positions)
+        results, taken = np.full(count, LEFT, np.int64), np.zeros(2, np.int64)
 
-        def move_some() -> None:
+        def move_some(*_: object) -> None:
             # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
             scratch = code.scratch
             state = scratch.state
             move(code.functions, *arrays, scratch.headers, scratch.vectors, state.address, results, taken)
 
-        pieces = -(-len(found) // max(1, bytes_at_once(direct=direct) // slot_size_of(payload)))
-        return Moving(found, others, results, taken, min(threads, pieces), move_some, release)
+        return Moving(found, others, results, taken, min(threads, -(-count // at_once)), move_some, release)
 
 
 def _nothing_but(others: Placed) -> Moving:
-    return Moving(NONE_PLACED, others, np.empty(0, np.int64), np.zeros(2, np.int64), 0, lambda: None, lambda: None)
+    return Moving(NONE_PLACED, others, np.empty(0, np.int64), np.zeros(2, np.int64), 0, _nothing, _nothing)
+
+
+def _nothing(*_: object) -> None:
+    """There is nothing to do."""
 
 
 def _aligned(memory: Addresses) -> bool:

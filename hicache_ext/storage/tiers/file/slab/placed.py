@@ -47,6 +47,8 @@ class Placed:
     lengths: Numbers
     positions: Numbers
     known: Known = _NOTHING_KNOWN
+    seals: npt.NDArray[np.uint64] | None = None
+    """Of all slots by row, as the index had them when these pages were looked up; None where that is not known."""
 
     def __len__(self) -> int:
         return len(self.positions)

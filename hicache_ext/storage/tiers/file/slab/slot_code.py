@@ -1,14 +1,14 @@
-"""What is done to the mapped words of an index (slot_table.py), a step per page: compiled where numba is there.
+"""The operations on the mapped words of an index (slot_table.py), page by page: compiled where numba is there.
 
 All words are int64. ``records``: a row per slot. ``groups``: per slab, from row ``BASE`` on, its summary and then a row
 per group of neighbouring slots. ``buckets``: a hash table of the pages. ``slabs``: a row per slab, by number.
 
-Records are what is true; the rest follows from them (``settle_all``) and is kept up to date here. Callers hold the
-index's lock, except those of ``find`` and ``locate``: what they read may be changing under them, so that an answer may
-be about a page that has just gone or come; what is read from a slot is checked by its seal.
+Records are the truth; the rest follows from them (``settle_all``) and is updated here. Callers hold the index's lock,
+except those of ``find`` and ``locate``: they may read words that change, so an answer may be about a page that has just
+gone or come. What is read from a slot is checked by its seal.
 
-A record is "free" or "pending" until all of it is written: it becomes a page in another call (``publish_pages``) than
-the one that describes it (``describe_pages``), and no compiler moves a store from one to the other.
+A record is free or pending until all of it is written: ``describe_pages`` writes it, and another call,
+``publish_pages``, makes it a page. No compiler moves a store from one call to the other.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ OBJECT, STATE, PRIORITY, USED, HASH, PLACE = range(KEY_WORDS, KEY_WORDS + 6)
 state | hits << 8 | generation << 16; rank; hash of the key; slab << 32 | slot."""
 RECORD_WORDS = PLACE + 1
 FREE, PENDING, PAGE = range(3)
-"""States. Of a pending slot the key words say who is writing it, and OBJECT is BEING_WRITTEN."""
+"""States. In a pending slot the key words name its writer, and OBJECT is BEING_WRITTEN."""
 BEING_WRITTEN = -1
 
 LOWEST, FREE_SLOTS, PENDING_SLOTS = range(3)
-"""Words of a group: the lowest priority of its pages, and a bit for each of its slots that is free, or pending. Of a
-summary: the lowest priority, and how many slots."""
+"""Words of a group: the lowest priority of its pages; a bit for each free slot; a bit for each pending slot. Words of a
+summary: the lowest priority; the numbers of free and of pending slots."""
 GROUP_WORDS = 3
 NO_PAGE = eviction.MAX_PRIORITY
-"""The lowest priority where there is none."""
+"""The lowest priority of a group or slab without pages."""
 
 NUMBER, SLOT_SIZE, SLOTS, TOGETHER, BASE = range(5)
-"""Words of a slab: TOGETHER slots are a group; its slots are the records from BASE on."""
+"""Words of a slab: TOGETHER slots make a group; its records begin at row BASE."""
 SLAB_WORDS = 5
 
 CLOCK_SIZE, INSERTS, DISTANCE_SUM, REUSES = range(4)
@@ -49,15 +49,15 @@ WAYS = 16
 HITS_BITS = 3
 
 STALE, IN_ORDER, LENGTH, SLAB = range(4)
-"""What ``locate`` says of all the pages it found: 1 when one was last used before what is fresh; 1 when their places
-ascend; the length of each payload and the slab of each, SEVERAL where they differ."""
+"""Facts about all pages that ``locate`` found: 1 when the use of one is worth a note; 1 when their places ascend; the
+payload length and the slab of all, SEVERAL where they differ."""
 SEVERAL = -1
 
 LOW = (1 << 32) - 1
 """The lower half of a word."""
 _POSITIVE = (1 << 63) - 1
 TAG = (1 << 31) - 1
-"""What an entry of the hash table has of a hash."""
+"""The bits of a hash in an entry of the hash table."""
 
 _reuse_distance = helper(eviction.reuse_distance)
 _learned = helper(eviction.learned)
@@ -66,14 +66,14 @@ _priority_of = helper(eviction.priority_of)
 
 # -- the hash table ----------------------------------------------------------------------------------------------------
 #
-# Open addressing with linear probing, at most half full. No loop goes further than once around: a table that lies may
-# have no empty place, and nobody could stop it. An entry is the low 31 bits of the hash, then the row + 1.
-# Removing an entry moves those behind it that would no longer be found.
+# Open addressing with linear probing, at most half full. No loop goes around more than once: a damaged table may have
+# no empty place. An entry is the low 31 bits of the hash, then the row + 1. Removing an entry moves those behind it
+# that would no longer be found.
 
 
 @helper
 def _hash_of(words: Any, row: Any) -> Any:
-    """Page hashes are evenly spread; what is folded is for those of tests, and for keys that differ in one byte."""
+    """Page hashes are uniform; folding helps those of tests, and keys that differ in one byte."""
     mixed = words[row, 0] ^ words[row, 1] ^ words[row, 2] ^ words[row, 3] ^ words[row, 4] ^ words[row, 5]
     mixed &= _POSITIVE
     mixed ^= mixed >> 32
@@ -141,7 +141,7 @@ def _leave(records: Any, buckets: Any, row: Any) -> None:
         entry = buckets[at]
         if entry == 0:
             break
-        # An entry moves into the hole unless its own place lies behind that.
+        # An entry moves into the hole unless its home is behind the hole.
         home = (entry >> 32) & mask
         if (at - home) & mask >= (at - hole) & mask:
             buckets[hole] = entry
@@ -154,7 +154,7 @@ def _leave(records: Any, buckets: Any, row: Any) -> None:
 
 @helper
 def _index_of_slab(slabs: Any, number: Any) -> Any:
-    """The row in ``slabs``; -1 when there is none."""
+    """The row of a slab in ``slabs``; -1 when there is none."""
     low, high = 0, len(slabs)
     while low < high:
         middle = (low + high) // 2
@@ -176,7 +176,7 @@ def _row_at(slabs: Any, number: Any, slot: Any) -> Any:
 
 @helper
 def _settle_group(records: Any, groups: Any, slabs: Any, slab: Any, group: Any) -> None:
-    """Bring the row of a group, and its part of the summary, in line with its records."""
+    """Recompute the row of a group, and its part of the summary, from its records."""
     together, base = slabs[slab, TOGETHER], slabs[slab, BASE]
     first = group * together
     lowest, free, pending = NO_PAGE, 0, 0
@@ -203,7 +203,7 @@ def _settle_group(records: Any, groups: Any, slabs: Any, slab: Any, group: Any) 
 
 @helper
 def _first_lowest(groups: Any, begin: Any, end: Any) -> Any:
-    """The first of these rows, one at least, with the lowest priority."""
+    """The first of these rows with the lowest priority; there is at least one row."""
     found = begin
     for row in range(begin + 1, end):
         if groups[row, LOWEST] < groups[found, LOWEST]:
@@ -213,7 +213,7 @@ def _first_lowest(groups: Any, begin: Any, end: Any) -> Any:
 
 @helper
 def _settle_lowest(groups: Any, slabs: Any, slab: Any) -> None:
-    """Bring the lowest priority of a slab in line with its groups."""
+    """Recompute the lowest priority of a slab from its groups."""
     base = slabs[slab, BASE]
     end = base + 1 + -(-slabs[slab, SLOTS] // slabs[slab, TOGETHER])
     groups[base, LOWEST] = groups[_first_lowest(groups, base + 1, end), LOWEST]
@@ -221,9 +221,9 @@ def _settle_lowest(groups: Any, slabs: Any, slab: Any) -> None:
 
 @helper
 def _settle_rows(records: Any, groups: Any, slabs: Any, rows: Any) -> None:
-    """Bring the groups and slabs of these slots in line with them; of neighbours, once. A row may be -1.
+    """Recompute the groups and slabs of these slots; those of neighbours once. A row may be -1.
 
-    A row may also be in no slab, or its record lie about that: what it says is checked before it leads anywhere."""
+    A row may be in no slab, or its record may be damaged: every value is checked before it is used as an index."""
     slab, group, number = -1, -1, -1
     for row in rows:
         if row < 0:
@@ -249,7 +249,7 @@ _TABLE = "int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1]"
 
 @helper
 def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any) -> Any:
-    """``settle_all`` of one slab, none of whose pages is in ``buckets``."""
+    """``settle_all`` for one slab, none of whose pages is in ``buckets``."""
     base, slots = slabs[slab, BASE], slabs[slab, SLOTS]
     dropped = 0
     for slot in range(slots):
@@ -285,7 +285,8 @@ def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any)
 
 @kernel(f"int64({_TABLE})")
 def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
-    """Make groups and buckets anew from the records. Slots whose record cannot be true are free; their number."""
+    """Rebuild groups and buckets from the records. Slots with an impossible record become free; returns their
+    number."""
     for at in range(len(buckets)):
         buckets[at] = 0
     dropped = 0
@@ -296,15 +297,15 @@ def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
 
 @kernel(f"int64({_TABLE}, int64)")
 def settle_new(records: Any, groups: Any, buckets: Any, slabs: Any, number: Any) -> Any:
-    """The same for one slab, whose slots are all free."""
+    """``settle_all`` for one slab whose slots are all free."""
     slab = _index_of_slab(slabs, number)
     return _settle_slab(records, groups, buckets, slabs, slab) if slab >= 0 else 0
 
 
 @helper
 def _row_behind(records: Any, buckets: Any, words: Any, of: Any, generation: Any, before: Any) -> Any:
-    """``_row_of``; ``before`` is the row of the page before it, -1 without one. Pages written together are neighbours:
-    the next record is mostly that of the next page, and in the processor's cache, where the hash table is not."""
+    """``_row_of``, trying the record behind row ``before`` first (-1: none). Pages written together are neighbours, and
+    the next record is in the processor's cache, where the hash table is not."""
     following = before + 1
     if 0 < following < len(records) and _has_key(records, following, words, of, generation):
         return following
@@ -344,8 +345,9 @@ def locate(
     placed: Any,
     found: Any,
 ) -> Any:
-    """The pages that are there and not written before ``oldest``: slab, slot, payload length and position in ``keys``,
-    each a row of ``placed``; their number. ``found``: see STALE. ``fresh[n]`` is of the slab in row ``n``."""
+    """Find the pages that are present and not written before ``oldest``. Slab, slot, payload length and position in
+    ``keys`` go into the rows of ``placed``, facts about all of them into ``found`` (see STALE). ``fresh[n]``: of the
+    slab in row ``n``. Returns the number of pages found."""
     count, row = 0, -1
     stale, in_order, length, only, last = 0, 1, SEVERAL, SEVERAL, -1
     for of in range(len(keys)):
@@ -388,7 +390,7 @@ def _fingerprint(hashed: Any, generation: Any) -> Any:
 
 @helper
 def _remember(records: Any, row: Any, ghosts: Any, remembered: Any) -> None:
-    """The page in this row is evicted. An older ghost of it makes room before the oldest of its set."""
+    """Remember the evicted page of this row. It replaces its own older ghost, or else the oldest of its set."""
     if ghosts.shape[1] == 0:
         return
     remembered[0] += 1
@@ -409,8 +411,7 @@ def _remember(records: Any, row: Any, ghosts: Any, remembered: Any) -> None:
 
 @helper
 def _recall(hashed: Any, generation: Any, ghosts: Any, oldest: Any) -> Any:
-    """The uses of the ghost of this page, which is a ghost no more; -1 when there is none, or only one up to
-    ``oldest``."""
+    """Remove the ghost of this page; returns its uses, -1 without a ghost newer than ``oldest``."""
     if ghosts.shape[1] == 0:
         return -1
     fingerprint = _fingerprint(hashed, generation)
@@ -428,8 +429,8 @@ def _recall(hashed: Any, generation: Any, ghosts: Any, oldest: Any) -> Any:
 
 @kernel(f"int64({_TABLE}, int64, int64[::1], int64[:, ::1])")
 def take_free(records: Any, groups: Any, buckets: Any, slabs: Any, slot_size: Any, writer: Any, taken: Any) -> Any:
-    """Up to as many free slots of this size as ``taken`` has columns, in order of place, are pending now: slabs and
-    slots, a row of ``taken`` each; their number. ``writer``: the key words of a pending slot."""
+    """Make free slots of this size pending, in order of place, up to the columns of ``taken``: slabs and slots, a row
+    of ``taken`` each. ``writer``: the key words of a pending slot. Returns their number."""
     done, count = 0, taken.shape[1]
     for slab in range(len(slabs)):
         base, together = slabs[slab, BASE], slabs[slab, TOGETHER]
@@ -441,7 +442,7 @@ def take_free(records: Any, groups: Any, buckets: Any, slabs: Any, slot_size: An
                 continue
             for offset in range(min(together, slabs[slab, SLOTS] - group * together)):
                 row = base + group * together + offset
-                # The record is asked, too: a page must not be lost to a bit that lies.
+                # The record decides, too: a wrong bit must not cost a page.
                 if free >> offset & 1 and done < count and records[row, STATE] & 0xFF == FREE:
                     records[row, OBJECT] = BEING_WRITTEN
                     for word in range(KEY_WORDS):
@@ -474,7 +475,7 @@ def _raised(priority: Any, by: Any) -> Any:
 
 @helper
 def _spared(records: Any, row: Any, spared: Any) -> Any:
-    """Whether the page has one of these hashes, of which ``spared`` has the first words in order."""
+    """Whether the page has one of the hashes whose first words are in ``spared``, sorted."""
     low, high = 0, len(spared)
     while low < high:
         middle = (low + high) // 2
@@ -499,10 +500,10 @@ def evict_pages(
     ghosts: Any,
     remembered: Any,
 ) -> Any:
-    """Free the slots of at least ``count`` pages of this size, as long as there are any: those with the lowest
-    priority, each with those of its group whose priority is at most ``soon`` above; their number.
+    """Evict at least ``count`` pages of this size, if there are so many: those with the lowest priority, each with the
+    pages of its group whose priority is at most ``soon`` above. Returns their number.
 
-    ``spared``: see ``_spared``. Such a page gets a priority higher by ``room`` instead, as often as there are slots.
+    ``spared``: see ``_spared``. The priority of such a page is raised by ``room`` instead, at most once per slot.
     """
     gone = 0
     may_spare = room if len(spared) > 0 else 0
@@ -518,7 +519,7 @@ def evict_pages(
         first = base + group * together
         end = min(first + together, base + slots)
         if may_spare > 0:
-            # The page whose turn it is.
+            # The page with the lowest priority.
             victim = -1
             for row in range(first, end):
                 if victim < 0 and records[row, STATE] & 0xFF == PAGE and records[row, PRIORITY] == lowest:
@@ -542,14 +543,14 @@ def evict_pages(
         _settle_group(records, groups, slabs, slab, group)
         _settle_lowest(groups, slabs, slab)
         if gone == before and groups[base + 1 + group, LOWEST] == lowest:
-            # Nothing was found where something had to be: what a summary says is not true.
+            # No page where there must be one: the summary is wrong.
             break
     return gone
 
 
 @helper
 def _free_slots(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, state: Any) -> Any:
-    """Free those of these slots that are in this state; their number. A row may be -1."""
+    """Free those of these slots that are in this state; returns their number. A row may be -1."""
     freed = 0
     for row in rows:
         if row >= 0 and records[row, STATE] & 0xFF == state:
@@ -563,13 +564,13 @@ def _free_slots(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, 
 
 @kernel(f"int64({_TABLE}, int64[::1])")
 def forget_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
-    """Free the slots of these pages; their number. A row may be -1."""
+    """Free the slots of these pages; returns their number. A row may be -1."""
     return _free_slots(records, groups, buckets, slabs, rows, PAGE)
 
 
 @kernel(f"int64({_TABLE}, int64[::1])")
 def give_back(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
-    """Free those of these slots that are pending; their number. A row may be -1."""
+    """Free those of these slots that are pending; returns their number. A row may be -1."""
     return _free_slots(records, groups, buckets, slabs, rows, PENDING)
 
 
@@ -578,8 +579,8 @@ def give_back(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) ->
 
 @kernel("int64(int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1], int64[::1])")
 def rows_pending(records: Any, slabs: Any, writer: Any, places: Any, rows: Any) -> Any:
-    """The rows of these places (slab, slot: a row each), -1 for those that are not pending for this writer; the number
-    of the others."""
+    """Set ``rows`` to the rows of these places (slab, slot: a row each), -1 for those not pending for this writer.
+    Returns the number of the others."""
     count = 0
     for of in range(places.shape[1]):
         row = _row_at(slabs, places[0, of], places[1, of])
@@ -614,8 +615,8 @@ def describe_pages(
     ghost_limit: Any,
 ) -> None:
     """Write the records of pages of one slot size, which stay pending: page ``keys[positions[n]]`` is in slot
-    ``rows[n]`` and was written at ``created[n]``, or all of them at the same time. Pages at positions that follow each
-    other are a chain (``EvictionPolicy.inserted_chain``); without ``linked``, each page is one of its own."""
+    ``rows[n]`` and was written at ``created[n]`` (one value: all at that time). Pages at consecutive positions are a
+    chain (``EvictionPolicy.inserted_chain``); without ``linked``, each page is a chain of its own."""
     oldest = max(0, remembered[0] - ghost_limit)
     inserts, distance_sum, reuses = clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES]
     distance = _reuse_distance(capacity, distance_sum, reuses)
@@ -652,8 +653,8 @@ def describe_pages(
 
 @kernel(f"int64({_TABLE}, int64[::1], int64[::1])")
 def publish_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, published: Any) -> Any:
-    """Pages of what ``describe_pages`` has written. ``published[n]`` is 0 for one that there is already: its slot is
-    free. The number of the others."""
+    """Make pages of the records of ``describe_pages``. ``published[n]`` is 0 for a page that exists already: its slot
+    becomes free. Returns the number of the others."""
     count = 0
     for of in range(len(rows)):
         row = rows[of]
@@ -674,8 +675,8 @@ def publish_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any
 def touch_chain(
     records: Any, groups: Any, buckets: Any, slabs: Any, keys: Any, generations: Any, clocks: Any, capacities: Any
 ) -> Any:
-    """The leading pages of a chain were used (``EvictionPolicy.renewed``); how many of them rank otherwise for it.
-    ``clocks`` has a row per slot size, ``capacities`` the slots of each."""
+    """Note a use of the leading pages of a chain (``EvictionPolicy.renewed``); returns how many got another rank.
+    ``clocks``: a row per slot size; ``capacities``: the slots of each."""
     changed = 0
     before = -1
     rows = np.empty(len(keys), np.int64)

@@ -58,6 +58,7 @@ class View:
     """The slabs of one epoch, and their mapped words."""
 
     epoch: int
+    """What is said here is true until the epoch ends; where it is odd, only now (``SlotTable.begin_epoch``)."""
     slabs: Mapping[int, Slab]
     """By number, sorted."""
     records: Words
@@ -72,11 +73,6 @@ class View:
     """By clock: the number of slots of its slot size, at least 1."""
     generations: dict[bytes, Words] = field(default_factory=dict)
     """The generations of identities asked for so far."""
-
-    @property
-    def lasts(self) -> bool:
-        """Whether this holds until the epoch ends, or only now (``SlotTable.begin_epoch``)."""
-        return self.epoch % 2 == 0
 
     @property
     def table(self) -> tuple[Words, Words, Words, Words]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -92,7 +91,7 @@ class SlabStore:
             self._threads if mode == "direct" else min(self._threads, processors)
             for mode in (self._plan.read, self._plan.write)
         )
-        self._cleaners: list[threading.Thread] = []
+        self._cleaners = ThreadPool(f"hicache-{name}-clear")
         self._calls = CallGate(name)
         self._resources = ExitStack()
         try:
@@ -167,8 +166,7 @@ class SlabStore:
         if self._sweeper is not None:
             self._sweeper.close()
         self._workers.close()
-        for cleaner in self._cleaners:
-            cleaner.join()
+        self._cleaners.close()
         self._touches.close()
         self._resources.close()
 
@@ -181,7 +179,7 @@ class SlabStore:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        results = [GetResult.MISS] * len(batch)
+        results = [GetResult.MISS] * len(batch.sizes)
         with self._calls:
             self._get(batch, results)
         self._metrics.add_many("get", counted(results))
@@ -196,15 +194,12 @@ class SlabStore:
             placed, also_stale = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
             self._read(batch, replace(placed, positions=np.array(elsewhere)[placed.positions]), results)
             stale = stale or also_stale
-        hits: Sequence[bytes]
-        if results.count(GetResult.HIT) == len(batch):
-            hits = batch.keys
-        else:
-            hits = [key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT]
-        if hits:
-            self._touches.count(identity_of(hits), len(hits))
-        if stale:
-            self._touches.note(hits)
+        hits: Sequence[bytes] = batch.keys
+        count = results.count(GetResult.HIT)
+        if count < len(results):
+            hits = [key for key, result in zip(hits, results, strict=True) if result is GetResult.HIT]
+        if count:
+            self._touches.note(identity_of(hits), count, hits if stale else ())
 
     def _read(self, batch: PageBatch, placed: Placed, results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
@@ -218,7 +213,7 @@ class SlabStore:
                 placed = placed.select(~wrong)
         readers = self._readers
         with self._moves.to_read(batch, placed, self._room.slab, readers) as moving:
-            self._workers.run(moving.threads, lambda _: moving.move(), readers)
+            self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
             _fill(results, placed.positions, GetResult.HIT)
         else:
@@ -318,7 +313,7 @@ class SlabStore:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        results = [SetResult.REJECTED] * len(batch)
+        results = [SetResult.REJECTED] * len(batch.sizes)
         with self._calls:
             self._set(batch, results)
         self._metrics.add_many("set", counted(results))
@@ -332,8 +327,8 @@ class SlabStore:
             results[position] = SetResult.EXISTS
         if stale:
             # Computed and written once more is used, too.
-            self._touches.note([batch.keys[position] for position in known])
-        missing = sorted(set(range(len(batch))).difference(known)) if known else list(range(len(batch)))
+            self._touches.note(identity_of(batch.keys), 0, [batch.keys[position] for position in known])
+        missing = sorted(set(range(len(results))).difference(known)) if known else list(range(len(results)))
         for portion in self._portions(batch, missing):
             self._set_portion(batch, portion, results)
         if missing:
@@ -453,11 +448,11 @@ class SlabStore:
         with self._calls:
             cleared = self._clear(digests)
             if cleared:
-                cleaner = threading.Thread(
-                    target=self._finish_clearing, args=(cleared,), name=f"hicache-{self._name}-clear", daemon=True
-                )
-                self._cleaners = [thread for thread in self._cleaners if thread.is_alive()] + [cleaner]
-                cleaner.start()
+                try:
+                    self._cleaners.start(lambda: self._finish_clearing(cleared))
+                except RuntimeError:
+                    # No thread to be had: better slow than never.
+                    self._finish_clearing(cleared)
         return len(cleared)
 
     def _clear(self, digests: Sequence[bytes] | None) -> list[bytes]:

@@ -55,36 +55,22 @@ class Touches:
         self._first_note = self._last_note = 0.0
         self._loop = BackgroundLoop(f"hicache-{name}-touch", self._write_in_a_pause)
 
-    def note(self, keys: Sequence[bytes]) -> None:
-        """The leading pages of a chain were used, and may rank higher."""
-        with self._lock:
-            if not keys or self._loop.stopping or self._pages + len(keys) > _MOST_NOTED:
-                return
-            was_empty = self._is_empty
-            self._noted.append(keys)
-            self._pages += len(keys)
-            self._is_noted(was_empty)
-
-    def count(self, identity: bytes, hits: int) -> None:
-        """Pages of an identity were read."""
-        now = time.time()
+    def note(self, identity: bytes, hits: int, chain: Sequence[bytes] = ()) -> None:
+        """So many pages of an identity were read. ``chain``: pages of it that were used and may rank higher for it."""
         with self._lock:
             if self._loop.stopping:
                 return
-            was_empty = self._is_empty
-            self._hits[identity] = self._hits.get(identity, 0) + hits
-            self._last[identity] = now
-            self._is_noted(was_empty)
-
-    @property
-    def _is_empty(self) -> bool:
-        return not self._noted and not self._hits
-
-    def _is_noted(self, was_empty: bool) -> None:
-        self._last_note = time.monotonic()
-        if was_empty:
-            self._first_note = self._last_note
-            self._loop.wake(_QUIET)
+            was_empty = not self._noted and not self._hits
+            if hits:
+                self._hits[identity] = self._hits.get(identity, 0) + hits
+                self._last[identity] = time.time()
+            if chain and self._pages + len(chain) <= _MOST_NOTED:
+                self._noted.append(chain)
+                self._pages += len(chain)
+            self._last_note = time.monotonic()
+            if was_empty:
+                self._first_note = self._last_note
+                self._loop.wake(_QUIET)
 
     def take(self) -> Chains:
         """Take the oldest notes, as many as one transaction may write."""
