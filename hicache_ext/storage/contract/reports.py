@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.abilities import Gauges, gauges_of
 from hicache_ext.storage.contract.bad_pages import Verdict
 from hicache_ext.storage.contract.registry import series_of_type
@@ -74,31 +74,27 @@ class LastLook:
         self._interval = interval
         self._known: Gauges = {}
         self._looked = -math.inf
-        self._under_way = threading.Lock()
-        self._threads = ThreadPool(f"hicache-{name}-look")
+        self._asked = False
+        self._loop = BackgroundLoop(f"hicache-{name}-look", self._look_now)
 
     def known(self) -> Gauges:
-        if time.monotonic() - self._looked >= self._interval and self._under_way.acquire(blocking=False):
-            try:
-                self._threads.start(self._look_now)
-            except RuntimeError:
-                # Closed, or no thread can be started: the known values stay.
-                self._under_way.release()
+        if not self._asked and time.monotonic() - self._looked >= self._interval:
+            self._asked = self._loop.wake()
         return self._known
 
-    def _look_now(self) -> None:
+    def _look_now(self) -> float:
         try:
             self._known = self._look()
         except Exception as error:  # noqa: BLE001 - whatever a broken medium makes of it
             # Only the type: the message of a client library may repeat what it sent.
             logger.debug("hicache_ext: a look at how full a tier is ended in %s", type(error).__name__)
         finally:
-            self._looked = time.monotonic()
-            self._under_way.release()
+            self._looked, self._asked = time.monotonic(), False
+        return math.inf
 
     def close(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for a read under way; one that hangs is left behind."""
-        self._threads.close(seconds)
+        """Wait up to ``seconds`` for a look under way; one that hangs is left behind."""
+        self._loop.stop(seconds)
 
 
 class RecentMean:

@@ -265,7 +265,7 @@ class PageStore(Protocol):
         A write after clear() returned counts: it is visible, and stays. A page stored before clear() never comes back.
         A medium that cannot take an identity out of sight in one step (Redis, Mooncake, object stores) keeps this rule
         in the process that cleared; others see the old pages go one by one, and a process that is killed before the
-        end leaves the rest of them.
+        end leaves the rest of them (clearing.py). Until the old pages are gone such a medium may answer REJECTED.
 
         The answer is the number of identities that had pages: counting pages would take as long as removing them.
         """
