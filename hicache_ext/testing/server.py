@@ -14,7 +14,6 @@ a session of its own, so that :meth:`SglangServer.stop` can prove that no proces
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
@@ -30,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from hicache_ext.errors import ServerError
 
@@ -69,19 +68,10 @@ class Generation:
     meta_info: Mapping[str, Any] = field(repr=False)
 
 
-class Network(Protocol):
-    """A network other than this machine's own, in which a server runs."""
-
-    @property
-    def command_prefix(self) -> list[str]:
-        """Put in front of a command, it runs in this network, under the same process id."""
-
-    def connect(self, address: tuple[str, int], timeout: float | None = None) -> socket.socket:
-        """A TCP connection inside the network."""
-
-
 class SglangServer:
     """One SGLang server process tree.
+
+    A subclass may put ``command_prefix`` in front of its command.
 
     Args:
         model: directory of the model, see :func:`hicache_ext.testing.tiny_model.make_tiny_model`.
@@ -97,11 +87,12 @@ class SglangServer:
         prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that hits are no race.
         extra_arguments: anything else, as on the command line; comes last and therefore wins.
         environment: added to this process's environment.
-        network: the network to run in; this machine's own if not given.
         start_timeout, stop_timeout: seconds.
 
     One thread at a time may start and stop; ``generate`` may be called from several.
     """
+
+    command_prefix: Sequence[str] = ()
 
     def __init__(
         self,
@@ -119,7 +110,6 @@ class SglangServer:
         prefetch_policy: str = "wait_complete",
         extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        network: Network | None = None,
         start_timeout: float = 300,
         stop_timeout: float = 90,
     ) -> None:
@@ -128,7 +118,6 @@ class SglangServer:
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._environment = dict(environment or {})
-        self._network = network
         self._process: subprocess.Popen[bytes] | None = None
         self.arguments = [
             *("--model-path", os.fspath(model), "--host", _HOST, "--port", str(self.port)),
@@ -174,10 +163,9 @@ class SglangServer:
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        prefix = self._network.command_prefix if self._network is not None else []
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
+                [*self.command_prefix, sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -292,10 +280,9 @@ class SglangServer:
             return
         # The main process alone, at first: it drains and ends its children. A scheduler that gets the signal with it
         # looks crashed to it, and costs 5 s of crash diagnostics.
-        self.thaw()
         deadline = time.monotonic() + self._stop_timeout
-        _signal_process(process.pid, signal.SIGTERM)
-        while time.monotonic() < deadline and (process.poll() is None or _session_members(process.pid)):
+        signal_process(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline and (process.poll() is None or session_members(process.pid)):
             time.sleep(0.05)
         self.kill()
 
@@ -305,36 +292,15 @@ class SglangServer:
         if process is None:
             return
         deadline = time.monotonic() + 60
-        while members := _session_members(process.pid):
+        while members := session_members(process.pid):
             if time.monotonic() > deadline:
                 raise ServerError(f"processes of the server survived SIGKILL: {sorted(members)}")
             for pid in members:
-                _signal_process(pid, signal.SIGKILL)
+                signal_process(pid, signal.SIGKILL)
             process.poll()
             time.sleep(0.02)
         process.wait()
         self._process = None
-
-    def freeze(self) -> None:
-        """Stop all its processes where they are, so that an idle server takes nothing from one that is measured."""
-        for pid in _session_members(self.pid):
-            _signal_process(pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it go on; does nothing to a server that is not frozen."""
-        for pid in _session_members(self.pid):
-            _signal_process(pid, signal.SIGCONT)
-
-    def cpu_seconds(self) -> float:
-        """What all its processes have used so far, user and system; of threads that have ended, too."""
-        ticks = 0
-        for pid in _session_members(self.pid):
-            try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -379,30 +345,7 @@ class SglangServer:
             raise ServerError(f"{method} {path} answered {error.code}: {answer}\n{self.log_tail()}") from error
 
     def _opener(self) -> urllib.request.OpenerDirector:
-        without_proxies = urllib.request.ProxyHandler({})
-        if self._network is None:
-            return urllib.request.build_opener(without_proxies)
-        return urllib.request.build_opener(without_proxies, _NetworkHandler(self._network))
-
-
-class _NetworkHandler(urllib.request.HTTPHandler):
-    """Opens HTTP connections inside a network."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__()
-        self._network = network
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, request)
-
-    def _connection(self, host: str, *, timeout: float | None = None, **_: Any) -> http.client.HTTPConnection:
-        network = self._network
-
-        class Connection(http.client.HTTPConnection):
-            def connect(self) -> None:
-                self.sock = network.connect((self.host, self.port), self.timeout)
-
-        return Connection(host, timeout=timeout)
+        return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def free_port() -> int:
@@ -428,7 +371,7 @@ def free_port() -> int:
     raise ServerError(f"no free port found between {_PORT_RANGE[0]} and {_PORT_RANGE[1]}")
 
 
-def _session_members(session: int) -> set[int]:
+def session_members(session: int) -> set[int]:
     """Living processes of a session (zombies are not), whoever their parent is by now."""
     members = set()
     for entry in Path("/proc").iterdir():
@@ -444,7 +387,7 @@ def _session_members(session: int) -> set[int]:
     return members
 
 
-def _signal_process(pid: int, number: signal.Signals) -> None:
+def signal_process(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import lmdb
 
@@ -41,6 +41,8 @@ from hicache_ext.storage.tiers.file.fullness import Fullness, gauges_of_paths
 from hicache_ext.storage.tiers.file.path_choice import PathChoice
 
 logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 CALLS_BEFORE_OUT = 3
 """Failed calls of one kind in a row after which a path is out of service: one bad block is not a bad device."""
@@ -197,18 +199,30 @@ class SpreadStore:
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._calls:
-            results = self._answers("get", batch.keys, batch, batch.select, GetResult.REJECTED)
+            only, results = self._only, [GetResult.REJECTED] * len(batch.sizes)
+            if only is None:
+                self._split("get", batch.keys, batch.select, results)
+            else:
+                results = self._call(only, "get", batch, results)
         if rejected := results.count(GetResult.REJECTED):
             self.metrics.add("get", "rejected", rejected)
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         with self._calls:
-            return self._answers("set", batch.keys, batch, batch.select, SetResult.REJECTED)
+            only, results = self._only, [SetResult.REJECTED] * len(batch.sizes)
+            if only is not None:
+                return self._call(only, "set", batch, results)
+            self._split("set", batch.keys, batch.select, results)
+            return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._calls:
-            return self._answers("contains", keys, keys, partial(_chosen, keys), False)
+            only, present = self._only, [False] * len(keys)
+            if only is not None:
+                return self._call(only, "contains", keys, present)
+            self._split("contains", keys, partial(_chosen, keys), present)
+            return present
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         number = self._only
@@ -216,12 +230,12 @@ class SpreadStore:
             present = self.contains(list(keys))
             return present.index(False) if False in present else len(present)
         with self._calls:
-            return self._call(number, "count_leading", keys) or 0
+            return self._call(number, "count_leading", keys, 0)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._calls:
             split = self._by_path(keys)
-            return sum([self._call(number, "remove", _chosen(keys, at)) or 0 for number, at in split])
+            return sum([self._call(number, "remove", _chosen(keys, at), 0) for number, at in split])
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Of paths out of service as soon as they are back."""
@@ -232,7 +246,7 @@ class SpreadStore:
                     if number not in usable:
                         part.clear_all = part.clear_all or digests is None
                         part.cleared.update(digests or ())
-            return max([self._call(number, "clear", digests) or 0 for number in usable], default=0)
+            return max([self._call(number, "clear", digests, 0) for number in usable], default=0)
 
     def close(self) -> None:
         if not self._calls.shut():
@@ -261,44 +275,39 @@ class SpreadStore:
             positions.setdefault(number, []).append(position)
         return list(positions.items())
 
-    def _answers(
-        self, kind: str, keys: Sequence[bytes], argument: Any, part_of: Callable[[Sequence[int]], Any], otherwise: Any
-    ) -> list[Any]:
-        """Call ``kind`` of every path that has some of ``keys`` with its part of ``argument``, all paths at once: the
-        answers in the order of the keys, ``otherwise`` for those of paths that are out of service."""
-        only = self._only
-        if only is not None:
-            whole: list[Any] | None = self._call(only, kind, argument)
-            return [otherwise] * len(keys) if whole is None else whole
+    def _split(
+        self, kind: str, keys: Sequence[bytes], part_of: Callable[[Sequence[int]], Any], results: list[Any]
+    ) -> None:
+        """Call ``kind`` of every path that has some of ``keys``, all paths at once; the answers of those in service
+        go to their places in ``results``."""
         split = self._by_path(keys)
-        results = [otherwise] * len(keys)
 
         def one(which: int) -> None:
             number, positions = split[which]
-            answers = self._call(number, kind, part_of(positions))
-            if answers is not None:
-                for position, answer in zip(positions, answers, strict=True):
-                    results[position] = answer
+            rejected = [results[position] for position in positions]
+            answers = self._call(number, kind, part_of(positions), rejected)
+            for position, answer in zip(positions, answers, strict=True):
+                results[position] = answer
 
         if self._workers is None or len(split) < 2:
             for which in range(len(split)):
                 one(which)
         else:
             self._workers.run(len(split), one)
-        return results
 
-    def _call(self, number: int, kind: str, argument: Any) -> Any:
-        """The answer of one path's store, None when it is out of service; takes the path out when it keeps failing."""
+    def _call(self, number: int, kind: str, argument: Any, otherwise: _Answer) -> _Answer:
+        """The answer of one path's store, ``otherwise`` when it is out of service; takes the path out when it keeps
+        failing."""
         part = self._parts[number]
         store = part.store
         if store is None:
-            return None
+            return otherwise
         errors = part.errors
         try:
-            answer = getattr(store, kind)(argument)
+            answer: _Answer = getattr(store, kind)(argument)
         except StoreClosedError:
             # Taken out of service by another thread meanwhile.
-            return None
+            return otherwise
         if part.errors == errors or _achieved(kind, answer):
             part.failed_calls[kind] = 0
             return answer

@@ -72,13 +72,19 @@ class OfCall(NamedTuple):
 def facts_of(payload: int, of_call: OfCall, direct: bool) -> tuple[npt.NDArray[np.int64], int]:
     """``facts`` of compiled_runs.py, for a call that begins now; not to be changed. And how many pages a thread takes
     at a time."""
-    return _facts_of(payload, of_call, direct, 0 if of_call.into_memory else int(time.time() * 1000))
+    at_once = AT_ONCE_DIRECT if direct else AT_ONCE
+    if of_call.into_memory:
+        return _facts_of_reading(payload, of_call, direct, at_once)
+    return _facts(payload, of_call, direct, at_once, int(time.time() * 1000)), _pages_at_once(payload, at_once)
 
 
 @functools.lru_cache(maxsize=1024)
-def _facts_of(payload: int, of_call: OfCall, direct: bool, created_ms: int) -> tuple[npt.NDArray[np.int64], int]:
-    at_once = AT_ONCE_DIRECT if direct else AT_ONCE
-    return _facts(payload, of_call, direct, at_once, created_ms), max(1, at_once // slot_size_of(payload))
+def _facts_of_reading(payload: int, of_call: OfCall, direct: bool, at_once: int) -> tuple[npt.NDArray[np.int64], int]:
+    return _facts(payload, of_call, direct, at_once, 0), _pages_at_once(payload, at_once)
+
+
+def _pages_at_once(payload: int, at_once: int) -> int:
+    return max(1, at_once // slot_size_of(payload))
 
 
 def _facts(payload: int, of_call: OfCall, direct: bool, at_once: int, created_ms: int) -> npt.NDArray[np.int64]:

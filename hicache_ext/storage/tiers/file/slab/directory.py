@@ -217,7 +217,7 @@ class SlabDirectory:
                         used.append(self._use(slab, SlabFile.HEADERS))
                         of_headers = used[-1].fd
                     rows.append((slab.number, fd, of_headers, slab.first_record))
-        return np.array(rows, np.int64).reshape(-1, 4), lambda: self._release(used)
+        return np.array(rows, np.int64).reshape(-1, 4), functools.partial(self._release, used)
 
     def _use(self, slab: Slab, file: SlabFile) -> _Descriptor:
         which = (slab.number, file)
