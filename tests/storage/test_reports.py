@@ -146,7 +146,7 @@ def test_a_file_tier_is_up_while_one_of_its_paths_is_in_service(
 ) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     store = opened({"disk": {**file_tier(paths[0]), "path": [str(path) for path in paths]}})
-    (spread,) = [tier.inner for tier in store.tiers]
+    (spread,) = store.tiers
     while hasattr(spread, "inner"):
         spread = spread.inner
     for number in (0, 1):
