@@ -1,9 +1,22 @@
-#!/usr/bin/env python3
-"""The file tier against SGLang's HiCacheFile and the raw disk; the same as ``hicache-ext bench file``."""
+"""The file tier against SGLang's HiCacheFile and the raw disk, as ``hicache-ext bench file`` does, and against rivals.
 
+python -m benchmarks.bench_file --minutes 20 --directory DIRECTORY --markdown FILE.md
+"""
+
+import argparse
 import sys
 
-from hicache_ext.cli.main import main
+from hicache_ext.bench import file_command
+from hicache_ext.cli.main import without_traceback
+
+
+def main() -> int:
+    from benchmarks.rivals.file import rivals  # so that a rival that is not installed is a sentence
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    file_command.configure(parser)
+    return file_command.run(parser.parse_args(), rivals)
+
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", "file", *sys.argv[1:]]))
+    sys.exit(without_traceback(main))

@@ -33,32 +33,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hicache_ext.bench.file_command import _prepare_sglang
-from hicache_ext.bench.file_contenders import (
-    PAGE_SIZE,
-    HiCacheFileContender,
-    HostBatch,
-    HostBuffers,
-    Workplace,
-    page_keys,
-)
-from hicache_ext.bench.harness import (
+from hicache_ext.bench.file_command import prepare_sglang
+from hicache_ext.bench.file_contenders import HiCacheFileContender, Workplace
+from hicache_ext.bench.file_memory import PAGE_SIZE, HostBatch, HostBuffers, page_keys
+from hicache_ext.bench.harness import Spread, fresh_directory, interleaved
+from hicache_ext.bench.report import (
     Panel,
-    Spread,
     Table,
     can_plot,
     command_line,
-    fresh_directory,
-    interleaved,
     machine_facts,
     number,
     plot,
-    terminated_in_order,
     today,
     write_json,
 )
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.errors import BenchmarkError
+from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, StoreInfo
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
@@ -234,7 +226,7 @@ class Measured:
 
 def main() -> int:
     arguments = _parse()
-    _prepare_sglang()
+    prepare_sglang()
     begun = time.monotonic()
     with terminated_in_order(), fresh_directory(arguments.directory or Path(tempfile.gettempdir())) as directory:
         facts = machine_facts(directory, ("sglang",))

@@ -18,7 +18,6 @@ EXTRAS = {
     "redis": "redis",
     "obstore": "object",
     "numba": "compiled",
-    "aiofiles": "bench",
     "matplotlib": "bench",
 }
 """Package as it is imported -> the extra of hicache-ext that installs it, itself or as a dependency."""

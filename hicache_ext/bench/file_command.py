@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from hicache_ext.bench.file_report import EXISTS_CASES, MODES, Point, Results, entries, markdown, panels, tables
-from hicache_ext.bench.harness import (
-    Clock,
-    available_memory,
-    command_line,
-    fresh_directory,
-    interleaved,
-    machine_facts,
-    terminated_in_order,
-    today,
+from hicache_ext.bench.comparison import Baseline, LookUps, Measured, Point, Results, Throughput, Turns
+from hicache_ext.bench.file_contenders import (
+    EXISTS_CASES,
+    HICACHE_FILE,
+    MODES,
+    Contender,
+    HiCacheFileContender,
+    all_ours,
 )
-from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
+from hicache_ext.bench.file_memory import GEOMETRIES, HostBuffers
+from hicache_ext.bench.file_modes import (
+    EXISTS_GEOMETRY,
+    EXISTS_PAYLOAD,
+    STORAGE_BATCH_SIZE,
+    Bench,
+    Case,
+    measure_exists,
+)
+from hicache_ext.bench.file_raw import all_raw
+from hicache_ext.bench.harness import Clock, available_memory, fresh_directory
+from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
 from hicache_ext.config.units import format_size, parse_size
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.packages import need
+from hicache_ext.runtime.signals import terminated_in_order
 
-if TYPE_CHECKING:
-    from hicache_ext.bench.file_contenders import Contender
-    from hicache_ext.bench.file_modes import Case, Measured
-
-_GEOMETRIES = ("mha", "mla")
 _PAYLOADS = ("32KiB", "128KiB", "1MiB", "4MiB")
 _BATCHES_AT_LEAST = 4
 _MODES_IN_MINUTES = ("overwrite", "read-warm", "read-cold", "exists")
@@ -41,6 +46,27 @@ _BATCHES_IN_MINUTES = 8
 _BATCH_BYTES_IN_MINUTES = 32 << 20
 """With --minutes: the modes where none is named, batches per mode, and the largest batch."""
 _PACKAGES = ("hicache-ext", "sglang", "torch", "aiofiles", "nixl-cu12", "lmdb", "xxhash")
+
+
+_TITLES = {
+    "write": "write (first pass)",
+    "overwrite": "write at capacity (eviction running)",
+    "read-warm": "read, page cache warm",
+    "read-cold": "read, page cache dropped",
+    "mixed": "read and write at once (p50/p99: the reads)",
+}
+_METHOD = """\
+Every contender moves the same pages between the same SGLang host pool and the same file system, in a directory of its
+own that is deleted afterwards. Rounds are interleaved, {warm_ups} warm-up round thrown away; the column says how many
+were measured, of {rounds} that were asked for: medians, quartiles in brackets. A batch is one call, as SGLang's
+controller makes it; p50 and p99 are of a batch of {batch} pages (fewer where a note says so). What was read is
+compared byte for byte outside the timed part. Writes end in the page cache, for every contender; dirty pages are
+written back between the modes. CPU is this process's. Which pages were read the slab layout writes into its index in
+pauses, after the call: that is in no figure of a read. At capacity, half of the bytes written fit. The raw limit is
+the best of preadv/pwritev with 1, 2 and 4 threads over one preallocated file: no envelope, no checksum, no index; for
+exists it is one os.stat per page. A first pass also pays for the page cache's first touch of its memory, which in a
+virtual machine can cost more than all the rest. GB are 10^9 bytes of payload. Ratios above 1 are faster.
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"bytes of a page; may be repeated (default: {', '.join(_PAYLOADS)})",
     )
-    parser.add_argument("--geometry", action="append", choices=_GEOMETRIES, help="may be repeated (default: both)")
+    parser.add_argument("--geometry", action="append", choices=GEOMETRIES, help="may be repeated (default: both)")
     parser.add_argument("--mode", action="append", choices=MODES, help="may be repeated (default: all)")
     parser.add_argument(
         "--contender", action="append", metavar="NAME", help="those whose name contains NAME; may be repeated"
@@ -109,7 +135,7 @@ class Settings:
             payloads=tuple(
                 parse_size(text, "--payload") for text in arguments.payload or (_PAYLOADS[:1] if quick else _PAYLOADS)
             ),
-            geometries=tuple(arguments.geometry or _GEOMETRIES),
+            geometries=tuple(arguments.geometry or GEOMETRIES),
             modes=tuple(arguments.mode or (MODES if arguments.minutes is None else _MODES_IN_MINUTES)),
             total=parse_size(arguments.total or ("8MiB" if quick else "512MiB"), "--total"),
             batch=arguments.batch or (16 if quick else 128),
@@ -131,68 +157,81 @@ class Settings:
         return min(self.total, _BATCHES_IN_MINUTES * min(self.batch * payload, _BATCH_BYTES_IN_MINUTES))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write; 0, or 1 when a contender failed or answered wrongly (it then has no figures)."""
+def run(arguments: argparse.Namespace, rivals: Callable[[Path], Sequence[Contender]] = lambda directory: ()) -> int:
+    """Measure, print, write; 0, or 1 when a contender failed or answered wrongly (it then has no figures).
+
+    ``rivals`` are contenders besides ours, SGLang's and the raw limit; its directory is for trying them out.
+    """
     settings = Settings.of(arguments)
     directory: Path = arguments.directory
     if not directory.is_dir():
         raise BenchmarkError(f"--directory {directory}: no such directory")
-    _prepare_sglang()
-    from hicache_ext.bench.file_contenders import all_contenders
-    from hicache_ext.bench.file_modes import STAT
-
+    prepare_sglang()
     machine = machine_facts(directory, _PACKAGES)
     print(f"{machine['cpus']} CPUs, kernel {machine['kernel']}, {machine['file_system']}; Python {machine['python']}")
     started = time.monotonic()
     with terminated_in_order():
         with fresh_directory(directory) as trial:
-            contenders = [*all_contenders(trial), STAT]
+            sglangs = Contender(HICACHE_FILE, HiCacheFileContender)
+            contenders = [*all_ours(trial), sglangs, *rivals(trial), *all_raw()]
         if arguments.contender:
             contenders = [c for c in contenders if any(part in c.name for part in arguments.contender)]
         if not contenders:
             raise BenchmarkError(f"--contender: none of the contenders is called {' or '.join(arguments.contender)}")
-        for contender in contenders:
-            if contender.missing:
-                print(f"  {contender.name}: {contender.missing}")
-        results = Results(tuple(c.name for c in contenders), frozenset(c.name for c in contenders if c.raw))
+        results = _results(contenders)
         _Run(settings, contenders, directory, results).measure()
-    for table in tables(results):
-        print(f"\n{table.text()}")
-    print(f"\n{time.monotonic() - started:.0f} s")
-    _write(arguments, settings, machine, results)
-    for failure in results.failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if results.failures else 0
+    report = Report(
+        "file",
+        "File tier benchmark",
+        machine,
+        {"settings": asdict(settings), **results.figures()},
+        list(results.tables()),
+        results.panels(),
+        _METHOD.format(**asdict(settings)),
+        results.remarks(),
+    )
+    report.show()
+    report.write(arguments, {directory: "DIRECTORY"})
+    return results.print_end(time.monotonic() - started)
 
 
-def _write(arguments: argparse.Namespace, settings: Settings, machine: dict[str, Any], results: Results) -> None:
-    document = {
-        "benchmark": "file",
-        "date": today(),
-        "command": command_line(),
-        "machine": machine,
-        "settings": asdict(settings),
-        "notes": results.notes,
-        "failures": results.failures,
-        "results": list(entries(results)),
-    }
-    write_outputs(
-        arguments,
-        document,
-        lambda command: markdown(document, results, command),
-        lambda: panels(results),
-        {arguments.directory: "DIRECTORY"},
+def _results(contenders: Sequence[Contender]) -> Results:
+    raw = frozenset(contender.name for contender in contenders if contender.raw)
+    baselines = (
+        Baseline("HiCacheFile", "ratio_to_hicachefile", frozenset({HICACHE_FILE})),
+        Baseline("raw limit", "ratio_to_raw_limit", raw),
+    )
+    return Results(tuple(contender.name for contender in contenders), baselines)
+
+
+def transfer_point(mode: str, geometry: str, payload: int) -> Point:
+    """Reading or writing pages of ``payload`` bytes."""
+    size = format_size(payload)
+    return Point(
+        mode,
+        f"{_TITLES[mode]}: {geometry.upper()}, pages of {size}",
+        (("geometry", geometry), ("payload_bytes", payload)),
+        Throughput(),
+        f"{geometry.upper()}: {_TITLES[mode].partition(' (p50')[0]}",
+        size,
+        (0, geometry, MODES.index(mode), payload),
     )
 
 
-def _prepare_sglang() -> None:
+def exists_point(case: str, chain: int) -> Point:
+    """Asking for a chain of ``chain`` small pages."""
+    facts = (("geometry", EXISTS_GEOMETRY), ("payload_bytes", EXISTS_PAYLOAD))
+    return Point(case, f"{case}: ms for the whole chain", facts, LookUps(chain), place=(1, EXISTS_CASES.index(case)))
+
+
+def prepare_sglang() -> None:
     """The benchmark compares with SGLang, over its host pools. Raises ImportError or MissingPackageError without it."""
     need("sglang", "torch")
     logging.getLogger("sglang").setLevel(logging.ERROR)
     from hicache_ext.testing.sglang_cpu import prepare_process
 
     prepare_process()
-    import sglang.srt.mem_cache.hicache_storage  # noqa: F401
+    importlib.import_module("sglang.srt.mem_cache.hicache_storage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,103 +255,39 @@ class _Run:
             self._measure_transfers(geometry, payload, modes, clock)
 
     def _measure_transfers(self, geometry: str, payload: int, modes: Sequence[str], clock: Clock) -> None:
-        from hicache_ext.bench.file_contenders import HostBuffers
-        from hicache_ext.bench.file_modes import Bench
-
         case = self._fitting_case(geometry, payload)
         bench = Bench(
             case, HostBuffers(geometry, payload, case.batch), self.directory, modes, self.settings.drop_caches
         )
         title = f"{geometry} {format_size(payload)}, {case.batches} batches of {case.batch} pages"
-        self._take_turns(title, {mode: Point(mode, geometry, payload) for mode in modes}, bench.measure, clock)
+        self.take_turns(title, {m: transfer_point(m, geometry, payload) for m in modes}, bench.measure, clock)
 
     def _measure_exists(self, clock: Clock) -> None:
-        from hicache_ext.bench import file_modes
-        from hicache_ext.bench.file_contenders import HostBuffers
-
-        geometry, payload, chain = file_modes.EXISTS_GEOMETRY, file_modes.EXISTS_PAYLOAD, self.settings.chain
-        host = HostBuffers(geometry, payload, file_modes.STORAGE_BATCH_SIZE)
-        self._take_turns(
+        chain, threads = self.settings.chain, self.settings.threads
+        host = HostBuffers(EXISTS_GEOMETRY, EXISTS_PAYLOAD, STORAGE_BATCH_SIZE)
+        self.take_turns(
             f"exists, a chain of {chain} pages",
-            {case: Point(case, geometry, payload) for case in EXISTS_CASES},
-            lambda contender: file_modes.measure_exists(contender, chain, host, self.directory, self.settings.threads),
+            {case: exists_point(case, chain) for case in EXISTS_CASES},
+            lambda contender: measure_exists(contender, chain, host, self.directory, threads),
             clock,
         )
 
-    def _take_turns(
+    def take_turns(
         self, title: str, points: dict[str, Point], measure: Callable[[Contender], Measured], clock: Clock
     ) -> None:
-        """The rounds of some points, with progress: all, or those that ``clock`` has time for.
-
-        A contender that fails drops out and is left out.
-        """
-        clock.begin_point()
-        able = self._able(points)
-        failed: set[str] = set()
-        total = self.settings.warm_ups + self.settings.rounds
-        shown = 0
-        for round_number, name, counts in interleaved(list(able), self.settings.rounds, self.settings.warm_ups):
-            if clock.run_over or (clock.over and round_number not in (1, shown, self.settings.warm_ups + 1)):
-                # One round that counts is worth more than a share that is kept to.
-                whole = shown - 1 if round_number == shown else shown
-                self._end_early(title, points, able, failed, max(0, whole - self.settings.warm_ups))
-                break
-            if round_number != shown:
-                shown = round_number
-                print(f"  {title}: round {shown} of {total}{'' if counts else ' (warm-up)'}", flush=True)
-            if name in failed:
-                continue
-            try:
-                measured = measure(able[name])
-            except (BenchmarkError, OSError) as error:
-                failed.add(name)
-                self.results.failures.append(f"{title}: {error}")
-                for point in points.values():
-                    self.results.leave_out(point, name, f"failed: {error}")
-                continue
-            for note in sorted(measured.notes):
-                self.results.note(f"{title.partition(',')[0]}: {note}")
-            for mode, sample in measured.samples.items():
-                if counts:
-                    self.results.add(points[mode], name, sample)
-
-    def _end_early(
-        self, title: str, points: dict[str, Point], able: dict[str, Contender], failed: set[str], rounds: int
-    ) -> None:
-        """Say what is not measured for want of time."""
-        what = title.partition(",")[0]
-        missing = {
-            name
-            for name in able.keys() - failed
-            for mode, point in points.items()
-            if not able[name].cannot.get(mode.partition(",")[0]) and not self.results.samples.get(point, {}).get(name)
-        }
-        for name in missing:
-            for point in points.values():
-                self.results.reasons.setdefault(point, {}).setdefault(name, "no time left")
-        if len(missing) == len(able.keys() - failed):
-            self.results.note(f"{what}: not measured: no time left")
-            return
-        self.results.note(f"{what}: {rounds} of {self.settings.rounds} rounds for want of time")
-        if missing:
-            self.results.note(f"{what}: not measured for want of time: {', '.join(sorted(missing))}")
-
-    def _able(self, points: dict[str, Point]) -> dict[str, Contender]:
-        """Contenders that can do one of the modes; for the others the reason is kept."""
-        able: dict[str, Contender] = {}
+        """``measure`` for each contender that can do one of the modes; for the others the reason is kept."""
+        able: dict[str, Callable[[], Measured]] = {}
         for contender in self.contenders:
             reasons = {mode: contender.missing or contender.cannot.get(mode.partition(",")[0]) for mode in points}
             for mode, reason in reasons.items():
                 if reason:
                     self.results.leave_out(points[mode], contender.name, reason)
             if not all(reasons.values()):
-                able[contender.name] = contender
-        return able
+                able[contender.name] = partial(measure, contender)
+        Turns(self.settings.rounds, self.settings.warm_ups, clock, self.results).take(title, points, able)
 
     def _fitting_case(self, geometry: str, payload: int) -> Case:
         """The case, with smaller batches where memory is short. Raises BenchmarkError where the disk is."""
-        from hicache_ext.bench.file_modes import Case
-
         batch, short = self.settings.batch, self.settings.minutes is not None
         while short and batch > 1 and batch * payload > _BATCH_BYTES_IN_MINUTES:
             batch //= 2

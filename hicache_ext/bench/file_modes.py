@@ -15,19 +15,12 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from hicache_ext.bench.file_contenders import (
-    GEOMETRIES,
-    Contender,
-    FileContender,
-    HostBatch,
-    HostBuffers,
-    Workplace,
-    page_keys,
-)
-from hicache_ext.bench.file_report import EXISTS_CASES, TRANSFER_MODES
+from hicache_ext.bench.comparison import Measured
+from hicache_ext.bench.file_contenders import EXISTS_CASES, Contender, FileContender, Workplace
+from hicache_ext.bench.file_memory import GEOMETRIES, HostBuffers, page_keys
 from hicache_ext.bench.harness import Sample, Stopwatch, fresh_directory
 from hicache_ext.errors import BenchmarkError
 
@@ -68,14 +61,6 @@ class Case:
     @property
     def overwrite_capacity(self) -> int:
         return max(self.total // _CAPACITY_SHARE, self.batch * self.payload)
-
-
-@dataclass(slots=True)
-class Measured:
-    """What one contender did in one round."""
-
-    samples: dict[str, Sample] = field(default_factory=dict)
-    notes: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,37 +261,6 @@ def leading_pages(opened: FileContender, keys: Sequence[str]) -> int:
         if found < len(batch):
             break
     return leading
-
-
-class StatContender:
-    """The floor for ``exists`` without an index: one os.stat per page file."""
-
-    def __init__(self, place: Workplace) -> None:
-        self._prefix = f"{place.directory}/"
-
-    def write(self, keys: Sequence[str], batch: HostBatch) -> int:
-        for key in keys:
-            Path(self._prefix + key).touch()
-        return len(keys)
-
-    def read(self, keys: Sequence[str], batch: HostBatch) -> int:
-        raise NotImplementedError
-
-    def count_leading(self, keys: Sequence[str]) -> int:
-        for position, key in enumerate(keys):
-            try:
-                os.stat(self._prefix + key)
-            except FileNotFoundError:
-                return position
-        return len(keys)
-
-    def close(self) -> None:
-        pass
-
-
-STAT = Contender(
-    "os.stat", StatContender, cannot=dict.fromkeys(TRANSFER_MODES, "it only answers whether a page is there"), raw=True
-)
 
 
 # -- the page cache ----------------------------------------------------------------------------------------------------

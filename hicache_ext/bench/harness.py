@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved rounds, statistics, tables, JSON and plots.
+"""How every benchmark measures: interleaved rounds, statistics, a directory and a clock of its own.
 
 A benchmark measures contenders in turns, so that a machine that becomes slower meanwhile makes all of them slower: each
 round every contender once, the order rotated by one from round to round, the first round(s) thrown away.
@@ -6,28 +6,17 @@ round every contender once, the order rotated by one from round to round, the fi
 
 from __future__ import annotations
 
-import datetime
-import importlib
-import importlib.metadata
-import importlib.util
-import json
 import os
-import platform
-import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-from hicache_ext.runtime.file_systems import file_system_of
 
 _DELETE_ATTEMPTS = 50
 
@@ -158,24 +147,6 @@ def ratio(summary: Summary, base: Summary) -> float:
     return summary.rate.median / base.rate.median
 
 
-@contextmanager
-def terminated_in_order() -> Iterator[None]:
-    """SIGTERM ends the run like Ctrl-C does, so that neither servers nor gigabytes of test pages are left behind."""
-
-    def stop(signal_number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 # -- the place of a run ------------------------------------------------------------------------------------------------
 
 
@@ -202,138 +173,9 @@ def _delete(directory: Path) -> None:
     print(f"{directory} could not be deleted: please do", file=sys.stderr)
 
 
-def machine_facts(directory: Path, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What a reader must know to judge the figures; no names and no paths of the machine."""
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "cpu_model": _cpu_model(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-        "file_system": file_system_of(directory).type,
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
-    }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def available_memory() -> int:
     """Bytes that can be had without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
-def today() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def command_line(words: Sequence[str] | None = None, hidden: Mapping[Path, str] | None = None) -> str:
-    """The command line of this process; each path in ``hidden`` replaced by its word, for what is published."""
-    program, *given = sys.argv if words is None else words
-    replaced = [Path(program).name]
-    for word in given:
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        replaced.append(option + equals + (hidden or {}).get(Path(value), value))
-    return shlex.join(replaced)
-
-
-# -- what comes out ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table with a title; the first column is left-aligned, the others right."""
-
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def text(self) -> str:
-        widths = [max(len(row[column]) for row in (self.headers, *self.rows)) for column in range(len(self.headers))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (self.headers, tuple("-" * width for width in widths), *self.rows)
-        ]
-        return "\n".join([self.title, *lines])
-
-    def markdown(self) -> str:
-        rule = ("---", *("---:" for _ in self.headers[1:]))
-        lines = ["| " + " | ".join(row) + " |" for row in (self.headers, rule, *self.rows)]
-        return "\n".join([f"### {self.title}", "", *lines])
-
-
-def number(value: float) -> str:
-    """Three digits that mean something."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One diagram: for each contender (x, y, lower y, upper y) by point."""
-
-    title: str
-    x_label: str
-    y_label: str
-    lines: Mapping[str, Sequence[tuple[str, float, float, float]]]
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def plot(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw ``panels`` into one PNG, a colour per contender; the x values are names, in the order they come."""
-    # Not import statements: the type checker must accept them with and without the package.
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5.2 * columns, 3.8 * rows), squeeze=False)
-    contenders = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    colours = {name: f"C{index % 10}" for index, name in enumerate(contenders)}
-    for panel, axis in zip(panels, axes.flat, strict=False):
-        for name, points in panel.lines.items():
-            middle = [point[1] for point in points]
-            errors = [[y - low for _, y, low, _ in points], [high - y for _, y, _, high in points]]
-            axis.errorbar(
-                [x for x, *_ in points], middle, yerr=errors, marker="o", capsize=2, label=name, color=colours[name]
-            )
-        axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0, None))
-        axis.grid(alpha=0.3)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_axis_off()
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=min(5, len(handles) or 1))
-    figure.tight_layout(rect=(0, 0.06 if rows > 1 else 0.12, 1, 1))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from hicache_ext.bench.harness import today
-from hicache_ext.bench.kernel_gpu import driver_version
+from hicache_ext.bench.report import today
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import BenchmarkError, CopyError
 from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, merged
@@ -19,6 +18,7 @@ from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.reference import ReferenceEngine
 from hicache_ext.kernels.selection import SGLANG, engine_makers
 from hicache_ext.sglang import kernel_hooks as sglang_hooks
+from hicache_ext.testing.host_pools import mha_pools
 
 _COMBINATIONS = (
     ("layer_first", "kernel"),
@@ -32,21 +32,20 @@ _HEADS = (1, 4, 8)
 """KV heads of a rank: rows of 256 B, 1 KiB and 2 KiB."""
 _PAGE_SIZES = (16, 64)
 _TOKENS = (1024, 8192, 32_768)
-_SECONDS = 60.0
 
 
-def calibrate(config: KernelsConfig, report: Callable[[str], None]) -> Calibration:
-    """Measure for about a minute. Raises BenchmarkError without a GPU, or without SGLang to compare with."""
+def calibrate(config: KernelsConfig, report: Callable[[str], None], seconds: float = 60.0) -> Calibration:
+    """Measure for about ``seconds``. Raises BenchmarkError without a GPU, or without SGLang to compare with."""
     if not torch.cuda.is_available():
         raise BenchmarkError("a calibration needs a CUDA device; this machine has none")
     sglang_hooks.use(None)
     measurements: list[Measurement] = []
-    ends = time.monotonic() + _SECONDS
+    ends = time.monotonic() + seconds
     for heads in _HEADS:
         for page_size in _PAGE_SIZES:
             for layout, io_backend in _COMBINATIONS:
                 if time.monotonic() > ends:
-                    report("the minute is over; larger rows are judged by the nearest that was measured")
+                    report("the time is over; larger rows are judged by the nearest that was measured")
                     return _calibration(measurements)
                 report(f"{layout}, {io_backend}, {heads} KV heads, pages of {page_size} tokens")
                 try:
@@ -65,7 +64,16 @@ def _calibration(measurements: list[Measurement]) -> Calibration:
 def _measure_pool(
     config: KernelsConfig, layout: str, io_backend: str, heads: int, page_size: int
 ) -> Iterator[Measurement]:
-    pool = _pool(layout, heads, page_size, max(_TOKENS) + page_size)
+    most = max(_TOKENS) + page_size
+    pool = mha_pools(
+        layout=layout,
+        page_size=page_size,
+        pages=most // page_size,
+        layers=_LAYERS,
+        heads=heads,
+        head_dim=128,
+        device="cuda",
+    ).host
     try:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         engines = {}
@@ -146,29 +154,11 @@ def _timed(copy: Callable[[], None], stream: Any) -> float:
     return statistics.median(times)
 
 
-def _pool(layout: str, heads: int, page_size: int, tokens: int) -> Any:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-
-    device = MHATokenToKVPool(
-        size=tokens,
-        page_size=page_size,
-        dtype=torch.bfloat16,
-        head_num=heads,
-        head_dim=128,
-        layer_num=_LAYERS,
-        device="cuda",
-        enable_memory_saver=False,
-    )
-    return MHATokenToKVPoolHost(
-        device._mha_buffer_info(),
-        1.0,
-        0,
-        page_size,
-        layout,
-        pin_memory=True,
-        device="cpu",
-        device_capacity_tokens=tokens,
-        start_layer=0,
-        end_layer=_LAYERS,
-    )
+def driver_version() -> str:
+    """Of the kernel module, or "unknown"."""
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            words = file.readline().split()
+    except OSError:
+        return "unknown"
+    return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")

@@ -1,98 +1,75 @@
-"""What ``hicache-ext bench kernels`` runs: the benchmark of the copies, or the calibration that picks among them."""
+"""What ``hicache-ext bench kernels`` runs and says."""
 
 from __future__ import annotations
 
 import argparse
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from hicache_ext.bench import kernel_gpu
-from hicache_ext.bench.harness import machine_facts, today
-from hicache_ext.bench.kernel_calibrate import calibrate as measure_engines
-from hicache_ext.bench.kernel_check import check_engines
-from hicache_ext.bench.kernel_report import OUTSTANDING, KernelResults, markdown, panels, tables
-from hicache_ext.bench.kernel_submit import LAYOUTS, SubmitCase, measure
-from hicache_ext.bench.output_files import write_outputs
+from hicache_ext.bench.kernel_calibrate import calibrate
+from hicache_ext.bench.report import Panel, Report, Table, machine_facts, number, plot_point
 from hicache_ext.config import KernelsConfig
-from hicache_ext.kernels.calibration import calibration_file, write_calibration
+from hicache_ext.config.units import format_size
+from hicache_ext.kernels.calibration import Measurement, calibration_file, write_calibration
 
 _PACKAGES = ("hicache-ext", "torch", "triton", "sglang", "numpy")
+_METHOD = """\
+Microseconds per layer from the call until the last byte is there, submission included, medians: every engine of this
+machine and SGLang's own path ("sglang"), on SGLang's own pools, pages in random order. An engine is chosen where it is
+clearly faster than SGLang's path.
+"""
+_SECONDS, _QUICK_SECONDS = 60.0, 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How much is measured."""
-
-    rounds: int
-    repeats: int
-    segments: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, *, quick: bool) -> Settings:
-        if quick:
-            return cls(rounds=5, repeats=2, segments=(4096, 65536), counts=(64, 1024))
-        return cls(rounds=50, repeats=7, segments=kernel_gpu.SEGMENTS, counts=kernel_gpu.COUNTS)
-
-
-def calibrate() -> int:
-    """Measure which engine is fastest, and write it where servers look."""
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write; with ``--calibrate`` also where servers look."""
     config = KernelsConfig().with_environment()
-    calibration = measure_engines(config, lambda line: print(line, flush=True))
-    path = config.calibration or calibration_file(calibration.gpu)
-    write_calibration(path, calibration)
-    print(f"{len(calibration.measurements)} measurements of {calibration.gpu} written to {path}")
-    return 0
-
-
-def measure_all(arguments: argparse.Namespace) -> int:
-    """Measure, print, write."""
-    settings = Settings.of(quick=arguments.quick)
-    results = KernelResults()
-    document: dict[str, Any] = {
-        "benchmark": "kernels",
-        "date": today(),
-        "machine": machine_facts(Path("."), _PACKAGES),
-        "gpu": kernel_gpu.gpu_facts() if torch.cuda.is_available() else None,
-        "settings": {"rounds": settings.rounds, "repeats": settings.repeats},
-    }
-    _on_cpu(settings, results)
-    if document["gpu"]:
-        _on_gpu(settings, results)
-    for table in tables(results):
-        print(f"\n{table.text()}")
-    if not document["gpu"]:
-        print(f"\n{OUTSTANDING}")
-    write_outputs(
-        arguments,
-        {**document, **results.entries()},
-        lambda command: markdown(document, results, command),
-        lambda: panels(results),
+    seconds = _QUICK_SECONDS if arguments.quick else _SECONDS
+    found = calibrate(config, lambda line: print(line, flush=True), seconds)
+    tables, panels = _drawn(found.measurements)
+    measured = [
+        {**asdict(measurement.situation), "seconds": dict(measurement.seconds)} for measurement in found.measurements
+    ]
+    report = Report(
+        "kernels",
+        f"Copy engines on {found.gpu}, driver {found.driver}",
+        machine_facts(Path("."), _PACKAGES),
+        {"gpu": found.gpu, "driver": found.driver, "measurements": measured},
+        tables,
+        panels,
+        _METHOD,
     )
+    report.show()
+    report.write(arguments)
+    if arguments.calibrate:
+        path = config.calibration or calibration_file(found.gpu)
+        write_calibration(path, found)
+        print(f"{len(found.measurements)} measurements of {found.gpu} written to {path}")
     return 0
 
 
-def _on_cpu(settings: Settings, results: KernelResults) -> None:
-    for layout in LAYOUTS:
-        _progress(f"CPU submit cost, {layout}")
-        results.submits += measure(SubmitCase(layout), settings.rounds)
-    _progress("every engine against the reference")
-    results.checks = dict(check_engines())
-
-
-def _on_gpu(settings: Settings, results: KernelResults) -> None:
-    started = time.monotonic()
-    _progress("rates")
-    results.rates += kernel_gpu.rates(settings.segments, settings.counts, settings.repeats)
-    _progress(f"work beside copies ({time.monotonic() - started:.0f} s so far)")
-    results.interferences += kernel_gpu.interferences()
-    _progress(f"pipeline ({time.monotonic() - started:.0f} s so far)")
-    results.pipelines += kernel_gpu.pipelines()
-
-
-def _progress(text: str) -> None:
-    print(f"- {text}", flush=True)
+def _drawn(measurements: Sequence[Measurement]) -> tuple[list[Table], list[Panel]]:
+    """A table and a diagram for each direction, layout and place of the indices."""
+    groups: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        where = measurement.situation
+        indices = "indices on the CPU" if where.indices_on_cpu else "indices on the GPU"
+        groups.setdefault(f"{where.direction}: {where.layout}, {indices}", []).append(measurement)
+    tables, panels = [], []
+    for title, group in groups.items():
+        names = list(dict.fromkeys(name for measurement in group for name in measurement.seconds))
+        sizes = [
+            f"{format_size(m.situation.bytes_per_layer)} in runs of {format_size(m.situation.run_bytes)}" for m in group
+        ]
+        rows = [
+            (size, *(number(m.seconds[name] * 1e6) if name in m.seconds else "-" for name in names))
+            for size, m in zip(sizes, group, strict=True)
+        ]
+        tables.append(Table(f"{title}: us per layer", ("", *names), tuple(rows)))
+        lines = {
+            name: [plot_point(s, m.seconds[name] * 1e6) for s, m in zip(sizes, group, strict=True) if name in m.seconds]
+            for name in names
+        }
+        panels.append(Panel(title, "layer", "us", lines))
+    return tables, panels

@@ -1,30 +1,32 @@
-"""``hicache-ext bench multiturn``: multi-turn conversations against endpoints, pairs, or servers made for the run."""
+"""``hicache-ext bench multiturn``: multi-turn conversations against running servers and pairs."""
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hicache_ext.bench.harness import fresh_directory, machine_facts, today
 from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, tables
-from hicache_ext.bench.multiturn_targets import ARMS, Answer, Endpoint, RunningPair, Target, rig_target
+from hicache_ext.bench.multiturn_targets import Answer, Endpoint, RunningPair, Target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
-from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
+from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
 from hicache_ext.errors import BenchmarkError
-from hicache_ext.packages import need
 
 _PACKAGES = ("hicache-ext", "sglang", "torch")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whom to talk to, what is said, and where the figures go."""
     default = Workload()
-    arms = "; ".join(f"{name}: {what}" for name, what in ARMS.items())
     parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs")
     parser.add_argument(
         "--pair",
@@ -32,9 +34,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=PREFILL_URL,DECODE_URL,BOOTSTRAP_HOST:PORT",
         help="a pair that runs",
-    )
-    parser.add_argument(
-        "--arm", action="append", default=[], choices=tuple(ARMS), help=f"servers made for the run, on CPU too: {arms}"
     )
     parser.add_argument("--api", choices=("generate", "openai"), default="generate", help="of the endpoints")
     parser.add_argument("--model", default="default", help="model name for --api openai")
@@ -48,13 +47,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS", help="after each turn, for writes")
     parser.add_argument("--flush", action="store_true", help="empty L1 and L2 of the prefilling node after each turn")
-    parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="where made servers log (default: deleted)")
     add_output_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk to every target in turn, print and write what came out."""
+    return compare(arguments, running_targets(arguments))
+
+
+def compare(arguments: argparse.Namespace, targets: Sequence[Target], hidden: Mapping[Path, str] | None = None) -> int:
+    """Have the same conversations with each of ``targets``; print and write what came out."""
+    if not targets:
+        raise BenchmarkError("nothing to talk to: give --endpoint or --pair")
     workload = Workload(
         users=arguments.users,
         turns=arguments.turns,
@@ -65,33 +69,21 @@ def run(arguments: argparse.Namespace) -> int:
         vocabulary=arguments.vocabulary,
         seed=arguments.seed,
     )
-    with fresh_directory(arguments.logs or Path(tempfile.gettempdir())) as directory:
-        targets = _targets(arguments, directory)
-        facts = machine_facts(directory, _PACKAGES)
-        results = []
-        for target in targets:
-            with target:
-                results.append(converse(target, workload, flush=arguments.flush, settle=arguments.settle))
-            print(f"{target.name}: done in {results[-1].seconds:.1f} s", flush=True)
-            if arguments.logs:
-                _keep_logs(directory / target.name, arguments.logs / target.name)
-    for table in tables(results):
-        print(f"\n{table.text()}")
-    document = {
-        "benchmark": "multiturn",
-        "date": today(),
-        "machine": facts,
-        "workload": asdict(workload),
-        "flush": arguments.flush,
-        "results": entries(results),
-    }
-    write_outputs(
-        arguments,
-        document,
-        lambda command: "\n\n".join([f"`{command}`", *(table.markdown() for table in tables(results))]) + "\n",
-        lambda: panels(results),
-        {arguments.logs: "DIRECTORY"} if arguments.logs else None,
+    results = []
+    for target in targets:
+        with target:
+            results.append(converse(target, workload, flush=arguments.flush, settle=arguments.settle))
+        print(f"{target.name}: done in {results[-1].seconds:.1f} s", flush=True)
+    report = Report(
+        "multiturn",
+        "Multi-turn conversations",
+        machine_facts(Path.cwd(), _PACKAGES),
+        {"workload": asdict(workload), "flush": arguments.flush, "results": entries(results)},
+        tables(results),
+        panels(results),
     )
+    report.show()
+    report.write(arguments, hidden)
     return 0
 
 
@@ -143,7 +135,8 @@ def _at_once(talks: Sequence[Callable[[], Answer]]) -> list[Answer]:
     return [answers[user] for user in range(len(talks))]
 
 
-def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
+def running_targets(arguments: argparse.Namespace) -> list[Target]:
+    """The servers and pairs that the arguments name. Raises BenchmarkError."""
     targets: list[Target] = []
     for text in arguments.endpoint:
         name, url = _named(text, "--endpoint")
@@ -156,14 +149,6 @@ def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
         if not host or not port.isdigit():
             raise BenchmarkError(f"--pair {text}: want NAME=PREFILL_URL,DECODE_URL,BOOTSTRAP_HOST:PORT")
         targets.append(RunningPair(name, prefill, decode, host, int(port)))
-    if arguments.arm:
-        need("sglang", "torch")
-        from hicache_ext.testing.tiny_model import make_tiny_model  # torch
-
-        model = make_tiny_model(directory / "model")
-        targets += [rig_target(arm, model, directory) for arm in arguments.arm]
-    if not targets:
-        raise BenchmarkError(f"nothing to talk to: give --endpoint, --pair, or --arm ({', '.join(ARMS)})")
     return targets
 
 
@@ -172,9 +157,3 @@ def _named(text: str, option: str) -> tuple[str, str]:
     if not equals or not name or not value:
         raise BenchmarkError(f"{option} {text}: want NAME={'URL' if option == '--endpoint' else '...'}")
     return name, value
-
-
-def _keep_logs(source: Path, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    for log in source.glob("*.log"):
-        (target / log.name).write_bytes(log.read_bytes())

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hicache_ext.bench.harness import Panel, Spread, Table, number
+from hicache_ext.bench.harness import Spread
 from hicache_ext.bench.multiturn_targets import Answer
+from hicache_ext.bench.report import Panel, Table, number, plot_point
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,7 @@ def panels(results: Sequence[ArmResult]) -> list[Panel]:
             "cached share of the prompt",
             "turn",
             "%",
-            {
-                r.name: [
-                    (str(t + 1), r.cached_share(t) * 100, r.cached_share(t) * 100, r.cached_share(t) * 100)
-                    for t in turns
-                ]
-                for r in results
-            },
+            {r.name: [plot_point(str(t + 1), r.cached_share(t) * 100) for t in turns] for r in results},
         ),
         Panel(
             "time to first token",

@@ -1,33 +1,53 @@
-"""``hicache-ext bench pool``: Mooncake, Redis and object tiers against their engines' own best clients."""
+"""``hicache-ext bench pool``: what the pool tiers of a configuration give on this machine."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import Clock, command_line, interleaved, machine_facts, terminated_in_order, today
-from hicache_ext.bench.output_files import add_output_arguments, positive, write_outputs
-from hicache_ext.bench.pool_engines import Contender, Engine, Pages, PoolClient, all_engines, serving
-from hicache_ext.bench.pool_measuring import Case, measure
-from hicache_ext.bench.pool_report import Point, Results, absent, entries, markdown, panels, tables
+from hicache_ext.bench.comparison import Baseline, Measured, Point, Results, Throughput, Turns
+from hicache_ext.bench.harness import Clock
+from hicache_ext.bench.pool_measuring import MODES, Case, Contender, Engine, OurClient, Pages, measure, serving
+from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
+from hicache_ext.config import load_config
 from hicache_ext.config.units import format_size, parse_size
-from hicache_ext.errors import BenchmarkError, HicacheExtError
+from hicache_ext.errors import BenchmarkError, ConfigError, HicacheExtError
+from hicache_ext.runtime.signals import terminated_in_order
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 
-ENGINES = ("mooncake", "redis", "object")
 _PAYLOADS = ("128KiB", "1MiB", "4MiB")
 _THREADS = (1, 4)
 _PACKAGES = ("hicache-ext", "obstore", "redis", "mooncake-transfer-engine", "xxhash", "numpy")
+_METHOD = """\
+The same pages for every contender, between host memory of this process and the store. Rounds are interleaved,
+{warm_ups} warm-up round thrown away; the column says how many were measured, of {rounds} that were asked for: medians,
+quartiles in brackets. A batch of {batch} pages is one call; with several threads each makes its own calls at the same
+time. What was read is compared byte for byte outside the timed part. CPU is this process's, not the server's. MB are
+10^6 bytes of payload. Ratios above 1 are faster.
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("--engine", action="append", choices=ENGINES, help="may be repeated (default: all)")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="a configuration; its tiers are written to and cleaned again"
+    )
+    parser.add_argument(
+        "--tier", action="append", metavar="NAME", help="may be repeated (default: all that are not of type file)"
+    )
+    add_measuring_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is moved, for how long, and where the figures go."""
     parser.add_argument(
         "--payload",
         action="append",
@@ -41,21 +61,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, help="pages per call at most (default: 128, 16 MiB of them at most)")
     parser.add_argument("--rounds", type=positive, help="measured rounds, after one warm-up round (default: 5)")
     parser.add_argument(
-        "--minutes",
-        type=positive,
-        default=15,
-        help="a longer run has fewer rounds, and says so (default: 15)",
+        "--minutes", type=positive, default=15, help="a longer run has fewer rounds, and says so (default: 15)"
     )
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it works, no more")
     add_output_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What is measured: the arguments with their defaults filled in."""
 
-    engines: tuple[str, ...]
     payloads: tuple[int, ...]
     threads: tuple[int, ...]
     total: int
@@ -69,7 +84,6 @@ class Settings:
         quick: bool = arguments.quick
         payloads = arguments.payload or (_PAYLOADS[:1] if quick else _PAYLOADS)
         return cls(
-            engines=tuple(arguments.engine or ENGINES),
             payloads=tuple(parse_size(text, "--payload") for text in payloads),
             threads=tuple(arguments.threads or (_THREADS[:1] if quick else _THREADS)),
             total=parse_size(arguments.total or ("2MiB" if quick else "64MiB"), "--total"),
@@ -78,7 +92,10 @@ class Settings:
             minutes=arguments.minutes,
         )
 
-    def case(self, payload: int, threads: int) -> Case:
+    def cases(self) -> list[Case]:
+        return [self._case(payload, threads) for payload in self.payloads for threads in self.threads]
+
+    def _case(self, payload: int, threads: int) -> Case:
         # Memory of a batch is bounded: 128 pages of 4 MiB would be half a gigabyte a thread, twice.
         batch = max(1, min(self.batch, (16 << 20) // payload))
         batches = max(1, -(-self.total // (payload * threads * batch)))
@@ -86,119 +103,98 @@ class Settings:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Measure the tiers of the configuration beside each other; see ``compare``."""
+    # A path: an inline configuration would stand, secrets and all, in the command line that a report holds.
+    tiers = load_config(arguments.config).tiers
+    for name in arguments.tier or ():
+        if name not in tiers:
+            raise ConfigError("--tier", f"no tier is named {name!r}", ", ".join(tiers))
+    chosen = arguments.tier or [name for name, tier in tiers.items() if not isinstance(tier, FileTierConfig)]
+    if not chosen:
+        raise ConfigError("--tier", "every tier of the configuration is of type file", "the name of one of them")
+
+    def opener(name: str) -> Callable[[Any, Sequence[Pages]], OurClient]:
+        return lambda place, memory: OurClient(open_tier(name, tiers[name]))
+
+    contenders = tuple(Contender(f"{name} ({tiers[name].type})", opener(name), ours=True) for name in chosen)
+    engine = Engine("tiers", lambda directory: nullcontext(), contenders)
+    return compare(arguments, [engine], hidden={arguments.config: "CONFIG"})
+
+
+def compare(
+    arguments: argparse.Namespace,
+    engines: Sequence[Engine],
+    method: str = "",
+    hidden: Mapping[Path, str] | None = None,
+) -> int:
     """Measure, print, write; 0, or 1 when nothing could be measured, or a contender failed or answered wrongly (it then
-    has no figures)."""
+    has no figures). ``method`` is what the page says of the contenders, ``hidden`` the paths
+    that it does not name."""
     settings = Settings.of(arguments)
     machine = machine_facts(Path.cwd(), _PACKAGES)
     started = time.monotonic()
-    engines = [engine for engine in all_engines() if engine.name in settings.engines]
     contenders = [contender for engine in engines for contender in engine.contenders]
-    results = Results(frozenset(c.name for c in contenders if c.ours), frozenset(c.name for c in contenders if c.floor))
-    clock = Clock(60.0 * settings.minutes, len(engines) * len(settings.payloads) * len(settings.threads))
+    own = frozenset(contender.name for contender in contenders if not contender.ours and not contender.floor)
+    baselines = (Baseline("own client", "ratio_to_own_client", own),) if own else ()
+    results = Results(tuple(dict.fromkeys(contender.name for contender in contenders)), baselines)
+    clock = Clock(60.0 * settings.minutes, len(engines) * len(settings.cases()))
+    turns = Turns(settings.rounds, settings.warm_ups, clock, results)
     for engine in engines:
         if engine.missing:
-            results.leave_out(engine.name, "", engine.missing)
+            results.absent[engine.name] = engine.missing
             continue
         try:
             with terminated_in_order(), serving(engine) as place:
-                _measure_engine(engine, place, settings, clock, results)
+                _measure_engine(engine, place, settings, turns)
         except BenchmarkError as error:
-            results.leave_out(engine.name, "", f"failed: {error}")
+            results.absent[engine.name] = f"failed: {error}"
             results.failures.append(str(error))
-    for table in tables(results):
-        print(f"\n{table.text()}")
-    for reason in absent(results):
-        print(f"not measured: {reason}")
-    print(f"\n{time.monotonic() - started:.0f} s")
-    _write(arguments, settings, machine, results)
-    for failure in results.failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if results.failures or not results.samples else 0
+    report = Report(
+        "pool",
+        "Pool benchmark",
+        machine,
+        {"settings": asdict(settings), **results.figures()},
+        list(results.tables()),
+        results.panels(),
+        _METHOD.format(**asdict(settings)) + method,
+        results.remarks(),
+    )
+    report.show()
+    report.write(arguments, hidden)
+    return results.print_end(time.monotonic() - started)
 
 
-def _measure_engine(engine: Engine, place: Any, settings: Settings, clock: Clock, results: Results) -> None:
-    able = {contender.name: contender for contender in engine.contenders if contender.missing is None}
-    for contender in engine.contenders:
-        if contender.missing:
-            results.leave_out(engine.name, contender.name, contender.missing)
-    for payload in settings.payloads:
-        for threads in settings.threads:
-            case = settings.case(payload, threads)
-            clock.begin_point()
-            memory = [Pages(payload, case.batch, seed) for seed in range(threads)]
-            with ExitStack() as stack:
-                clients = _open(engine, able, place, memory, results, stack)
-                _take_turns(engine, able, clients, case, memory, settings, clock, results)
+def _measure_engine(engine: Engine, place: Any, settings: Settings, turns: Turns) -> None:
+    absent = turns.results.absent
+    absent.update({f"{engine.name}, {c.name}": c.missing for c in engine.contenders if c.missing})
+    able = [contender for contender in engine.contenders if not contender.missing]
+    for case in settings.cases():
+        memory = [Pages(case.payload, case.batch, seed) for seed in range(case.threads)]
+        with ExitStack() as stack:
+            ready: dict[str, Callable[[], Measured]] = {}
+            for contender in list(able):
+                try:
+                    client = contender.open(place, memory)
+                except (HicacheExtError, OSError, ImportError) as error:
+                    able.remove(contender)
+                    absent[f"{engine.name}, {contender.name}"] = f"failed: {error}"
+                    turns.results.failures.append(f"{engine.name}, {contender.name}: {error}")
+                    continue
+                stack.callback(client.close)
+                ready[contender.name] = partial(measure, contender.name, client, case, memory)
+            plural = "s" if case.threads > 1 else ""
+            title = f"{engine.name}: pages of {format_size(case.payload)} and {case.threads} thread{plural}"
+            turns.take(title, {mode: point(engine.name, mode, case.payload, case.threads) for mode in MODES}, ready)
 
 
-def _open(
-    engine: Engine,
-    able: dict[str, Contender],
-    place: Any,
-    memory: Sequence[Pages],
-    results: Results,
-    stack: ExitStack,
-) -> dict[str, PoolClient]:
-    clients: dict[str, PoolClient] = {}
-    for name, contender in list(able.items()):
-        try:
-            clients[name] = contender.open(place, memory)
-        except (HicacheExtError, OSError, ImportError) as error:
-            _drop(engine, able, name, error, results)
-        else:
-            stack.callback(clients[name].close)
-    return clients
-
-
-def _take_turns(
-    engine: Engine,
-    able: dict[str, Contender],
-    clients: dict[str, PoolClient],
-    case: Case,
-    memory: Sequence[Pages],
-    settings: Settings,
-    clock: Clock,
-    results: Results,
-) -> None:
-    title = f"{engine.name}, pages of {format_size(case.payload)}, {case.threads} thread(s)"
-    shown = 0
-    for round_number, name, counts in interleaved(list(clients), settings.rounds, settings.warm_ups):
-        if round_number != shown:
-            if clock.over and shown > settings.warm_ups:
-                print(f"  {title}: no time for more than {shown - settings.warm_ups} rounds", flush=True)
-                results.shortened.append(f"{title}: {shown - settings.warm_ups} rounds for want of time")
-                break
-            shown = round_number
-            print(f"  {title}: round {shown} of {settings.warm_ups + settings.rounds}", flush=True)
-        if name not in able:
-            continue
-        turn = f"{case.payload}/{case.threads}/{round_number}"
-        try:
-            samples = measure(able[name], clients[name], case, memory, turn)
-        except (BenchmarkError, OSError) as error:
-            _drop(engine, able, name, error, results)
-            continue
-        for mode, sample in samples.items():
-            if counts:
-                results.add(Point(engine.name, mode, case.payload, case.threads), name, sample)
-
-
-def _drop(engine: Engine, able: dict[str, Contender], name: str, error: Exception, results: Results) -> None:
-    """A contender that fails has no figures for this engine."""
-    del able[name]
-    results.leave_out(engine.name, name, f"failed: {error}")
-    results.failures.append(f"{engine.name}, {name}: {error}")
-
-
-def _write(arguments: argparse.Namespace, settings: Settings, machine: dict[str, Any], results: Results) -> None:
-    document = {
-        "benchmark": "pool",
-        "date": today(),
-        "command": command_line(),
-        "machine": machine,
-        "settings": asdict(settings),
-        "failures": results.failures,
-        "shortened": results.shortened,
-        "results": list(entries(results)),
-    }
-    write_outputs(arguments, document, lambda command: markdown(document, results, command), lambda: panels(results))
+def point(engine: str, mode: str, payload: int, threads: int) -> Point:
+    """Reading or writing pages of ``payload`` bytes with some client threads."""
+    size, several = format_size(payload), "s" if threads > 1 else ""
+    return Point(
+        mode,
+        f"{engine}, {mode}: pages of {size}, {threads} thread{several}",
+        (("engine", engine), ("payload", payload), ("threads", threads)),
+        Throughput("MB/s", 1e6),
+        f"{engine}: {mode}, {threads} thread{several}",
+        size,
+    )

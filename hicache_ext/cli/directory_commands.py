@@ -11,13 +11,12 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.tables import print_table
+from hicache_ext.cli.terminal import Progress, print_table, rough_span
 from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.tiers.file.expiry import recorded_ttl
@@ -31,7 +30,6 @@ from hicache_ext.storage.tiers.file.inspection import (
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, remove_pin
 
-_PROGRESS_INTERVAL = 0.2
 _REMOVE_BATCH = 256
 _LEAST_DIGITS = 8
 _DIGITS = re.compile(rf"[0-9a-f]{{{_LEAST_DIGITS},32}}")
@@ -152,7 +150,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     removed = 0
     with closing(_opened(arguments.path)) as inspector:
         pages = list(inspector.pages())
-        for page in _with_progress(pages, "pages read"):
+        bar = Progress("pages read")
+        for number, page in enumerate(pages, start=1):
+            bar.show(number, len(pages))
             try:
                 reason = _look_at(inspector, page)
             except OSError as error:
@@ -168,6 +168,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                 bad.append(page.key)
                 document = load_document(arguments.path, page.identity) or {}
                 print(f"bad ({reason}): page {page.key[16:].hex()} of {document.get('model', {}).get('id', 'unknown')}")
+        bar.end()
     if arguments.remove and bad:
         with closing(open_editor(arguments.path)) as editor:
             for first in range(0, len(bad), _REMOVE_BATCH):
@@ -304,24 +305,4 @@ def _shard(shard: dict[str, Any]) -> str:
 
 
 def _age(moment: float | None) -> str:
-    if moment is None:
-        return "-"
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
-
-
-def _with_progress(items: list[Any], what: str) -> Iterator[Any]:
-    """The items, with a line of progress on a terminal."""
-    shown = 0.0
-    terminal = sys.stderr.isatty()
-    for number, item in enumerate(items, start=1):
-        yield item
-        if terminal and (time.monotonic() - shown >= _PROGRESS_INTERVAL or number == len(items)):
-            shown = time.monotonic()
-            filled = 30 * number // len(items)
-            print(f"\r[{'#' * filled:30}] {number}/{len(items)} {what}", end="", file=sys.stderr, flush=True)
-    if terminal and items:
-        print(file=sys.stderr)
+    return "-" if moment is None else f"{rough_span(time.time() - moment)} ago"

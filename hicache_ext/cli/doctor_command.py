@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from hicache_ext.config import check_document
 from hicache_ext.doctor.examination import Section, examine, worst
 from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.diagnosis import Level
 
 
@@ -48,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 2
         raise
     sections: list[Section] = []
-    with _interrupted_by_signals():
+    with terminated_in_order():
         for section in examine(checked, inline=inline, only=arguments.tier):
             sections.append(section)
             if not arguments.json:
@@ -61,24 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(_SUMMARY[level])
         sys.stdout.flush()
     return 1 if level is Level.ERROR else 0
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Signals that end the process interrupt it instead, so that a trial removes its files first."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 _SUMMARY = {

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from hicache_ext.cli.namespace import add_namespace_arguments, seed_of
-from hicache_ext.cli.tables import print_table
+from hicache_ext.cli.inputs import add_namespace_arguments, parse_tokens, read_input, seed_of
+from hicache_ext.cli.terminal import print_table, rough_span
 from hicache_ext.config import load_config, parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
@@ -27,8 +26,8 @@ def configure_pin(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     _add_name(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--tokens", type=Path, metavar="FILE", help="a JSON list of the prompt's token ids; - for stdin")
-    what.add_argument("--keys", type=Path, metavar="FILE", help="page hashes, 64 hex digits a line; - for stdin")
+    what.add_argument("--tokens", metavar="FILE", help="the prompt's token ids: numbers, or a JSON list; - for stdin")
+    what.add_argument("--keys", metavar="FILE", help="page hashes, 64 hex digits a line; - for stdin")
     parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
     add_namespace_arguments(parser)
     parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
@@ -63,7 +62,9 @@ def _pin(arguments: argparse.Namespace) -> int:
         hashes = _read_keys(arguments.keys)
     else:
         size = arguments.page_size or _page_size(directories)
-        tokens = _read_tokens(arguments.tokens)
+        tokens, *others = parse_tokens(read_input(arguments.tokens, "--tokens"), "--tokens")
+        if others:
+            raise ConfigError("--tokens", f"{1 + len(others)} prompts, and a pin is of one")
         try:
             hashes = page_hashes(tokens, size, seed_of(arguments))
         except HicacheExtError as error:
@@ -142,19 +143,9 @@ def _page_size(directories: Sequence[Path]) -> int:
     return sizes.pop()
 
 
-def _read_tokens(file: Path) -> list[int]:
-    try:
-        tokens = json.loads(_read(file, "--tokens"))
-    except ValueError as error:
-        raise ConfigError("--tokens", f"no JSON: {error}", "a list of token ids") from None
-    if not isinstance(tokens, list) or any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
-        raise ConfigError("--tokens", "not a list of whole numbers", "a list of token ids")
-    return tokens
-
-
-def _read_keys(file: Path) -> list[bytes]:
+def _read_keys(file: str) -> list[bytes]:
     hashes: list[bytes] = []
-    for number, line in enumerate(_read(file, "--keys").split(), start=1):
+    for number, line in enumerate(read_input(file, "--keys").split(), start=1):
         try:
             page_hash = bytes.fromhex(line)
         except ValueError:
@@ -165,21 +156,8 @@ def _read_keys(file: Path) -> list[bytes]:
     return hashes
 
 
-def _read(file: Path, option: str) -> str:
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(option, f"{str(file)!r} cannot be read: {getattr(error, 'strerror', error)}") from None
-
-
 def _time_left(pin: Pin, now: float) -> str:
-    if pin.until is None:
-        return "for good"
-    left = max(0.0, pin.until - now)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if left >= length:
-            return f"{left / length:.0f} {unit}"
-    return f"{left:.0f} s"
+    return "for good" if pin.until is None else rough_span(pin.until - now)
 
 
 def _listed(directories: Sequence[Path]) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hicache_ext.cli.terminal import aligned
 from hicache_ext.config import parse_duration
 from hicache_ext.errors import ConfigError, StatsError
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
@@ -185,8 +186,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
             told.insert(0, "cannot be reached")
         if told:
             reasons.append(f"{tier}: {', '.join(told)}")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = aligned(rows, str.rjust)
     beside = _beside(before, now, seconds, unit)
     return [
         _prompt_tokens(before, now),

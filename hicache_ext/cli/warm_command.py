@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from pathlib import Path
-from typing import Any
 
-from hicache_ext.cli.namespace import add_namespace_arguments, seed_of
+from hicache_ext.cli.inputs import add_namespace_arguments, parse_tokens, read_input, seed_of
+from hicache_ext.cli.terminal import Progress
 from hicache_ext.config import load_config, rounded_size
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.serving.warming import read_identities, warm_prompts
-
-_PROGRESS_INTERVAL = 0.1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,10 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Warm and print the result; 1 when a page that exists could not be copied."""
     config = load_config(arguments.config).for_role(arguments.role)
     if arguments.tokens is not None:
-        prompts = parse_tokens(_read(arguments.tokens, "--tokens"), "--tokens")
+        prompts = parse_tokens(read_input(arguments.tokens, "--tokens"), "--tokens")
     else:
-        prompts = [_tokenize(_read(arguments.prompt, "--prompt"), arguments.model)]
-    bar = _Bar()
+        prompts = [_tokenize(read_input(arguments.prompt, "--prompt"), arguments.model)]
+    bar = Progress("pages")
     started = time.monotonic()
     report = warm_prompts(
         config,
@@ -72,34 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-def parse_tokens(text: str, key: str) -> list[list[int]]:
-    """The prompts in a text: JSON (a list, or a list of lists) or bare numbers. Raises ConfigError naming ``key``."""
-    allowed = "token ids: numbers with blanks or commas between them, a JSON list, or a JSON list of lists"
-    stripped = text.strip()
-    if not stripped:
-        raise ConfigError(key, "the file is empty", allowed)
-    try:
-        if not stripped.startswith("["):
-            return [[int(word) for word in stripped.replace(",", " ").split()]]
-        value = json.loads(stripped)
-    except ValueError:
-        raise ConfigError(key, "not a list of token ids", allowed) from None
-    prompts: list[Any] = value if value and all(isinstance(item, list) for item in value) else [value]
-    for prompt in prompts:
-        if not prompt or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            raise ConfigError(key, "not a list of token ids", allowed)
-    return prompts
-
-
-def _read(file: str, key: str) -> str:
-    try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text()
-    except UnicodeDecodeError:
-        raise ConfigError(key, f"{file!r} is not UTF-8 text") from None
-    except OSError as error:
-        raise ConfigError(key, f"{file!r} cannot be read: {error.strerror or error}") from None
-
-
 def _tokenize(text: str, model: str | None) -> list[int]:
     if model is None:
         raise ConfigError("--model", "--prompt needs a tokenizer", "the directory or name of the model, or --tokens")
@@ -111,20 +78,3 @@ def _tokenize(text: str, model: str | None) -> list[int]:
     except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything; the user gets its first line
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError("--model", f"no tokenizer could be loaded from {model!r}: {reason}") from None
-
-
-class _Bar:
-    """A line of progress, on a terminal only."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._shown = 0.0
-
-    def show(self, done: int, pages: int) -> None:
-        if self._terminal and pages and (done == pages or time.monotonic() - self._shown >= _PROGRESS_INTERVAL):
-            self._shown = time.monotonic()
-            print(f"\r[{'#' * (30 * done // pages):30}] {done}/{pages} pages", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._terminal and self._shown:
-            print(file=sys.stderr)

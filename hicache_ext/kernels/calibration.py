@@ -8,6 +8,7 @@ indices are, and size. An engine is chosen only where SGLang's own path was meas
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -16,8 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.errors import CalibrationError
+import torch
+
+from hicache_ext.config import KernelsConfig
+from hicache_ext.errors import CalibrationError, ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MARGIN = 1.05
@@ -112,6 +118,30 @@ def read_calibration(path: Path) -> Calibration:
         raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CalibrationError(f"{path} is not a calibration: {type(error).__name__}: {error}") from error
+
+
+def calibration_of_machine(settings: KernelsConfig) -> Calibration | None:
+    """The one that was configured, else the one in the usual place; None without any.
+
+    Raises ``ConfigError`` if one that was named cannot be read. One in the usual place that cannot be read is left
+    unused, with a warning.
+    """
+    if settings.calibration is not None:
+        try:
+            return read_calibration(settings.calibration)
+        except CalibrationError as error:
+            remedy = "a file that hicache-ext bench kernels --calibrate wrote"
+            raise ConfigError("kernels.calibration", str(error), remedy) from None
+    if not torch.cuda.is_available():
+        return None
+    path = calibration_file(torch.cuda.get_device_name())
+    if not path.exists():
+        return None
+    try:
+        return read_calibration(path)
+    except CalibrationError as error:
+        logger.warning("%s; copies stay with SGLang's own path", error)
+        return None
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -36,11 +36,6 @@ class Submission:
         self._choice = selector.choose(operation)
         self._transfer: Transfer | None = None
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether an engine serves the operation; if not, the caller copies by its own means."""
-        return self._choice.engine is not None
-
     def submit(self, layer: int) -> bool:
         """Submit one layer of the stack; False if the caller has to copy this layer itself."""
         return self._submit(*self._operation.stack.layers[layer])

@@ -33,11 +33,6 @@ class CopyPlan:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    @property
-    def typical_run(self) -> int:
-        """Bytes of a run, on average; 0 without any."""
-        return self.total_bytes // len(self.sizes) if len(self.sizes) else 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StridedPlan:

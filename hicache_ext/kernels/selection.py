@@ -10,12 +10,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from hicache_ext.config import KernelsConfig
-from hicache_ext.errors import CalibrationError, ConfigError, CopyError
+from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
-from hicache_ext.kernels.calibration import Calibration, Situation, calibration_file, read_calibration
+from hicache_ext.kernels.calibration import Calibration, Situation, calibration_of_machine
 from hicache_ext.kernels.cuda_driver import open_driver
 from hicache_ext.kernels.engine import CopyEngine, Operation
 from hicache_ext.kernels.reference import ReferenceEngine
@@ -141,24 +139,5 @@ def make_selector(settings: KernelsConfig, *, fallback: CopyEngine | None = None
     A calibration that lies in the usual place and cannot be read is left unused, with a warning.
     """
     return Selector(
-        engine_makers(settings), engine=settings.engine, calibration=_calibration(settings), fallback=fallback
+        engine_makers(settings), engine=settings.engine, calibration=calibration_of_machine(settings), fallback=fallback
     )
-
-
-def _calibration(settings: KernelsConfig) -> Calibration | None:
-    if settings.calibration is not None:
-        try:
-            return read_calibration(settings.calibration)
-        except CalibrationError as error:
-            remedy = "a file that hicache-ext bench kernels --calibrate wrote"
-            raise ConfigError("kernels.calibration", str(error), remedy) from None
-    if not torch.cuda.is_available():
-        return None
-    path = calibration_file(torch.cuda.get_device_name())
-    if not path.exists():
-        return None
-    try:
-        return read_calibration(path)
-    except CalibrationError as error:
-        logger.warning("%s; copies stay with SGLang's own path", error)
-        return None

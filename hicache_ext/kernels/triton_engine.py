@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,9 +46,12 @@ class TritonEngine:
 
         self._programs = programs
         self._interpret = interpret
+        self._options = {} if interpret else {"num_warps": _WARPS}
         self._kernel = triton_kernel.interpreted() if interpret else triton_kernel.compiled()
         self._reaching: dict[int, bool] = {}
-        self._bases: weakref.WeakKeyDictionary[LayerStack, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[LayerStack, tuple[torch.Tensor, dict[Direction, RowCut]]]
+        self._known = weakref.WeakKeyDictionary()
+        """The addresses of a stack's copies on the device, and its cut for each direction."""
 
     def refusal(self, operation: Operation) -> str | None:
         stack = operation.stack
@@ -70,81 +75,81 @@ class TritonEngine:
 
     def begin(self, operation: Operation) -> _TritonTransfer:
         stack = operation.stack
-        bases = self._bases.get(stack)
-        if bases is None:
-            bases = self._bases[stack] = _on_device(
-                torch.stack([torch.from_numpy(stack.host_bases), torch.from_numpy(stack.device_bases)], dim=1),
-                stack.device,
-            )
-        return _TritonTransfer(operation, self._kernel, bases, self._programs, interpret=self._interpret)
+        known = self._known.get(stack)
+        if known is None:
+            bases = torch.stack([torch.from_numpy(stack.host_bases), torch.from_numpy(stack.device_bases)], dim=1)
+            cuts = {direction: RowCut.of(stack, direction) for direction in Direction}
+            known = self._known[stack] = _on_device(bases, stack.device), cuts
+        bases, cuts = known
+        return _TritonTransfer(self, operation, bases, cuts[operation.direction])
 
-
-class _TritonTransfer:
-    def __init__(
-        self, operation: Operation, kernel: Any, bases: torch.Tensor, programs: int, *, interpret: bool
-    ) -> None:
-        device = operation.stack.device
-        self._operation = operation
-        self._kernel = kernel
-        self._bases = bases
-        self._programs = programs
-        self._options = {} if interpret else {"num_warps": _WARPS}
-        self._host_indices = _to_current_stream(operation.host_indices, device)
-        self._device_indices = _to_current_stream(operation.device_indices, device)
-        self._tile = tile_of(operation.stack)
-        self._constants = constants_of(operation.stack, operation.direction)
-
-    def submit(self, first: int, last: int) -> None:
-        rows = self._operation.tokens * self._operation.stack.shape.segments
-        if rows == 0 or first == last:
-            return
-        rows_of_tile, _, chunks = self._tile
-        units = (last - first) * -(-rows // rows_of_tile) * chunks
+    def launch(self, units: int, *arguments: object, **constants: object) -> None:
+        """Run the kernel with as many programs as the quota allows. Raises :class:`CopyError`."""
         try:
-            self._kernel[(min(self._programs, units),)](
-                self._bases,
-                first,
-                self._host_indices,
-                self._device_indices,
-                rows,
-                units,
-                **self._constants,
-                **self._options,
-            )
+            self._kernel[(min(self._programs, units),)](*arguments, units, **constants, **self._options)
         except Exception as error:  # compilers and launchers raise what they like
             raise CopyError(f"the Triton kernel could not be launched: {type(error).__name__}: {error}") from error
 
 
-def tile_of(stack: LayerStack) -> tuple[int, int, int]:
-    """Rows of a tile, words of a tile's row, tiles side by side that make a whole segment."""
-    width = _word_bytes(stack)
-    columns = min(_power_of_two(stack.shape.segment_bytes // width), _MOST_COLUMN_BYTES // width)
-    chunks = -(-stack.shape.segment_bytes // (columns * width))
-    return max(1, _TILE_BYTES // (columns * width)), columns, chunks
+class _TritonTransfer:
+    def __init__(self, engine: TritonEngine, operation: Operation, bases: torch.Tensor, cut: RowCut) -> None:
+        device = operation.stack.device
+        self._engine = engine
+        self._rows = operation.tokens * operation.stack.shape.segments
+        self._bases = bases
+        self._host_indices = _to_current_stream(operation.host_indices, device)
+        self._device_indices = _to_current_stream(operation.device_indices, device)
+        self._cut = cut
+
+    def submit(self, first: int, last: int) -> None:
+        if self._rows and first < last:
+            units = self._cut.units(last - first, self._rows)
+            arguments = (self._bases, first, self._host_indices, self._device_indices, self._rows)
+            self._engine.launch(units, *arguments, **self._cut.constants)
 
 
-def constants_of(stack: LayerStack, direction: Direction) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class RowCut:
+    """How the rows of a stack are cut into the units that the programs of a launch share."""
+
+    rows: int
+    """Of a tile."""
+    columns: int
+    """Words of a tile's row."""
+    chunks: int
+    """Tiles side by side that make a whole segment."""
+    constants: Mapping[str, Any]
     """The kernel's compile-time arguments."""
-    shape = stack.shape
-    width = _word_bytes(stack)
-    rows, columns, chunks = tile_of(stack)
-    return {
-        "HOST_PAGE": shape.host.page,
-        "HOST_TOKEN": shape.host.token,
-        "HOST_SEGMENT": shape.host.segment,
-        "DEVICE_PAGE": shape.device.page,
-        "DEVICE_TOKEN": shape.device.token,
-        "DEVICE_SEGMENT": shape.device.segment,
-        "PAGE_SIZE": shape.page_size,
-        "SEGMENTS": shape.segments,
-        "WORDS": shape.segment_bytes // width,
-        "WIDTH": width,
-        "ALIGNMENT": stack.alignment,
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "CHUNKS": chunks,
-        "IS_LOAD": direction is Direction.LOAD,
-    }
+
+    @classmethod
+    def of(cls, stack: LayerStack, direction: Direction) -> RowCut:
+        shape = stack.shape
+        width = _word_bytes(stack)
+        words = shape.segment_bytes // width
+        columns = min(_power_of_two(words), _MOST_COLUMN_BYTES // width)
+        rows, chunks = max(1, _TILE_BYTES // (columns * width)), -(-words // columns)
+        constants = {
+            "HOST_PAGE": shape.host.page,
+            "HOST_TOKEN": shape.host.token,
+            "HOST_SEGMENT": shape.host.segment,
+            "DEVICE_PAGE": shape.device.page,
+            "DEVICE_TOKEN": shape.device.token,
+            "DEVICE_SEGMENT": shape.device.segment,
+            "PAGE_SIZE": shape.page_size,
+            "SEGMENTS": shape.segments,
+            "WORDS": words,
+            "WIDTH": width,
+            "ALIGNMENT": stack.alignment,
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "CHUNKS": chunks,
+            "IS_LOAD": direction is Direction.LOAD,
+        }
+        return cls(rows, columns, chunks, constants)
+
+    def units(self, copies: int, rows: int) -> int:
+        """Tiles of ``rows`` rows in each of ``copies`` copies."""
+        return copies * -(-rows // self.rows) * self.chunks
 
 
 def _word_bytes(stack: LayerStack) -> int:

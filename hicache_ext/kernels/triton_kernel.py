@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 
+# No annotations but constexpr: the compiler takes their names for globals of the kernel. SIGNATURE has the types.
 def copy_rows(  # type: ignore[no-untyped-def]
     bases,  # (copies, 2) int64: host and device address of token 0
     first,  # the copy to begin with

@@ -43,9 +43,9 @@ class Backoff:
     longest: float = 60.0
 
     def pause(self, failures: int) -> float:
-        """After so many failures in a row. Up to an eighth less, by chance: processes that lost the same server do not
+        """After so many failures in a row. Up to a half less, by chance: processes that lost the same server do not
         come back to it all at once."""
-        return self.limit(failures) * random.uniform(0.875, 1.0)
+        return self.limit(failures) * random.uniform(0.5, 1.0)
 
     def limit(self, failures: int) -> float:
         """``pause`` without chance."""

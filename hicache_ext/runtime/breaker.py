@@ -137,13 +137,17 @@ class Breaker:
             self._change(BreakerState.OPEN)
             self._opened += 1
         self._on_change(BreakerState.OPEN, reason)
-        self.resume()
+        self._schedule(at_once=False)
         return True
 
     # -- probes ----------------------------------------------------------------------------------------------------
 
     def resume(self, *, at_once: bool = False) -> None:
-        """Probe in the background from now on, unless it is closed."""
+        """Probe in the background from now on, unless that is under way or it is closed."""
+        if not self.probing:
+            self._schedule(at_once)
+
+    def _schedule(self, at_once: bool) -> None:
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return

@@ -94,13 +94,16 @@ class Call(Generic[Result]):
         count: int,
         work: Callable[[int, Call[Result]], Result | None],
         on_late_end: Callable[[], None] | None = None,
+        left_behind: list[None] | None = None,
     ) -> None:
+        """``left_behind`` has one entry more while the call goes on without its caller."""
         self.results: list[Result | None] = [None] * count
         """None where the work has not ended in time, was not begun because the call was stopped, or raised."""
         self.error: BaseException | None = None
         """What the work raised last."""
         self._work = work
         self._on_late_end = on_late_end
+        self._left_behind = [] if left_behind is None else left_behind
         self._changed = threading.Condition()
         self._next = 0
         self._end = count
@@ -145,6 +148,8 @@ class Call(Generic[Result]):
             done = self._changed.wait_for(self._is_done, max(0.0, min(seconds, threading.TIMEOUT_MAX)))
             self._over = True
             self._late = not done
+            if self._late:
+                self._left_behind.append(None)
             if begin_no_more:
                 self._end = self._next
             # A copy in memory takes microseconds: this wait is no wait for a medium.
@@ -181,8 +186,12 @@ class Call(Generic[Result]):
                 self._changed.notify_all()
             late = done and self._late
             more = self._next < self._end
-        if late and self._on_late_end is not None:
-            self._on_late_end()
+        if late:
+            try:
+                if self._on_late_end is not None:
+                    self._on_late_end()
+            finally:
+                self._left_behind.pop()
         return more
 
     def _is_done(self) -> bool:
@@ -205,6 +214,7 @@ class ThreadPool:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
+        self._left_behind: list[None] = []
         self._closed = False
         try:
             for number in range(threads or 0):
@@ -212,6 +222,11 @@ class ThreadPool:
         except RuntimeError:
             self.close()
             raise
+
+    @property
+    def left_behind(self) -> int:
+        """Calls of ``start`` that were left by their callers and have not ended."""
+        return len(self._left_behind)
 
     def run(self, count: int, work: Callable[[int], Any], at_once: int | None = None) -> list[Any]:
         """``work(0..count-1)`` by this thread and the others, ``at_once`` of them at most; returns, or raises, only
@@ -251,7 +266,7 @@ class ThreadPool:
 
         Raises RuntimeError when the machine has no thread left, or after close.
         """
-        call: Call[Result] = Call(1, lambda position, call: work(), on_late_end)
+        call: Call[Result] = Call(1, lambda position, call: work(), on_late_end, self._left_behind)
         self._submit(call)
         return call
 

@@ -13,51 +13,28 @@ No call but the first four raises: SGLang would lose the operation at best and a
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
 )
-from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from hicache_ext.config import HicacheExtConfig, load_config
-from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.page.identity import page_hash_bytes
-from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
-from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.attached import attach, detach
-from hicache_ext.sglang.hint_traffic import HintTraffic
-from hicache_ext.sglang.hooks import ADAPTERS, DECODE_WRITER, FEATURES, not_in_force
+from hicache_ext.runtime.metrics import TransferSamples
 from hicache_ext.sglang.host_pool import HostPages, flat_buffers
-from hicache_ext.sglang.launch_facts import read_launch_facts
+from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
 from hicache_ext.sglang.never_raise import all_false, all_none, answering, length, transfers_false
-from hicache_ext.sglang.prefill_cost import prefill_cost
-from hicache_ext.sglang.releases import check_sglang_version
-from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
-from hicache_ext.storage.contract.reports import TierReports
+from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
-from hicache_ext.storage.guards.scheduler import answering_at_once
-from hicache_ext.storage.opening import open_tiers, server_view
-from hicache_ext.storage.serving.config_file import config_file_of
-from hicache_ext.storage.serving.hints.sender import HintSender
-from hicache_ext.storage.serving.metrics_export import export_when_wanted
-from hicache_ext.storage.tiering.pulling.rule import open_pull_rule
-
-logger = logging.getLogger(__name__)
 
 _FIRST_LOOK_UP = 8
 _LOOK_UP_PORTION = 2048
@@ -65,60 +42,10 @@ _LOOK_UP_PORTION = 2048
 only a few: most chains that end do so at once."""
 
 _GOOD = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
-_UNHURRIED = nullcontext()
 
 
-class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped here
+class HiCacheExtBackend(BackendLifecycle):
     """SGLang's storage interface over the configured tiers. See the module docstring for threads and promises."""
-
-    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
-        check_sglang_version()
-        self._storage_config = storage_config
-        self._facts = read_launch_facts()
-        view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
-        self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
-        self._pools = ServedPools(storage_config, self._config, self._facts, self._register_identity, self.clear)
-        self._failures = TierMetrics("backend")
-        self._reports = TierReports()
-        self._also_counted: list[TierMetrics] = []
-        self._last_failure_log = 0.0
-        self._prefetched = TransferSamples()
-        self._backed_up = TransferSamples()
-        self._found_all = False
-        kernel_hooks.configure(self._config.kernels)
-        # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
-        self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
-        self._store = open_tiers(self._config)
-        self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
-        self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
-        self._hints = HintTraffic(self._config, storage_config, self._pools, lambda: self._store)
-        self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
-        attach(self)
-        self._warn_about_missing_hooks()
-        logger.info(
-            "hicache_ext: role %s, model %r revision %r epoch %s, tiers %s",
-            self._config.role,
-            self._pools.model.id,
-            self._pools.model.revision,
-            self._pools.model.weights_epoch,
-            self._store.describe().details,
-        )
-        self._pools.start()
-
-    # -- registration ----------------------------------------------------------------------------------------------
-
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        self.mem_pool_host = mem_pool_host
-        self._pools.bind(KV, mem_pool_host)
-
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._pools.bind(_name_of(host_pool_name), host_pool)
-
-    def _register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        with self._patience():
-            self._store.register_identity(digest, document)
 
     # -- existence -------------------------------------------------------------------------------------------------
 
@@ -182,7 +109,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
 
     def _restorable_pages(self, transfer: PoolTransfer, keys: list[str]) -> set[int]:
         """The prefix lengths in pages at which this pool has what its policy asks for."""
-        pool = self._pools.bound.get(_name_of(transfer.name))
+        pool = self._pools.bound.get(name_of(transfer.name))
         if pool is None or pool.pages is None:
             return set()
         if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
@@ -258,7 +185,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     ) -> dict[Any, list[bool]]:
         return {
             transfer.name: self._move_pages(
-                _name_of(transfer.name), transfer.keys or [], transfer.host_indices, self._store.get, self._prefetched
+                name_of(transfer.name), transfer.keys or [], transfer.host_indices, self._store.get, self._prefetched
             )
             for transfer in transfers
         }
@@ -269,7 +196,7 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
     ) -> dict[Any, list[bool]]:
         return {
             transfer.name: self._move_pages(
-                _name_of(transfer.name), transfer.keys or [], transfer.host_indices, self._store.set, self._backed_up
+                name_of(transfer.name), transfer.keys or [], transfer.host_indices, self._store.set, self._backed_up
             )
             for transfer in transfers
         }
@@ -368,10 +295,6 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 worst[owner] = result
         return [SetResult.ERROR if result is None else result for result in worst]
 
-    def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
-        """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""
-        return self._hints.sender(metrics)
-
     # -- generic calls: flat tensors -------------------------------------------------------------------------------
 
     @answering(lambda *_, **__: None)
@@ -429,96 +352,6 @@ class HiCacheExtBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is unty
                 done[position] = tensors[position]
         return done
 
-    # -- weights updates -------------------------------------------------------------------------------------------
-
-    def suspend(self, reason: str) -> None:
-        """Answer everything as a miss and store nothing until ``resume``; called by hooks [scheduler]."""
-        self._pools.suspended_because = reason
-
-    def resume(self) -> None:
-        self._pools.suspended_because = None
-
-    @property
-    def flushes_with_cache(self) -> bool:
-        """Whether SGLang's flush empties the queues in front of this backend; not so on a decode node's offload."""
-        return hasattr(self, "registered_pools")
-
-    @property
-    def suspended_because(self) -> str | None:
-        return self._pools.suspended_because
-
-    def advance_weights_epoch(self, nonce: str) -> None:
-        """The weights have changed: from now on every page belongs to another identity [scheduler].
-
-        ``nonce`` must be equal on all ranks of this deployment and different for every update of any deployment.
-        """
-        self._pools.advance_weights_epoch(nonce)
-
-    # -- administration --------------------------------------------------------------------------------------------
-
-    @answering(lambda *_, **__: False)
-    def clear(self) -> bool:
-        """Remove the pages of this rank's own identities, nobody else's. Does not wait for the disk."""
-        digests = self._pools.digests_to_clear()
-        if digests is not None:
-            with self._patience():
-                self._store.clear(digests)
-        return True
-
-    @answering(lambda *_, **__: None)
-    def get_stats(self) -> StorageMetrics | None:
-        if self._prefetched.empty and self._backed_up.empty:
-            return None
-        prefetch_pages, prefetch_bandwidth = self._prefetched.drain()
-        backup_pages, backup_bandwidth = self._backed_up.drain()
-        return StorageMetrics(
-            prefetch_pgs=prefetch_pages,
-            backup_pgs=backup_pages,
-            prefetch_bandwidth=prefetch_bandwidth,
-            backup_bandwidth=backup_bandwidth,
-        )
-
-    @answering(lambda *_, **__: None)
-    def close(self) -> None:
-        self._pools.closed = True
-        detach(self)
-        self._hints.close()
-        if self._config_file is not None:
-            self._config_file.close()
-        self._store.close()
-        self._exporter.close()
-
-    def export_also(self, metrics: TierMetrics) -> None:
-        """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""
-        self._also_counted.append(metrics)
-
-    def _export_sources(self) -> list[TierMetrics]:
-        self._failures.set_level("serving", "", float(not self._pools.unavailable))
-        beside = [self._failures, kernel_metrics, *self._also_counted, *self._hints.metrics]
-        if self._pull_rule is not None:
-            beside.append(self._pull_rule.metrics)
-        tiers = self._store.tiers
-        return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
-
-    def _warn_about_missing_hooks(self) -> None:
-        if self._facts.model_path is None:
-            return
-        unused = {ADAPTERS: not self._facts.lora, DECODE_WRITER: self._config.role == "prefill"}
-        for sentence in not_in_force([feature for feature in FEATURES if not unused.get(feature)]).values():
-            logger.warning("hicache_ext: %s", sentence)
-
-    def _patience(self) -> AbstractContextManager[None]:
-        """Around a call of the store: on the scheduler's thread, guards answer it from what is known."""
-        return answering_at_once() if threading.get_ident() == self._scheduler else _UNHURRIED
-
-    def report_failure(self, call: str, error: BaseException) -> None:
-        """Count trouble that SGLang must not see; log it with its traceback, at most once a second."""
-        self._failures.add("failure", call)
-        now = time.monotonic()
-        if now - self._last_failure_log >= 1.0:
-            self._last_failure_log = now
-            logger.error("hicache_ext: %s failed and is answered as a miss: %s", call, error, exc_info=error)
-
 
 def _probe_keys(pool: BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
     """Store keys of the first ``count`` pages, of their first parts."""
@@ -538,16 +371,3 @@ def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence
     for owner, ok in zip(owners, succeeded, strict=True):
         good[owner] += ok
     return [count == parts for count in good]
-
-
-def _process_labels(config: HiCacheStorageConfig) -> dict[str, str]:
-    """The model, and which of a server's processes counts; like the labels of SGLang's own metrics."""
-    ranks = ("tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank")
-    return {
-        "model_name": config.model_name or "",
-        **{rank: str(getattr(config, rank, None) or 0) for rank in ranks},
-    }
-
-
-def _name_of(name: Any) -> str:
-    return str(getattr(name, "value", name))

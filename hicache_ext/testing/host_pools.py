@@ -1,11 +1,13 @@
-"""Real SGLang device and host pools, small and on the CPU, for tests of backends and copy engines.
+"""Real SGLang device and host pools, small and on the CPU, and what SGLang gives a backend, for tests and benchmarks.
 
 Call :func:`hicache_ext.testing.sglang_cpu.prepare_process` before the first use in a process without a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,36 +34,42 @@ def mha_pools(
     head_dim: int = 32,
     dtype: torch.dtype = torch.bfloat16,
     allocator: str = "default",
+    device: str = "cpu",
 ) -> Pools:
-    """An MHATokenToKVPool and its MHATokenToKVPoolHost, the host buffer filled with random bytes."""
+    """An MHATokenToKVPool and its MHATokenToKVPoolHost, the host buffer filled with random bytes.
+
+    With ``device="cuda"`` the host buffer is page-locked and left as it is.
+    """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    device = MHATokenToKVPool(
+    on_gpu = device != "cpu"
+    device_pool = MHATokenToKVPool(
         size=pages * page_size,
         page_size=page_size,
         dtype=dtype,
         head_num=heads,
         head_dim=head_dim,
         layer_num=layers,
-        device="cpu",
+        device=device,
         enable_memory_saver=False,
     )
     host = MHATokenToKVPoolHost(
-        device._mha_buffer_info(),
+        device_pool._mha_buffer_info(),
         1.0,
         0,
         page_size,
         layout,
-        pin_memory=False,
+        pin_memory=on_gpu,
         device="cpu",
         allocator_type=allocator,
         device_capacity_tokens=pages * page_size,
         start_layer=0,
         end_layer=layers,
     )
-    fill_with_noise(host)
-    return Pools(host, device)
+    if not on_gpu:
+        fill_with_noise(host)
+    return Pools(host, device_pool)
 
 
 def mla_pools(
@@ -116,3 +124,29 @@ def fill_with_noise(host: Any, seed: int = 0) -> None:
 def page_indices(page_size: int, pages: list[int]) -> torch.Tensor:
     """The token indices of ``pages``, as SGLang's controllers pass them: int64, on the CPU."""
     return torch.cat([torch.arange(page * page_size, (page + 1) * page_size) for page in pages]).to(torch.int64)
+
+
+def storage_config(*, mla: bool, extra_config: Mapping[str, Any]) -> Any:
+    """What SGLang gives a storage backend: its HiCacheStorageConfig of a plain single-rank model."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    return HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=mla,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="bench",
+        extra_config=dict(extra_config),
+    )
+
+
+def sglang_file_backend(config: Any, directory: Path) -> Any:
+    """SGLang's own file backend, HiCacheFile."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+    return HiCacheFile(config, str(directory))

@@ -14,7 +14,6 @@ a session of its own, so that :meth:`SglangServer.stop` can prove that no proces
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
@@ -24,15 +23,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from hicache_ext.errors import ServerError
+from hicache_ext.testing.client import SglangClient
 
 _HOST = "127.0.0.1"
 # Below the range Linux takes the source ports of outgoing connections from, so that no client grabs a port between
@@ -45,43 +42,10 @@ _handed_out_ports: dict[int, socket.socket] = {}
 _ports_lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class CachedTokens:
-    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any."""
-
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-    storage_backend: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One answer of ``/generate``. Times are seconds from sending the request to the first token and to the end."""
-
-    text: str
-    output_ids: tuple[int, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    cached: CachedTokens
-    time_to_first_token: float
-    total_time: float
-    meta_info: Mapping[str, Any] = field(repr=False)
-
-
-class Network(Protocol):
-    """A network other than this machine's own, in which a server runs."""
-
-    @property
-    def command_prefix(self) -> list[str]:
-        """Put in front of a command, it runs in this network, under the same process id."""
-
-    def connect(self, address: tuple[str, int], timeout: float | None = None) -> socket.socket:
-        """A TCP connection inside the network."""
-
-
-class SglangServer:
+class SglangServer(SglangClient):
     """One SGLang server process tree.
+
+    A subclass may put ``command_prefix`` in front of its command.
 
     Args:
         model: directory of the model, see :func:`hicache_ext.testing.tiny_model.make_tiny_model`.
@@ -97,11 +61,12 @@ class SglangServer:
         prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that hits are no race.
         extra_arguments: anything else, as on the command line; comes last and therefore wins.
         environment: added to this process's environment.
-        network: the network to run in; this machine's own if not given.
         start_timeout, stop_timeout: seconds.
 
-    One thread at a time may start and stop; ``generate`` may be called from several.
+    One thread at a time may start and stop; any number may ask (client.py).
     """
+
+    command_prefix: Sequence[str] = ()
 
     def __init__(
         self,
@@ -119,16 +84,15 @@ class SglangServer:
         prefetch_policy: str = "wait_complete",
         extra_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        network: Network | None = None,
         start_timeout: float = 300,
         stop_timeout: float = 90,
     ) -> None:
         self.log_file = Path(log_file)
         self.port = free_port()
+        super().__init__(f"http://{_HOST}:{self.port}")
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._environment = dict(environment or {})
-        self._network = network
         self._process: subprocess.Popen[bytes] | None = None
         self.arguments = [
             *("--model-path", os.fspath(model), "--host", _HOST, "--port", str(self.port)),
@@ -151,11 +115,6 @@ class SglangServer:
         self.arguments += extra_arguments
 
     @property
-    def url(self) -> str:
-        """Base URL, without a slash at the end."""
-        return f"http://{_HOST}:{self.port}"
-
-    @property
     def pid(self) -> int:
         """Process id of the server's main process, which is also its session id."""
         return self._running().pid
@@ -174,10 +133,9 @@ class SglangServer:
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        prefix = self._network.command_prefix if self._network is not None else []
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
+                [*self.command_prefix, sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -189,94 +147,6 @@ class SglangServer:
         except BaseException:
             self.kill()
             raise
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int = 16,
-        *,
-        sampling: Mapping[str, Any] | None = None,
-        timeout: float = 240,
-        **body: Any,
-    ) -> Generation:
-        """One greedy completion of a text or of token ids, streamed to measure the time to the first token.
-
-        ``sampling`` adds to the sampling parameters and ``body`` to the request (``bootstrap_room`` and the like).
-        Raises :class:`ServerError` when the server refuses or dies while it answers, ``OSError`` when it is gone.
-        """
-        request = {
-            **({"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}),
-            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **(sampling or {})},
-            "stream": True,
-            **body,
-        }
-        start = time.monotonic()
-        first_token: float | None = None
-        last: dict[str, Any] = {}
-        complete = False
-        with self._open("POST", "/generate", request, timeout) as response:
-            for line in response:
-                if line.strip() == b"data: [DONE]":
-                    complete = True
-                    break
-                if not line.startswith(b"data:"):
-                    continue
-                last = json.loads(line[len(b"data:") :])
-                if "error" in last:
-                    raise ServerError(f"/generate failed: {last['error']}")
-                if first_token is None and last.get("output_ids"):
-                    first_token = time.monotonic() - start
-        total = time.monotonic() - start
-        if not complete:
-            # http.client takes a connection that broke between two chunks for the end of the answer.
-            raise ServerError(f"the answer to /generate broke off: the server died\n{self.log_tail()}")
-        meta = last["meta_info"]
-        if "prompt_tokens" not in meta:
-            raise ServerError(f"/generate was cut off before it began: {meta.get('finish_reason')}")
-        details = meta.get("cached_tokens_details") or {}
-        return Generation(
-            text=last["text"],
-            output_ids=tuple(last["output_ids"]),
-            prompt_tokens=meta["prompt_tokens"],
-            cached_tokens=meta["cached_tokens"],
-            cached=CachedTokens(
-                device=details.get("device", 0),
-                host=details.get("host", 0),
-                storage=details.get("storage", 0),
-                storage_backend=details.get("storage_backend"),
-            ),
-            time_to_first_token=total if first_token is None else first_token,
-            total_time=total,
-            meta_info=meta,
-        )
-
-    def flush_cache(self, timeout: float = 60) -> None:
-        """Empty L1 and L2, after every running request, host copy and storage write is done.
-
-        The wait is SGLang's own (``/flush_cache?timeout=``): it is idle only when its lists of ongoing write-throughs,
-        load-backs, prefetches and backups are empty, so nothing on its way to storage is lost.
-        Raises :class:`ServerError` if that takes longer than ``timeout`` seconds.
-        """
-        with self._open("POST", f"/flush_cache?timeout={timeout}", None, timeout + 30):
-            pass
-
-    def get(self, path: str, timeout: float = 30) -> str:
-        """Body of a GET request, for instance of ``/server_info`` or ``/metrics``."""
-        with self._open("GET", path, None, timeout) as response:
-            return str(response.read(), "utf-8", "replace")
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = 60,
-    ) -> str:
-        """Body of the answer to any request, for instance POST to ``/update_weights_from_disk``."""
-        with self._open(method, path, body, timeout, headers) as response:
-            return str(response.read(), "utf-8", "replace")
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
         """The last lines of the log."""
@@ -292,10 +162,9 @@ class SglangServer:
             return
         # The main process alone, at first: it drains and ends its children. A scheduler that gets the signal with it
         # looks crashed to it, and costs 5 s of crash diagnostics.
-        self.thaw()
         deadline = time.monotonic() + self._stop_timeout
-        _signal_process(process.pid, signal.SIGTERM)
-        while time.monotonic() < deadline and (process.poll() is None or _session_members(process.pid)):
+        signal_process(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline and (process.poll() is None or session_members(process.pid)):
             time.sleep(0.05)
         self.kill()
 
@@ -305,36 +174,15 @@ class SglangServer:
         if process is None:
             return
         deadline = time.monotonic() + 60
-        while members := _session_members(process.pid):
+        while members := session_members(process.pid):
             if time.monotonic() > deadline:
                 raise ServerError(f"processes of the server survived SIGKILL: {sorted(members)}")
             for pid in members:
-                _signal_process(pid, signal.SIGKILL)
+                signal_process(pid, signal.SIGKILL)
             process.poll()
             time.sleep(0.02)
         process.wait()
         self._process = None
-
-    def freeze(self) -> None:
-        """Stop all its processes where they are, so that an idle server takes nothing from one that is measured."""
-        for pid in _session_members(self.pid):
-            _signal_process(pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let it go on; does nothing to a server that is not frozen."""
-        for pid in _session_members(self.pid):
-            _signal_process(pid, signal.SIGCONT)
-
-    def cpu_seconds(self) -> float:
-        """What all its processes have used so far, user and system; of threads that have ended, too."""
-        ticks = 0
-        for pid in _session_members(self.pid):
-            try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -356,53 +204,6 @@ class SglangServer:
             if time.monotonic() > deadline:
                 raise ServerError(f"the server was not ready after {self._start_timeout:g} s:\n{self.log_tail()}")
             time.sleep(0.1)
-
-    def _open(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        timeout: float,
-        headers: Mapping[str, str] | None = None,
-    ) -> Any:
-        request = urllib.request.Request(
-            self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", **(headers or {})},
-            method=method,
-        )
-        try:
-            # Proxies of the environment are not for this machine's own servers.
-            return self._opener().open(request, timeout=timeout)
-        except urllib.error.HTTPError as error:
-            answer = error.read().decode(errors="replace")
-            raise ServerError(f"{method} {path} answered {error.code}: {answer}\n{self.log_tail()}") from error
-
-    def _opener(self) -> urllib.request.OpenerDirector:
-        without_proxies = urllib.request.ProxyHandler({})
-        if self._network is None:
-            return urllib.request.build_opener(without_proxies)
-        return urllib.request.build_opener(without_proxies, _NetworkHandler(self._network))
-
-
-class _NetworkHandler(urllib.request.HTTPHandler):
-    """Opens HTTP connections inside a network."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__()
-        self._network = network
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, request)
-
-    def _connection(self, host: str, *, timeout: float | None = None, **_: Any) -> http.client.HTTPConnection:
-        network = self._network
-
-        class Connection(http.client.HTTPConnection):
-            def connect(self) -> None:
-                self.sock = network.connect((self.host, self.port), self.timeout)
-
-        return Connection(host, timeout=timeout)
 
 
 def free_port() -> int:
@@ -428,7 +229,7 @@ def free_port() -> int:
     raise ServerError(f"no free port found between {_PORT_RANGE[0]} and {_PORT_RANGE[1]}")
 
 
-def _session_members(session: int) -> set[int]:
+def session_members(session: int) -> set[int]:
     """Living processes of a session (zombies are not), whoever their parent is by now."""
     members = set()
     for entry in Path("/proc").iterdir():
@@ -444,7 +245,7 @@ def _session_members(session: int) -> set[int]:
     return members
 
 
-def _signal_process(pid: int, number: signal.Signals) -> None:
+def signal_process(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -58,7 +58,7 @@ def serve(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
     """A backend in a process that is told it is the server of a model."""
 
     def serve_(model: Path, *, wait: bool = True, ours: dict[str, Any] | None = None, **facts: Any) -> Any:
-        from hicache_ext.sglang import backend as module
+        from hicache_ext.sglang import lifecycle as module
 
         monkeypatch.setattr(module, "read_launch_facts", lambda: LaunchFacts(model_path=str(model), **facts))
         backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours)

@@ -14,25 +14,31 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.bench.file_command import Settings, _Run, configure
-from hicache_ext.bench.file_contenders import Contender
-from hicache_ext.bench.file_modes import Measured
-from hicache_ext.bench.file_report import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Point, Results, entries, tables
+from hicache_ext.bench.comparison import Measured, Point, Results
+from hicache_ext.bench.file_command import Settings, _results, _Run, configure, exists_point, transfer_point
+from hicache_ext.bench.file_contenders import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Contender
 from hicache_ext.bench.harness import (
     Clock,
     Sample,
     Spread,
     Stopwatch,
     Summary,
-    Table,
-    command_line,
     fresh_directory,
     interleaved,
 )
+from hicache_ext.bench.report import Table, command_line
 from hicache_ext.cli.main import main
 from hicache_ext.errors import BenchmarkError
 
-POINT = Point("read-warm", "mha", 32768)
+POINT = transfer_point("read-warm", "mha", 32768)
+
+
+def results_of(*names: str, raw: frozenset[str] = frozenset()) -> Results:
+    return _results([Contender(name, lambda place: None, raw=name in raw) for name in names])  # type: ignore[arg-type, return-value]
+
+
+def entries(results: Results) -> list[dict[str, Any]]:
+    return list(results.figures()["results"])
 
 
 def sample(rate: float, *, work: int = 1000, cpu_share: float = 0.5, calls: tuple[float, ...] = (0.1,)) -> Sample:
@@ -72,15 +78,18 @@ class TestTime:
             return Measured({"read-warm": sample(5)})
 
         contenders = [Contender(name, lambda place: None) for name in ("ours", "theirs")]  # type: ignore[arg-type, return-value]
-        results = Results(("ours", "theirs"), frozenset())
+        results = results_of("ours", "theirs")
         run = _Run(settings_of("--minutes", "1"), contenders, Path(), results)
         clock = Clock(seconds, points, lambda: now[0])
         for number in range(points):
-            run._take_turns(f"size {number}, batches", {"read-warm": replace(POINT, payload=number)}, measure, clock)
+            run.take_turns(f"size {number}, batches", {"read-warm": self.point(number)}, measure, clock)
         return results
 
+    def point(self, number: int) -> Point:
+        return replace(POINT, facts=(("payload_bytes", number),), place=(number,))
+
     def rounds(self, results: Results, number: int = 0) -> dict[str, int]:
-        return {name: len(taken) for name, taken in results.samples.get(replace(POINT, payload=number), {}).items()}
+        return {name: len(taken) for name, taken in results.samples.get(self.point(number), {}).items()}
 
     def test_a_run_with_time_makes_all_rounds(self) -> None:
         results = self.run(1000)
@@ -92,7 +101,7 @@ class TestTime:
         # A warm-up of 20 seconds, then 20 a round; the share is 75 seconds.
         assert self.rounds(results) == {"ours": 3, "theirs": 3}
         assert "size 0: 3 of 5 rounds for want of time" in results.notes
-        assert column(next(tables(results)), "rounds") == ["3", "3"]
+        assert column(next(results.tables()), "rounds") == ["3", "3"]
 
     def test_every_point_has_one_round_while_the_run_has_time(self) -> None:
         results = self.run(85, points=2)
@@ -105,7 +114,7 @@ class TestTime:
         results = self.run(25, points=2)
         # The warm-up and one turn of the first round, whose order is rotated.
         assert self.rounds(results) == {"theirs": 1}
-        assert column(next(tables(results)), "rounds") == ["1"]
+        assert column(next(results.tables()), "rounds") == ["1"]
         assert "size 0: not measured for want of time: ours" in results.notes
         assert "size 1: not measured: no time left" in results.notes
         missing = {(e["payload_bytes"], e["contender"]) for e in entries(results) if "not_measured" in e}
@@ -132,27 +141,27 @@ def test_a_summary_has_medians_and_quartiles_over_rounds_and_percentiles_over_al
 
 
 def test_ratios_are_those_of_the_medians_and_the_raw_limit_is_the_best_attempt() -> None:
-    results = Results(("ours", HICACHE_FILE, "raw 1", "raw 2"), frozenset({"raw 1", "raw 2"}))
+    results = results_of("ours", HICACHE_FILE, "raw 1", "raw 2", raw=frozenset({"raw 1", "raw 2"}))
     rates = {"ours": (30, 60, 90), HICACHE_FILE: (19, 20, 500), "raw 1": (80, 80, 80), "raw 2": (1, 120, 121)}
     for name, values in rates.items():
         for rate in values:
             results.add(POINT, name, sample(rate))
-    rows = {row.contender: (row.to_sglang, row.to_raw) for row in results.rows(POINT)}
+    rows = {row.contender: row.ratios for row in results.rows(POINT)}
     assert rows["ours"] == (pytest.approx(3.0), pytest.approx(0.5))
     assert rows["raw 2"] == (pytest.approx(6.0), pytest.approx(1.0))
     assert rows[HICACHE_FILE][0] == 1
 
 
 def test_without_sglang_or_a_raw_limit_there_is_no_ratio() -> None:
-    results = Results(("ours",), frozenset())
+    results = results_of("ours")
     results.add(POINT, "ours", sample(5))
     (row,) = results.rows(POINT)
-    assert (row.to_sglang, row.to_raw) == (None, None)
-    assert next(tables(results)).rows[0][-2:] == ("-", "-")
+    assert row.ratios == (None, None)
+    assert next(results.tables()).rows[0][-2:] == ("-", "-")
 
 
 def test_a_contender_left_out_has_a_reason_and_no_figures() -> None:
-    results = Results(("ours", "theirs"), frozenset())
+    results = results_of("ours", "theirs")
     for name in results.contenders:
         results.add(POINT, name, sample(5))
     results.leave_out(POINT, "theirs", "failed: it lied")
@@ -163,11 +172,11 @@ def test_a_contender_left_out_has_a_reason_and_no_figures() -> None:
 
 
 def test_exists_is_told_in_milliseconds_for_the_chain() -> None:
-    results = Results(("ours",), frozenset())
-    point = replace(POINT, mode=EXISTS_CASES[0])
+    results = results_of("ours")
+    point = exists_point(EXISTS_CASES[0], chain=1000)
     # Three calls for a chain of 1,000 pages each, 20 ms a call.
     results.add(point, "ours", Sample(work=3000, seconds=0.06, cpu_seconds=0.03, calls=(0.02, 0.02, 0.02)))
-    cells = next(tables(results)).rows[0]
+    cells = next(results.tables()).rows[0]
     assert cells[2] == "20.0"
     assert cells[4] == "10.0"  # 30 ms of CPU for 3,000 keys
 
@@ -255,9 +264,8 @@ class TestQuickRun:
             "hicache_ext pages",
             "hicache_ext slab",
             HICACHE_FILE,
-            "aiofiles",
-            "NIXL POSIX",
             "raw, 4 threads",
+            "os.stat",
         } <= contenders
         for contender in contenders:
             for geometry in ("mha", "mla"):
@@ -299,7 +307,7 @@ class TestQuickRun:
 def test_a_contender_that_returns_other_bytes_fails_the_run_and_gets_no_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hicache_ext.bench.file_contenders import RawContender
+    from hicache_ext.bench.file_raw import RawContender
 
     honest = RawContender.read
 

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import bench_kernels
+from benchmarks.kernels.report import OUTSTANDING
+from benchmarks.kernels.submit import LAYOUTS, SubmitCase, measure
 from hicache_ext.bench import kernel_run
-from hicache_ext.bench.kernel_report import OUTSTANDING
-from hicache_ext.bench.kernel_submit import LAYOUTS, SubmitCase, measure
 from hicache_ext.cli.main import main
+from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, read_calibration
+from hicache_ext.kernels.engine import Direction
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -27,9 +30,9 @@ def test_every_engine_submits_every_run_of_every_layer(layout: str) -> None:
 def test_without_a_gpu_it_measures_submission_and_says_that_the_rest_is_outstanding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_run, "LAYOUTS", ("page_first_direct",))
+    monkeypatch.setattr(bench_kernels, "LAYOUTS", ("page_first_direct",))
     page, figures = tmp_path / "kernels.md", tmp_path / "kernels.json"
-    assert main(["bench", "kernels", "--quick", "--markdown", str(page), "--json", str(figures)]) == 0
+    assert bench_kernels.main(["--quick", "--markdown", str(page), "--json", str(figures)]) == 0
     assert OUTSTANDING in capsys.readouterr().out
     assert OUTSTANDING in page.read_text() and str(tmp_path) not in page.read_text()
     found = json.loads(figures.read_text())
@@ -41,3 +44,21 @@ def test_without_a_gpu_it_measures_submission_and_says_that_the_rest_is_outstand
 def test_a_calibration_without_a_gpu_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--calibrate"]) == 1
     assert capsys.readouterr().err == "a calibration needs a CUDA device; this machine has none\n"
+
+
+def test_what_was_measured_is_shown_written_and_kept_for_servers_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = Situation(Direction.LOAD, "page_first_direct", True, 65536, 1 << 20)
+    found = Calibration("a GPU", "570", "today", (Measurement(where, {"sglang": 2e-4, "batched_dma": 1e-4}),))
+    monkeypatch.setattr(kernel_run, "calibrate", lambda *_: found)
+    kept, page, figures = tmp_path / "kept.json", tmp_path / "kernels.md", tmp_path / "kernels.json"
+    monkeypatch.setenv("HICACHE_EXT_KERNEL_CALIBRATION", str(kept))
+    assert main(["bench", "kernels", "--markdown", str(page), "--json", str(figures)]) == 0
+    assert "1MiB in runs of 64KiB" in capsys.readouterr().out and "a GPU, driver 570" in page.read_text()
+    assert json.loads(figures.read_text())["measurements"][0]["seconds"] == {"sglang": 2e-4, "batched_dma": 1e-4}
+    assert not kept.exists()
+    assert main(["bench", "kernels", "--calibrate"]) == 0
+    assert read_calibration(kept).measurements == found.measurements
+    (panel,) = kernel_run._drawn(found.measurements)[1]
+    assert panel.lines["batched_dma"] == [("1MiB in runs of 64KiB", *([pytest.approx(100)] * 3))]

@@ -1,8 +1,9 @@
-"""``hicache-ext bench pool``: ratios on samples made up, wrong answers, missing engines, and a real quick run."""
+"""The pool benchmark: ratios on samples made up, wrong answers, missing engines, a configuration, a real quick run."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,17 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache_ext.bench import pool_command, pool_engines
+from benchmarks import bench_pool
+from benchmarks.rivals.object import serve_s3
+from hicache_ext.bench import pool_command
+from hicache_ext.bench.comparison import Baseline, Results
 from hicache_ext.bench.harness import Sample
-from hicache_ext.bench.pool_engines import Contender, Engine, OurClient, Pages, all_engines
-from hicache_ext.bench.pool_measuring import Case, measure
-from hicache_ext.bench.pool_report import Point, Results, entries, tables
-from hicache_ext.cli.main import main
+from hicache_ext.bench.pool_measuring import Case, Contender, Engine, OurClient, Pages, measure
+from hicache_ext.cli.main import main, without_traceback
+from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.rigs.s3_server import missing_s3_server
 
-POINT = Point("redis", "read", 1 << 20, 4)
+POINT = pool_command.point("redis", "read", 1 << 20, 4)
 CASE = Case(payload=4096, threads=2, batch=3, batches=2)
 
 
@@ -28,12 +31,16 @@ def sample(rate: float) -> Sample:
     return Sample(work=1000, seconds=1000 / rate, cpu_seconds=0.1, calls=(0.1,))
 
 
+def results_of(*names: str) -> Results:
+    return Results(names, (Baseline("own client", "ratio_to_own_client", frozenset(names[1:])),))
+
+
 def test_the_ratio_is_to_the_best_of_the_engines_own_clients() -> None:
-    results = Results(frozenset({"ours"}))
+    results = results_of("ours", "slow", "fast")
     for name, rates in {"ours": (30, 60, 90), "slow": (19, 20, 500), "fast": (39, 40, 41)}.items():
         for rate in rates:
             results.add(POINT, name, sample(rate))
-    assert {row.contender: row.to_own for row in results.rows(POINT)} == {
+    assert {row.contender: row.ratios[0] for row in results.rows(POINT)} == {
         "ours": pytest.approx(1.5),
         "slow": pytest.approx(0.5),
         "fast": pytest.approx(1.0),
@@ -41,24 +48,24 @@ def test_the_ratio_is_to_the_best_of_the_engines_own_clients() -> None:
 
 
 def test_without_an_own_client_there_is_no_ratio() -> None:
-    results = Results(frozenset({"ours"}))
+    results = results_of("ours", "theirs")
     results.add(POINT, "ours", sample(5))
-    assert next(tables(results)).rows[0][-1] == "-"
+    assert next(results.tables()).rows[0][-1] == "-"
 
 
 def test_who_is_left_out_has_a_reason_and_no_figures() -> None:
-    results = Results(frozenset({"ours"}))
+    results = results_of("ours", "theirs")
     results.add(POINT, "ours", sample(5))
     results.add(POINT, "theirs", sample(5))
-    results.leave_out("redis", "theirs", "failed: it lied")
-    found = list(entries(results))
+    results.leave_out(POINT, "theirs", "failed: it lied")
+    found = results.figures()["results"]
     assert [(e["contender"], e.get("not_measured")) for e in found] == [("ours", None), ("theirs", "failed: it lied")]
 
 
 class _Spy(OurClient):
     def __init__(self) -> None:
         self.store = MemoryPageStore()
-        super().__init__(self.store, [])
+        super().__init__(self.store)
         self.calls: list[tuple[str, int]] = []
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
@@ -82,17 +89,13 @@ class _Losing(_Spy):
         return super().read(keys, pages) - 1
 
 
-def contender(client: _Spy) -> Contender:
-    return Contender("spy", "memory", lambda place, memory: client, ours=True)
-
-
 def memory() -> list[Pages]:
     return [Pages(CASE.payload, CASE.batch, seed) for seed in range(CASE.threads)]
 
 
 def test_every_thread_moves_all_its_batches_and_nothing_is_left() -> None:
     client = _Spy()
-    samples = measure(contender(client), client, CASE, memory(), "1")
+    samples = measure("spy", client, CASE, memory()).samples
     assert sorted(client.calls) == [("read", 3)] * 4 + [("write", 3)] * 4
     assert {mode: taken.work for mode, taken in samples.items()} == {"write": 49152, "read": 49152}
     assert all(len(taken.calls) == 4 and taken.seconds > 0 for taken in samples.values())
@@ -103,7 +106,7 @@ def test_every_thread_moves_all_its_batches_and_nothing_is_left() -> None:
 def test_a_wrong_answer_is_no_figure(kind: type[_Spy], words: str) -> None:
     client = kind()
     with pytest.raises(BenchmarkError, match=words):
-        measure(contender(client), client, CASE, memory(), "1")
+        measure("spy", client, CASE, memory())
     assert client.store.objects == {}
 
 
@@ -117,24 +120,26 @@ def test_batches_of_different_numbers_and_threads_differ() -> None:
 
 
 def test_every_engine_and_contender_is_there_or_says_what_is_missing() -> None:
-    engines = all_engines()
-    assert [engine.name for engine in engines] == list(pool_command.ENGINES)
-    for engine in engines:
+    for engine in bench_pool.engines(tuple(bench_pool.ENGINES)):
         assert engine.missing is None or engine.missing.startswith("missing: ")
         assert any(c.ours for c in engine.contenders) and not all(c.ours for c in engine.contenders)
         assert all(c.missing is None or c.missing.startswith("missing: ") for c in engine.contenders)
 
 
+def compared(monkeypatch: pytest.MonkeyPatch, engine: Engine, *words: str) -> int:
+    monkeypatch.setattr(bench_pool, "engines", lambda names: [engine])
+    return without_traceback(lambda: bench_pool.main(words))
+
+
 def test_a_missing_engine_is_reported_and_a_run_that_measured_nothing_does_not_end_with_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def serve(directory: Path) -> object:
+    def serve(directory: Path) -> nullcontext[None]:
         raise AssertionError("not to be started")
 
     gone = Engine("redis", serve, (), missing="missing: redis-server")
-    monkeypatch.setattr(pool_command, "all_engines", lambda: [gone])
     report = tmp_path / "pool.json"
-    assert main(["bench", "pool", "--quick", "--json", str(report)]) == 1
+    assert compared(monkeypatch, gone, "--quick", "--json", str(report)) == 1
     assert "redis: missing: redis-server" in capsys.readouterr().out
     assert json.loads(report.read_text())["results"][0]["not_measured"] == "missing: redis-server"
 
@@ -142,30 +147,63 @@ def test_a_missing_engine_is_reported_and_a_run_that_measured_nothing_does_not_e
 def test_a_server_that_does_not_start_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def serve(directory: Path) -> object:
+    def serve(directory: Path) -> nullcontext[None]:
         raise RuntimeError("no port")
 
-    monkeypatch.setattr(pool_command, "all_engines", lambda: [Engine("redis", serve, ())])
-    assert main(["bench", "pool", "--quick"]) == 1
+    assert compared(monkeypatch, Engine("redis", serve, ()), "--quick") == 1
     assert "FAILED: redis: no port" in capsys.readouterr().err
 
 
 def test_a_run_that_takes_too_long_has_fewer_rounds_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    spies = tuple(Contender(name, "memory", lambda place, memory: _Spy(), ours=True) for name in ("one", "two"))
+    spies = tuple(Contender(name, lambda place, memory: _Spy(), ours=True) for name in ("one", "two"))
     engine = Engine("redis", lambda directory: nullcontext(), spies)
-    monkeypatch.setattr(pool_command, "all_engines", lambda: [engine])
     monkeypatch.setattr(pool_command.Clock, "over", True)
     report, text = tmp_path / "pool.json", tmp_path / "pool.md"
     words = ["--rounds", "7", "--payload", "64KiB", "--threads", "1", "--total", "1MiB"]
-    assert main(["bench", "pool", *words, "--json", str(report), "--markdown", str(text)]) == 0
+    assert compared(monkeypatch, engine, *words, "--json", str(report), "--markdown", str(text)) == 0
     document = json.loads(report.read_text())
     assert {entry["summary"]["rounds"] for entry in document["results"]} == {1}
-    assert document["shortened"][0] in text.read_text()
+    assert document["notes"][0] in text.read_text()
     assert {line.split("|")[2].strip() for line in text.read_text().splitlines() if line.startswith("| one ")} == {"1"}
     assert "the column says how many were measured, of 7 that were asked for" in text.read_text().replace("\n", " ")
-    assert "no time for more than 1 rounds" in capsys.readouterr().out
+    assert "1 of 7 rounds for want of time" in capsys.readouterr().out
+
+
+def a_configuration(directory: Path) -> Path:
+    """Two tiers; both are of type file, so that no server is needed."""
+    tiers = {
+        name: {"type": "file", "path": str(directory / name), "capacity": "64MiB", "layout": "pages"}
+        for name in ("near", "pool")
+    }
+    file = directory / "hicache.json"
+    file.write_text(json.dumps(ExtraConfig.around({"tiers": tiers})))
+    return file
+
+
+def test_the_tiers_of_a_configuration_are_measured_and_left_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, figures, page = a_configuration(tmp_path), tmp_path / "pool.json", tmp_path / "pool.md"
+    words = ["bench", "pool", str(file), "--tier", "pool", "--quick", "--json", str(figures), "--markdown", str(page)]
+    monkeypatch.setattr(sys, "argv", ["hicache-ext", *words])
+    assert main(words) == 0
+    assert "bench pool CONFIG" in page.read_text() and str(tmp_path) not in page.read_text()
+    found = json.loads(figures.read_text())["results"]
+    assert {(entry["contender"], entry["mode"]) for entry in found} == {
+        ("pool (file)", "write"),
+        ("pool (file)", "read"),
+    }
+    assert not (tmp_path / "near").exists() and not [*(tmp_path / "pool").glob("**/*.page*")]
+
+
+@pytest.mark.parametrize(("words", "sentence"), [((), "every tier"), (("--tier", "none"), "no tier is named 'none'")])
+def test_a_configuration_without_the_tier_is_a_sentence(
+    words: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "pool", str(a_configuration(tmp_path)), *words]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -176,9 +214,9 @@ def test_a_quick_run_measures_object_stores_and_writes_everything(
         pytest.skip(f"missing: {missing}")
     files = {kind: tmp_path / f"pool.{kind}" for kind in ("json", "md", "png")}
     words = ["--json", str(files["json"]), "--markdown", str(files["md"]), "--plot", str(files["png"])]
-    assert main(["bench", "pool", "--engine", "object", "--quick", *words]) == 0
+    assert without_traceback(lambda: bench_pool.main(["--engine", "object", "--quick", *words])) == 0
     document = json.loads(files["json"].read_text())
-    names = {contender.name for engine in all_engines() if engine.name == "object" for contender in engine.contenders}
+    names = {contender.name for engine in bench_pool.engines(["object"]) for contender in engine.contenders}
     assert {(e["contender"], e["mode"]) for e in document["results"]} == {
         (n, m) for n in names for m in ("write", "read")
     }
@@ -194,6 +232,6 @@ def test_the_environment_of_the_s3_server_ends_with_it(monkeypatch: pytest.Monke
     import os
 
     monkeypatch.delenv("HICACHE_TEST_S3_KEY", raising=False)
-    with pool_engines._serve_s3(tmp_path):
+    with serve_s3(tmp_path):
         assert "HICACHE_TEST_S3_KEY" in os.environ
     assert "HICACHE_TEST_S3_KEY" not in os.environ

@@ -29,21 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.bench.harness import (
-    Spread,
-    Table,
-    interleaved,
-    machine_facts,
-    number,
-    terminated_in_order,
-    today,
-    write_json,
-)
+from hicache_ext.bench.harness import Spread, interleaved
+from hicache_ext.bench.report import Table, machine_facts, number, today, write_json
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing.server import SglangServer
+from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.rigs import step_costs, tier_faults
 from tests.rigs.pd_pair import PdGeneration, PdPair, decode_node
+from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import rig_environment
 
 BATCH = 6
@@ -106,7 +99,7 @@ def main() -> None:
 
 
 @contextmanager
-def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, SglangServer]]]:
+def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, RigServer]]]:
     """The pair and its decode nodes, all warm; those that are not needed at once are frozen."""
     model = make_tiny_model(directory / "model")
     small = ("--max-total-tokens", "8192")
@@ -118,7 +111,7 @@ def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, Sgl
         decode_arguments=small,
     )
 
-    def node(name: str, config: dict[str, Any] | None, environment: dict[str, str] | None = None) -> SglangServer:
+    def node(name: str, config: dict[str, Any] | None, environment: dict[str, str] | None = None) -> RigServer:
         return decode_node(
             model,
             log_file=directory / f"{name}.log",
@@ -151,7 +144,7 @@ def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, Sgl
             _all_at_once([server.stop for server in nodes.values() if server is not pair.decode])
 
 
-def _measure(pair: PdPair, nodes: dict[str, SglangServer], directory: Path, deadline: float) -> dict[str, Measured]:
+def _measure(pair: PdPair, nodes: dict[str, RigServer], directory: Path, deadline: float) -> dict[str, Measured]:
     measured = {name: Measured() for name in ARMS}
     offsets: dict[str, int] = {}
     fault_file = directory / "fault"
@@ -189,7 +182,7 @@ def _measure(pair: PdPair, nodes: dict[str, SglangServer], directory: Path, dead
     }
 
 
-def _decode_batch(pair: PdPair, node: SglangServer, salt: str) -> float:
+def _decode_batch(pair: PdPair, node: RigServer, salt: str) -> float:
     """Tokens per second of one batch. Another salt each time: nothing is in the pool already."""
     answers: list[PdGeneration] = []
     ends: list[float] = []

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from hicache_ext.bench.kernel_check import CheckedMemory
-from hicache_ext.bench.kernel_gpu import gpu_facts
+from benchmarks.kernels.check import CheckedMemory
+from benchmarks.kernels.gpu import gpu_facts
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, RectangleDmaEngine
 from hicache_ext.kernels.cuda_driver import open_driver, open_runtime

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache_ext.bench.harness import Table, machine_facts, number, today, write_json
+from hicache_ext.bench.report import Table, machine_facts, number, today, write_json
 
 if TYPE_CHECKING:
     from tests.campaigns.pool_trouble import Observation, Phase, TimeLine

@@ -24,21 +24,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import (
-    Panel,
-    Spread,
-    Table,
-    interleaved,
-    machine_facts,
-    plot,
-    terminated_in_order,
-    today,
-    write_json,
-)
+from hicache_ext.bench.harness import Spread, interleaved
+from hicache_ext.bench.report import Panel, Table, machine_facts, plot, today, write_json
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing.server import SglangServer
+from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.rigs import tier_faults
+from tests.rigs.rig_server import RigServer
 from tests.rigs.server_hooks import rig_environment
 
 PROMPT_TOKENS = 4096
@@ -85,13 +77,13 @@ def main() -> None:
 
 
 @contextmanager
-def _servers(directory: Path) -> Iterator[dict[str, SglangServer]]:
+def _servers(directory: Path) -> Iterator[dict[str, RigServer]]:
     """All three, frozen."""
     model = make_tiny_model(directory / "model", layers=8, hidden_size=256)
     fault = rig_environment({tier_faults.VARIABLE: f"file:{directory / 'fault'}"})
 
-    def server(name: str, pull: dict[str, Any] | None) -> SglangServer:
-        return SglangServer(
+    def server(name: str, pull: dict[str, Any] | None) -> RigServer:
+        return RigServer(
             model,
             log_file=directory / f"{name}.log",
             page_size=PAGE_SIZE,
@@ -124,7 +116,7 @@ def _config(directory: Path, pull: dict[str, Any]) -> dict[str, Any]:
     return ExtraConfig.around({"tiers": {"pool": tier}, "pd": {"pull": pull}})
 
 
-def _measure(servers: dict[str, SglangServer], fault: Path, deadline: float) -> list[Step]:
+def _measure(servers: dict[str, RigServer], fault: Path, deadline: float) -> list[Step]:
     tier_faults.direct(fault, "")
     for number in range(PROMPTS):
         for server in servers.values():
@@ -154,7 +146,7 @@ def _measure(servers: dict[str, SglangServer], fault: Path, deadline: float) -> 
     return steps
 
 
-def _ask(server: SglangServer, number: int) -> tuple[float, bool]:
+def _ask(server: RigServer, number: int) -> tuple[float, bool]:
     """Time to first token of a prompt with nothing of it in L1 and L2, and whether it came from the pool."""
     prompt = [(number * 31 + 7 * place * place + 3 * place) % 250 for place in range(PROMPT_TOKENS)]
     server.thaw()

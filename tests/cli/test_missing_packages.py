@@ -96,8 +96,7 @@ def test_a_command_that_needs_a_package_says_in_one_sentence_which_extra_brings_
         ("demo",): "hicache-ext[sglang]",
         ("bench", "file", "--quick"): "hicache-ext[sglang]",
         ("bench", "kernels", "--quick"): "hicache-ext[sglang]",
-        ("bench", "multiturn", "--arm", "ours"): "hicache-ext[sglang]",
-        ("bench", "pool", "--quick", "--plot", "x.png"): "hicache-ext[bench]",
+        ("bench", "pool", "hicache.yaml", "--plot", "x.png"): "hicache-ext[bench]",
         ("warm", "hicache.yaml", "--prompt", "prompt.txt", "--model", "x"): "hicache-ext[sglang]",
     }
     for (words, extra), (code, _, err, _) in zip(

@@ -78,9 +78,10 @@ def test_gc_removes_pins_whose_time_is_up(directories, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "option", "sentence"),
     [
-        ("[1, 2", "--tokens", "--tokens: no JSON"),
-        ('{"tokens": [1]}', "--tokens", "--tokens: not a list of whole numbers; allowed: a list of token ids"),
-        ("[1.5]", "--tokens", "--tokens: not a list of whole numbers"),
+        ("[1, 2", "--tokens", "--tokens: not a list of token ids"),
+        ('{"tokens": [1]}', "--tokens", "--tokens: not a list of token ids; allowed: token ids: numbers"),
+        ("[1.5]", "--tokens", "--tokens: not a list of token ids"),
+        ("[[1], [2]]", "--tokens", "--tokens: 2 prompts, and a pin is of one"),
         ("[-1]", "--tokens", "--tokens: number 1 of the tokens is -1, not a token id from 0 to 2^32-1"),
         ("[1, 2]", "--tokens", "--tokens: 2 tokens are no whole page of 16"),
         ("abc", "--keys", "--keys: number 1 is no page hash; allowed: 64 hex digits each"),

@@ -56,6 +56,7 @@ class Rule:
 
 _NO_SGLANG = "the clean environment has no SGLang, and it says so"
 _SECONDS = (r"--minutes \S+", "--quick --geometry mha --mode exists --contender slab --contender HiCacheFile")
+_RIVALS = "the clean environment has no rivals; elsewhere one may be missing, and it says so"
 
 RULES = (
     Rule("hicache-ext .*--help$"),
@@ -88,17 +89,19 @@ RULES = (
     Rule("hicache-ext bench file ", clean=(2,), why=_NO_SGLANG, in_short=(_SECONDS,)),
     Rule(
         "hicache-ext bench pool ",
-        clean=(1,),
-        why="the clean environment has neither clients nor servers, and it says so",
-        in_short=(("$", " --quick"),),
+        in_short=(("$", " --quick --tier pool"),),
+        why="seconds, and the tiers of the test are of type file",
     ),
     Rule("hicache-ext bench kernels --calibrate", How.PARSE, why="a minute on a GPU, whose calibration it would write"),
     Rule(
         "hicache-ext bench kernels ",
         How.PARSE,
         clean=(2,),
-        why="20 minutes; without matplotlib it refuses --plot before it begins",
+        why="it needs a GPU; without matplotlib it refuses --plot before it begins",
     ),
+    Rule("python -m benchmarks.bench_file ", clean=(2,), why=_RIVALS, in_short=(_SECONDS,)),
+    Rule("python -m benchmarks.bench_pool ", clean=(1,), why=_RIVALS, in_short=(("$", " --quick"),)),
+    Rule("python -m benchmarks.bench_kernels ", How.NOT_RUN, why="20 minutes; tests/bench has a quick run"),
     Rule("curl ", needs="curl", why="a stand-in answers"),
     Rule(
         "python benchmarks/bounce.py ",

@@ -245,6 +245,7 @@ def test_a_documented_command_ends_as_it_should_and_never_in_a_traceback(
     if rule.how is How.PARSE:
         text = parsed(text)
     text = text.replace("python benchmarks/", f"python {ROOT}/benchmarks/")
+    text = text.replace("python -m benchmarks.", f"env PYTHONPATH={ROOT} python -m benchmarks.")
     code, output = _run(text, where, workplace, until_interrupted=rule.until_interrupted)
     assert "Traceback (most recent call last)" not in output, f"{text}\n{output}"
     if environment == "sglang" and (without := re.search(r"^not measured: \w+: (missing: .*)", output, re.MULTILINE)):

@@ -24,8 +24,10 @@ from types import TracebackType
 from typing import Any
 
 from hicache_ext.errors import ServerError
-from hicache_ext.testing.server import CachedTokens, Generation, SglangServer, free_port
+from hicache_ext.testing.client import CachedTokens, Generation
+from hicache_ext.testing.server import free_port
 from tests.rigs.network_namespace import NetworkNamespace
+from tests.rigs.rig_server import RigServer
 
 Config = Mapping[str, Any] | str
 
@@ -91,7 +93,7 @@ class PdPair:
         self._rooms = itertools.count(int(time.time()) % 100_000 * 1000)
         log_directory = Path(directory)
         both = {**_ENVIRONMENT, **(environment or {})}
-        self.prefill = SglangServer(
+        self.prefill = RigServer(
             model,
             log_file=log_directory / "prefill.log",
             page_size=page_size,
@@ -104,7 +106,7 @@ class PdPair:
                 *("--disable-overlap-schedule", *prefill_arguments),
             ),
             environment=both,
-            network=self.namespace,
+            namespace=self.namespace,
         )
         self.decode = decode_node(
             model,
@@ -133,7 +135,7 @@ class PdPair:
             self.namespace.start()
         trouble: list[Exception] = []
 
-        def start(server: SglangServer) -> None:
+        def start(server: RigServer) -> None:
             try:
                 server.start()
             except (ServerError, OSError) as error:
@@ -163,7 +165,7 @@ class PdPair:
         prompt: Sequence[int],
         max_new_tokens: int = 16,
         *,
-        decode: SglangServer | None = None,
+        decode: RigServer | None = None,
         sampling: Mapping[str, Any] | None = None,
         timeout: float = 240,
         **body: Any,
@@ -181,7 +183,7 @@ class PdPair:
         answers: dict[str, Generation] = {}
         trouble: list[Exception] = []
 
-        def ask(name: str, server: SglangServer) -> None:
+        def ask(name: str, server: RigServer) -> None:
             try:
                 answers[name] = server.generate(
                     prompt, max_new_tokens, sampling=sampling, timeout=timeout, **meeting, **body
@@ -219,7 +221,7 @@ def decode_node(
     host_ratio: float = 2,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-) -> SglangServer:
+) -> RigServer:
     """A decode node, not started; with a ``storage_backend`` it offloads."""
     offload: list[str] = []
     if storage_backend is not None:
@@ -230,14 +232,14 @@ def decode_node(
         ]
         if config is not None:
             offload += ["--hicache-storage-backend-extra-config", as_argument(config)]
-    return SglangServer(
+    return RigServer(
         model,
         log_file=log_file,
         page_size=page_size,
         hierarchical_cache=False,
         extra_arguments=("--disaggregation-mode", "decode", *_TRANSFER, *offload, *arguments),
         environment={**_ENVIRONMENT, **(environment or {})},
-        network=namespace,
+        namespace=namespace,
     )
 
 

@@ -123,7 +123,7 @@ def test_pauses_after_failures_double_and_begin_anew_after_a_success(
     loop.loop.wake()
     loop.wait_for(6)
     pauses = [after - before for before, after in zip(loop.times, loop.times[1:], strict=False)]
-    for pause, least in zip(pauses, (0.035, 0.07, 0.14, 0.0, 0.035), strict=True):
+    for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.0, 0.02), strict=True):
         assert pause >= least
 
 
@@ -131,7 +131,7 @@ def test_pauses_have_a_limit_and_differ() -> None:
     backoff = Backoff(0.5, 8.0)
     assert [backoff.limit(failures) for failures in range(1, 8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
     pauses = {backoff.pause(10_000) for _ in range(20)}
-    assert len(pauses) > 1 and all(7.0 <= pause <= 8.0 for pause in pauses)
+    assert len(pauses) > 1 and all(4.0 <= pause <= 8.0 for pause in pauses)
 
 
 def test_each_kind_of_failure_is_logged_once_until_a_step_succeeds(

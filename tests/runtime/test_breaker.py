@@ -136,3 +136,14 @@ def test_a_closed_one_neither_probes_nor_comes_back(server: Server) -> None:
     server.breaker.recover()
     time.sleep(0.05)
     assert len(server.probes) == probes and not server.breaker.up
+
+
+def test_to_resume_what_is_probed_already_delays_no_probe() -> None:
+    slow = Breaker("test-probe", lambda: slow_probed.append(None) is None, Backoff(0.2, 60.0))
+    slow_probed: list[None] = []
+    slow.trip("gone")
+    deadline = time.monotonic() + PATIENCE
+    while not slow_probed and time.monotonic() < deadline:
+        slow.resume()
+        time.sleep(0.01)
+    assert slow_probed and slow.close(PATIENCE)

@@ -14,7 +14,6 @@ REASONS = {
     "runtime/": "the pool and the loop themselves",
     "testing/": "plays the part of several users at once",
     "bench/": "plays the part of several users at once",
-    "storage/tiers/mooncake/pages.py": "clear(), until it stands on contract/clearing.py",
 }
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 import yaml
 
+from hicache_ext.cli.inputs import parse_tokens
 from hicache_ext.cli.main import main
-from hicache_ext.cli.warm_command import parse_tokens
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, WarmError

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 from hicache_ext.errors import StoreClosedError
@@ -26,7 +26,6 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, 
 
 logger = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer")
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 
@@ -86,45 +85,61 @@ class TierStore(abc.ABC):
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._calls:
-            if not len(batch):
+            if len(batch.sizes) == 0:
                 return []
             try:
                 results = self._read(batch)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
-                results = self._failed_results(error, "get", GetResult.TIMEOUT, GetResult.ERROR, len(batch))
+                results = self._failed_results(error, "get", GetResult.TIMEOUT, GetResult.ERROR, len(batch.sizes))
         self.metrics.add_many("get", counted(results))
         self.metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         with self._calls:
-            if not len(batch):
+            if len(batch.sizes) == 0:
                 return []
             try:
                 results = self._write(batch)
             except Exception as error:  # noqa: BLE001 - as for get
-                results = self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch))
+                results = self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch.sizes))
         self.metrics.add_many("set", counted(results))
         self.metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._calls:
-            return self._answer_or("contains", lambda: self._has(keys), [False] * len(keys)) if len(keys) else []
+            try:
+                return self._has(keys) if len(keys) else []
+            except Exception as error:  # noqa: BLE001 - as for get
+                self._note_failed_call(error, "contains")
+                return [False] * len(keys)
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         with self._calls:
-            return self._answer_or("count_leading", lambda: self._lead(keys), 0) if len(keys) else 0
+            try:
+                return self._lead(keys) if len(keys) else 0
+            except Exception as error:  # noqa: BLE001 - as for get
+                self._note_failed_call(error, "count_leading")
+                return 0
 
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._calls:
-            wanted = list(dict.fromkeys(keys))
-            return self._answer_or("remove", lambda: self._remove(wanted), 0) if wanted else 0
+            try:
+                wanted = list(dict.fromkeys(keys))
+                return self._remove(wanted) if wanted else 0
+            except Exception as error:  # noqa: BLE001 - as for get
+                self._note_failed_call(error, "remove")
+                return 0
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         with self._calls:
-            wanted = None if digests is None else list(dict.fromkeys(digests))
-            return self._answer_or("clear", lambda: self._clear(wanted), 0) if wanted != [] else 0
+            try:
+                wanted = None if digests is None else list(dict.fromkeys(digests))
+                return self._clear(wanted) if wanted != [] else 0
+            except Exception as error:  # noqa: BLE001 - as for get
+                self._note_failed_call(error, "clear")
+                return 0
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         try:
@@ -151,13 +166,6 @@ class TierStore(abc.ABC):
     def count_error(self, error: BaseException, pages: int = 1) -> None:
         """Count ``error`` under ``error/<reason>``: the name of its errno where it has one."""
         self.metrics.add("error", error_reason(error), pages)
-
-    def _answer_or(self, call: str, answer: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
-        try:
-            return answer()
-        except Exception as error:  # noqa: BLE001 - as for get
-            self._note_failed_call(error, call)
-            return otherwise
 
     def _failed_results(
         self, error: Exception, call: str, timed_out: _Result, failed: _Result, pages: int

@@ -117,9 +117,11 @@ class Clearing:
         cleared = Cleared(None if digests is None else frozenset(digests), _changed=self._changed)
         with self._changed:
             self._waiting = [*self._waiting, (cleared, sweep)]
-            # Without a thread they are hidden all the same, and removed after the next clear().
-            if self._loop.wake():
-                self._changed.wait_for(lambda: cleared._tried, seconds)
+        if not self._loop.wake():
+            # No thread to be had: better slow than never.
+            self._sweep_all()
+        with self._changed:
+            self._changed.wait_for(lambda: cleared._tried, seconds)
             return len(cleared.found)
 
     def hides(self, key: bytes) -> bool:

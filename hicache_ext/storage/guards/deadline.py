@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -51,15 +50,12 @@ class DeadlineStore(DelegatingStore):
             ) from error
         self._threads = ThreadPool(f"hicache-{inner.name}-deadline")
         self._calls = CallGate(inner.name)
-        self._lock = threading.Lock()
-        self._stuck = 0
         self._said_too_large = False
 
     @property
     def stuck_calls(self) -> int:
         """Calls that were left behind and have not ended."""
-        with self._lock:
-            return self._stuck
+        return self._threads.left_behind
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -225,14 +221,11 @@ class DeadlineStore(DelegatingStore):
         def end_late() -> None:
             if lease is not None:
                 self._bounce.give_back(lease, stuck=True)
-            with self._lock:
-                self._stuck -= 1
             self._count("late", "")
 
         try:
-            with self._lock:
-                if most_stuck is not None and self._stuck >= most_stuck:
-                    raise NotBegunError
+            if most_stuck is not None and self.stuck_calls >= most_stuck:
+                raise NotBegunError
             try:
                 # The context carries the limit of this call.
                 call = self._threads.start(functools.partial(contextvars.copy_context().run, work), end_late)
@@ -244,10 +237,8 @@ class DeadlineStore(DelegatingStore):
             raise
         if call.ended_within(deadline - time.monotonic()):
             return call.result()
-        # The call may end between the line above and these: both sides only add and subtract.
-        with self._lock:
-            self._stuck += 1
         if lease is not None:
+            # The call may end between the lines above and this: both sides only add and subtract.
             self._bounce.mark_stuck(lease)
         raise TooLateError
 

@@ -40,7 +40,6 @@ class ExistsBudgetStore(DelegatingStore):
         self._lock = threading.Lock()
         self._present: dict[bytes, float] = {}
         """Key -> end of life."""
-        self._under_way = 0
         self._closed = False
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -113,27 +112,20 @@ class ExistsBudgetStore(DelegatingStore):
     def _ends_in_time(self, work: Callable[[], None]) -> bool:
         """Run ``work`` on another thread; whether it ended within the budget."""
 
-        def counted() -> None:
+        def caught() -> None:
             try:
                 work()
             except StoreClosedError:
                 pass  # the store was closed during the look-up
             except Exception as error:  # noqa: BLE001 - nobody may be waiting for it any more
                 logger.warning("hicache_ext: tier %s: a look-up raised %r", self.name, error)
-            finally:
-                with self._lock:
-                    self._under_way -= 1
 
-        with self._lock:
-            if self._under_way >= _MOST_CALLS:
-                self.metrics.add("exists_budget", "busy")
-                return False
-            self._under_way += 1
+        if self._threads.left_behind >= _MOST_CALLS:
+            self.metrics.add("exists_budget", "busy")
+            return False
         try:
-            call = self._threads.start(counted)
+            call = self._threads.start(caught)
         except RuntimeError:
-            with self._lock:
-                self._under_way -= 1
             return False
         if call.ended_within(self._budget):
             return True

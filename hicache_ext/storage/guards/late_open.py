@@ -54,7 +54,8 @@ class LateStore:
         self._attempted = threading.Event()
         self._said_not_open = False
         self._loop = BackgroundLoop(f"hicache-{name}-open", self._open, Backoff(first_pause, LONGEST_PAUSE))
-        self._loop.wake()
+        if not self._loop.wake():
+            raise StoreSetupError(name, "there is no thread to open it with")
         self._attempted.wait(first_wait)
         if self._config_error is not None:
             raise self._config_error

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import random
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.call_deadline import call_limit
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
 R = TypeVar("R", GetResult, SetResult)
 
-_FIRST_PAUSE = 0.01
-"""Seconds before the first retry; doubled for each further one, with a jitter of half."""
+_PAUSES = Backoff(0.015, math.inf)
+"""Seconds before a retry."""
 _LATEST_BEGIN = 0.25
 """Share of the timeout after which no retry begins: a retry may take as long as the first attempt."""
 
@@ -49,9 +50,9 @@ class RetryStore(DelegatingStore):
         seconds = self._timeout if limit is None else min(self._timeout, limit.seconds)
         latest = self._clock() + seconds * _LATEST_BEGIN
         results = move(batch)
-        for attempt in range(self._retries):
+        for attempt in range(1, self._retries + 1):
             failed = _positions(results, error)
-            pause = _FIRST_PAUSE * 2**attempt * random.uniform(0.5, 1.5)
+            pause = _PAUSES.pause(attempt)
             if not failed or self._clock() + pause > latest:
                 break
             self._sleep(pause)

@@ -12,6 +12,7 @@ is bounded by the buffer per lifetime.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import threading
@@ -218,9 +219,11 @@ class Prefetcher:
     # -- fetching --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        while self._started < self._settings.streams:
-            self._threads.start(self._run)
-            self._started += 1
+        # Without a thread to be had, demand reads the pages itself.
+        with contextlib.suppress(RuntimeError):
+            while self._started < self._settings.streams:
+                self._threads.start(self._run)
+                self._started += 1
 
     def _run(self) -> None:
         while self._wait_for_work():

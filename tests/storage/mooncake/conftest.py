@@ -6,16 +6,20 @@ import ctypes
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import Engine
+from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, Engine
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import NetworkUnavailable, own_network
+from tests.storage.media import RawMedium
+from tests.storage.mooncake.raw_client import RawClient
 
 TIMEOUT = 2
 """Seconds, of tiers whose servers are meant to fail."""
@@ -99,13 +103,89 @@ def open_with(client: Any, tier: MooncakeTierConfig) -> MooncakeStore:
 
 
 @pytest.fixture(scope="module")
-def open_quickly(servers) -> Iterator[Callable[..., MooncakeStore]]:
+def open_quickly(servers, library_client) -> Callable[..., MooncakeStore]:
     """Opens stores (settings of the tier as keywords) that all use one client of the library."""
-    client = Engine("pool", tier_for(servers, timeout=PATIENCE)).open_client()
 
     def open_store(**settings) -> MooncakeStore:
         tier = tier_for(servers, **{"timeout": PATIENCE, **settings})
-        return open_with(client, tier)
+        return open_with(library_client, tier)
 
-    yield open_store
+    return open_store
+
+
+class FailingClient:
+    """The library's client, which while ``broken`` finds no master."""
+
+    _ANSWERS = ("batch_get_into_multi_buffers", "batch_put_from_multi_buffers", "batch_is_exist", "batch_remove")
+    _ANSWER = ("remove_by_regex", "is_exist", "get_size")
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.broken and name in self._ANSWERS:
+            return lambda names, *others: [MASTER_LOST[0]] * len(names)
+        if self.broken and name in self._ANSWER:
+            return lambda *others: MASTER_LOST[0]
+        return getattr(self._client, name)
+
+
+class Pool(RawMedium):
+    """A Mooncake cluster with its pages removed. Stores of this process use one client of the library."""
+
+    type = "mooncake"
+    shared = True
+    clears_at_once = False
+    # The servers are in the network of this thread.
+    start_method = "spawn"
+
+    def __init__(self, servers: MooncakeServers, client: Any, raw: RawClient) -> None:
+        self._tier = tier_for(servers, timeout=PATIENCE)
+        self._client = FailingClient(client)
+        self.raw = raw
+        raw.empty()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_tier": self._tier, "_client": None}
+
+    def open(self) -> MooncakeStore:
+        if self._client is None:
+            return open_tier("pool", self._tier)
+        return open_with(self._client, self._tier)
+
+    def open_elsewhere(self) -> MooncakeStore:
+        return self.open()
+
+    def open_over_a_damaging_path(self) -> MooncakeStore:
+        damaging = DamagingClient(self._client)
+        damaging.flipped = 0.5
+        return open_with(damaging, self._tier)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        self._client.broken = True
+        yield
+        self._client.broken = False
+
+    def close(self) -> None:
+        self.raw.empty()
+
+
+@pytest.fixture(scope="module")
+def library_client(servers) -> Iterator[Any]:
+    client = Engine("pool", tier_for(servers, timeout=PATIENCE)).open_client()
+    yield client
     client.close()
+
+
+@pytest.fixture(scope="module")
+def raw_client(servers) -> Iterator[RawClient]:
+    client = RawClient(servers)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def pool(servers, library_client, raw_client) -> Pool:
+    return Pool(servers, library_client, raw_client)

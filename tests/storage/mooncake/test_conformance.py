@@ -10,51 +10,20 @@ from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from hicache_ext.testing.conformance.state_machine import StoreUnderTest, page_store_machine
-from tests.storage.mooncake.conftest import PATIENCE, DamagingClient, open_with, tier_for
-from tests.storage.mooncake.raw_client import RawClient
+from hicache_ext.testing.conformance.state_machine import page_store_machine
+from tests.storage.mooncake.conftest import PATIENCE, Pool, tier_for
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def client(servers):
-    client = RawClient(servers)
-    yield client
-    client.close()
-
-
 class TestMooncakeStore(PageStoreTests):
     @pytest.fixture
-    def store(self, open_quickly, client):
-        client.empty()
-        store = open_quickly()
-        yield store
-        store.close()
-
-    @pytest.fixture
-    def raw(self, client):
-        return client
-
-    @pytest.fixture
-    def damaged_reader(self, store, client, servers):
-        damaging = DamagingClient(client.client)
-        damaging.flipped = 0.5
-        reader = open_with(damaging, tier_for(servers, timeout=PATIENCE))
-        yield reader
-        reader.close()
-
-    @pytest.fixture
-    def reopen(self, open_quickly):
-        return open_quickly
+    def medium(self, pool):
+        return pool
 
 
-def test_any_order_of_calls(open_quickly, client):
-    def open_store() -> StoreUnderTest:
-        client.empty()
-        return StoreUnderTest(open_quickly(), dispose=client.empty, raw=client, reopen=open_quickly)
-
-    case = page_store_machine(open_store).TestCase
+def test_any_order_of_calls(servers, library_client, raw_client):
+    case = page_store_machine(lambda: Pool(servers, library_client, raw_client)).TestCase
     case.settings = settings(
         max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
     )
@@ -70,7 +39,7 @@ def test_the_doctor_sees_a_healthy_pool(servers):
     assert "256MiB" in findings["capacity"].seen
 
 
-def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, open_quickly, client):
+def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, open_quickly, raw_client):
     for wanted in (
         {"soft_pin": True},
         {"soft_pin": "10s"},
@@ -78,16 +47,16 @@ def test_pins_replicas_and_groups_are_taken_by_the_engine(servers, open_quickly,
         {"group": "page"},
         {"preferred_segments": servers.segment_names},
     ):
-        client.empty()
+        raw_client.empty()
         store = open_quickly(**wanted)
         assert store_pages(store, page_keys(3)) == [SetResult.STORED] * 3, wanted
         assert_hits(store, page_keys(3))
         store.close()
-    client.empty()
+    raw_client.empty()
 
 
-def test_pages_outlive_the_librarys_client(servers, client):
-    client.empty()
+def test_pages_outlive_the_librarys_client(servers, raw_client):
+    raw_client.empty()
     store = open_tier("pool", tier_for(servers, timeout=PATIENCE))
     store_pages(store, page_keys(3))
     store.close()
@@ -96,8 +65,8 @@ def test_pages_outlive_the_librarys_client(servers, client):
     store.close()
 
 
-def test_a_process_that_contributes_memory_reads_and_writes_its_own(servers, client):
-    client.empty()
+def test_a_process_that_contributes_memory_reads_and_writes_its_own(servers, raw_client):
+    raw_client.empty()
     store = open_tier("pool", tier_for(servers, timeout=PATIENCE, segment_size="64MiB"))
     assert store_pages(store, page_keys(40), [1 << 19]) == [SetResult.STORED] * 40
     assert_hits(store, page_keys(40), [1 << 19])

@@ -59,7 +59,8 @@ class Topology:
         self._looked = threading.Event()
         self._required = required
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
-        self._keeper.wake()
+        if not self._keeper.wake():
+            raise StoreSetupError(name, "there is no thread to keep its topology with")
         reached = self._looked.wait(settings.timeout)
         problem = self._first_look if reached else TimeoutError(f"no answer within {settings.timeout:g} s")
         if isinstance(problem, StoreSetupError) or (problem is not None and required):

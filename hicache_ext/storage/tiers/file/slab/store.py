@@ -10,7 +10,6 @@ Threads: any. The memory of a batch is touched only until the call returns.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -26,11 +25,12 @@ import numpy.typing as npt
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted, identity_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identity_of
 from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
 from hicache_ext.storage.tiers.file.expiry import Sweeper
 from hicache_ext.storage.tiers.file.fullness import Fullness
@@ -55,8 +55,10 @@ _SWEEP_BATCH = 4096
 """Pages looked at in one go for their age: a few milliseconds."""
 
 
-class SlabStore:
+class SlabStore(TierStore):
     """PageStore over one slab directory."""
+
+    type_name = "file"
 
     def __init__(
         self,
@@ -78,9 +80,8 @@ class SlabStore:
         """
         if capacity is None:
             raise StoreSetupError(name, "the slab layout preallocates its files and needs a capacity")
-        self._name = name
-        metrics = metrics or TierMetrics(name)
-        self._metrics = metrics
+        super().__init__(name, metrics)
+        metrics = self.metrics
         self._plan = plan or IoPlan()
         self._ttl = ttl
         self._trouble = trouble
@@ -91,8 +92,7 @@ class SlabStore:
             self._threads if mode == "direct" else min(self._threads, processors)
             for mode in (self._plan.read, self._plan.write)
         )
-        self._cleaners = ThreadPool(f"hicache-{name}-clear")
-        self._calls = CallGate(name)
+        self._clearing = Clearing(name)
         self._resources = ExitStack()
         try:
             directory = self._resources.enter_context(slab_directory(path, name))
@@ -118,27 +118,14 @@ class SlabStore:
             raise
         self._sweeper = None if ttl is None else Sweeper(name, directory.path, ttl, self.remove_expired)
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def metrics(self) -> TierMetrics:
-        return self._metrics
-
-    def describe(self) -> StoreInfo:
-        return StoreInfo(
-            name=self._name,
-            type="file",
-            shared=False,
-            details={
-                "layout": "slab",
-                "capacity": self._room.capacity,
-                "threads": self._threads,
-                "io": str(self._plan),
-                "ttl": self._ttl,
-            },
-        )
+    def details(self) -> dict[str, Any]:
+        return {
+            "layout": "slab",
+            "capacity": self._room.capacity,
+            "threads": self._threads,
+            "io": str(self._plan),
+            "ttl": self._ttl,
+        }
 
     def fullness(self) -> Fullness:
         """Raises lmdb.Error or OSError."""
@@ -154,19 +141,14 @@ class SlabStore:
         with self._calls:
             self._room.resize(capacity)
 
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        try:
-            self._directory.save_identity(digest, document)
-        except OSError as error:
-            logger.warning("tier %s: identity %s not recorded: %s", self._name, digest.hex(), error)
+    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
+        self._directory.save_identity(digest, document)
 
-    def close(self) -> None:
-        if not self._calls.shut():
-            return
+    def _close(self) -> None:
         if self._sweeper is not None:
             self._sweeper.close()
         self._workers.close()
-        self._cleaners.close()
+        self._clearing.close()
         self._touches.close()
         self._resources.close()
 
@@ -178,21 +160,14 @@ class SlabStore:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        results = [GetResult.MISS] * len(batch.sizes)
-        with self._calls:
-            self._get(batch, results)
-        self._metrics.add_many("get", counted(results))
-        self._metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
-        return results
-
-    def _get(self, batch: PageBatch, results: list[GetResult]) -> None:
+    def _read(self, batch: PageBatch) -> list[GetResult]:
         """A page whose slot was reused meanwhile is looked up once more."""
+        results = [GetResult.MISS] * len(batch.sizes)
         placed, stale = self._index.locate(batch.keys, self._oldest())
-        elsewhere = self._read(batch, placed, results)
+        elsewhere = self._read_placed(batch, placed, results)
         if elsewhere:
             placed, also_stale = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
-            self._read(batch, replace(placed, positions=np.array(elsewhere)[placed.positions]), results)
+            self._read_placed(batch, replace(placed, positions=np.array(elsewhere)[placed.positions]), results)
             stale = stale or also_stale
         hits: Sequence[bytes] = batch.keys
         count = results.count(GetResult.HIT)
@@ -200,8 +175,9 @@ class SlabStore:
             hits = [key for key, result in zip(hits, results, strict=True) if result is GetResult.HIT]
         if count:
             self._touches.note(identity_of(hits), count, hits if stale else ())
+        return results
 
-    def _read(self, batch: PageBatch, placed: Placed, results: list[GetResult]) -> list[int]:
+    def _read_placed(self, batch: PageBatch, placed: Placed, results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
         doubtful: list[tuple[Located, str]] = []
         known = placed.known.length
@@ -283,8 +259,8 @@ class SlabStore:
 
         removed = self._index.change(remove)
         if removed:
-            self._metrics.add("corrupt", reason)
-            logger.warning("tier %s: page %s was bad (%s) and is removed", self._name, key.hex(), reason)
+            self.metrics.add("corrupt", reason)
+            logger.warning("tier %s: page %s was bad (%s) and is removed", self.name, key.hex(), reason)
         return bool(removed)
 
     def _write_touches(self) -> bool:
@@ -302,25 +278,16 @@ class SlabStore:
 
     # -- presence --------------------------------------------------------------------------------------------------
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._calls:
-            return self._index.contains(keys, self._oldest())
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._index.contains(keys, self._oldest())
 
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        with self._calls:
-            return self._index.count_leading(keys, self._oldest())
+    def _lead(self, keys: Sequence[bytes]) -> int:
+        return self._index.count_leading(keys, self._oldest())
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        results = [SetResult.REJECTED] * len(batch.sizes)
-        with self._calls:
-            self._set(batch, results)
-        self._metrics.add_many("set", counted(results))
-        self._metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
-        return results
-
-    def _set(self, batch: PageBatch, results: list[SetResult]) -> None:
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        results = [SetResult.REJECTED] * len(batch)
         placed, stale = self._index.locate(batch.keys, self._oldest())
         known = placed.positions.tolist()
         for position in known:
@@ -333,6 +300,7 @@ class SlabStore:
             self._set_portion(batch, portion, results)
         if missing:
             self._room.make_up_for_index()
+        return results
 
     def _portions(self, batch: PageBatch, positions: list[int]) -> list[list[int]]:
         """Cut so that no portion can evict its own pages or leave none to the others."""
@@ -366,7 +334,7 @@ class SlabStore:
         portion = self._directory.index.next_portion()
         places = self._room.take(wanted, portion)
         counts = {slot_size: of_size.shape[1] for slot_size, of_size in places.items()}
-        self._metrics.add("rejected", "capacity", len(positions) - sum(counts.values()))
+        self.metrics.add("rejected", "capacity", len(positions) - sum(counts.values()))
         if not any(counts.values()):
             return
         taken = Placed.joined(
@@ -439,24 +407,11 @@ class SlabStore:
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
-    def remove(self, keys: Sequence[bytes]) -> int:
-        with self._calls:
-            return self._index.change(lambda change: sum(change.remove(key) for key in keys)) or 0
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        return self._index.change(lambda change: sum(change.remove(key) for key in keys)) or 0
 
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Puts the pages out of reach at once; their slots are freed in the background."""
-        with self._calls:
-            cleared = self._clear(digests)
-            if cleared:
-                try:
-                    self._cleaners.start(lambda: self._finish_clearing(cleared))
-                except RuntimeError:
-                    # No thread to be had: better slow than never.
-                    self._finish_clearing(cleared)
-        return len(cleared)
-
-    def _clear(self, digests: Sequence[bytes] | None) -> list[bytes]:
-        """The identities that had pages."""
+    def _clear(self, digests: Sequence[bytes] | None) -> int:
+        """Puts the pages out of reach at once, for everybody; their slots are freed in the background."""
 
         def clear(change: IndexChange) -> list[bytes]:
             return [digest for digest in (change.identities() if digests is None else digests) if change.clear(digest)]
@@ -467,7 +422,9 @@ class SlabStore:
                 self._directory.note_cleared(digest)
             except OSError as error:
                 self._count_error(error)
-        return cleared
+        if cleared:
+            self._clearing.clear(cleared, lambda _: self._finish_clearing(cleared))
+        return len(cleared)
 
     def _finish_clearing(self, cleared: Sequence[bytes]) -> None:
         for digest in cleared:
@@ -489,7 +446,7 @@ class SlabStore:
                     removed += change.remove_expired(expired, oldest)
             # Others want the interpreter, too.
             loop.rest(0.001)
-        self._metrics.add("evicted", "ttl", removed)
+        self.metrics.add("evicted", "ttl", removed)
         return removed
 
     # -- helpers ---------------------------------------------------------------------------------------------------
@@ -529,7 +486,7 @@ class SlabStore:
         return list(failed)
 
     def _count_error(self, error: OSError) -> None:
-        self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+        self.count_error(error)
         self._trouble(error)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hicache_ext.bench.harness import Panel, Table, number
-from hicache_ext.bench.kernel_gpu import PEAK, Interference, Pipeline, Rate
-from hicache_ext.bench.kernel_submit import SubmitCost
+from benchmarks.kernels.gpu import PEAK, Interference, Pipeline, Rate
+from benchmarks.kernels.submit import SubmitCost
+from hicache_ext.bench.report import Panel, PlotPoint, Table, number, plot_point
 from hicache_ext.config.units import format_size
 from hicache_ext.kernels.engine import Direction
 
@@ -144,49 +144,32 @@ def panels(results: KernelResults) -> list[Panel]:
                 of_size[rate.segment_bytes] = max(rate.bytes_per_second, of_size.get(rate.segment_bytes, 0.0))
         if best:
             lines = {
-                name: [_point(format_size(size), value / 1e9) for size, value in sorted(sizes.items())]
+                name: [plot_point(format_size(size), value / 1e9) for size, value in sorted(sizes.items())]
                 for name, sizes in best.items()
             }
             found.append(Panel(f"{direction}: best of all N", "segment", "GB/s", lines))
     for work in dict.fromkeys(found_.work for found_ in results.interferences):
         here = sorted((one for one in results.interferences if one.work == work), key=lambda one: one.bytes_per_second)
-        slowed: dict[str, list[tuple[str, float, float, float]]] = {}
+        slowed: dict[str, list[PlotPoint]] = {}
         for one in here:
-            place = _point(_gb(one.bytes_per_second), max(0.0, one.slow_down * 100))
+            place = plot_point(_gb(one.bytes_per_second), max(0.0, one.slow_down * 100))
             slowed.setdefault(f"{one.contender}, {one.direction}", []).append(place)
         found.append(Panel(f"beside copies: {work}", "GB/s of copies", "slower by, %", slowed))
     if results.submits:
-        costs: dict[str, list[tuple[str, float, float, float]]] = {}
+        costs: dict[str, list[PlotPoint]] = {}
         for cost in results.submits:
             if cost.engine != "Python loop":
-                costs.setdefault(cost.engine, []).append(_point(cost.case.layout, cost.load_us))
+                costs.setdefault(cost.engine, []).append(plot_point(cost.case.layout, cost.load_us))
         found.append(Panel("CPU submit cost of a load", "layout", "us", costs))
     return found
 
 
-def markdown(document: Mapping[str, Any], results: KernelResults, command: str) -> str:
-    """A page for docs/benchmarks; ``command`` is the command line without paths."""
-    machine, gpu = document["machine"], document["gpu"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
-    lines = [
-        "# Copy engines benchmark",
-        "",
-        f"{document['date'][:10]}; {machine['cpus']} CPUs ({machine['cpu_model']}), {machine['memory_bytes'] >> 30} GiB"
-        f" of memory, kernel {machine['kernel']}, Python {machine['python']}; {versions}.",
-        "",
-    ]
-    if gpu:
-        lines += [f"GPU: {gpu['gpu']}, driver {gpu['driver']}, CUDA {gpu['cuda']}.", ""]
-    else:
-        lines += [f"**{OUTSTANDING}**", ""]
-    lines += [f"    {command}", "", _METHOD.format(**document["settings"])]
-    if gpu:
-        lines += [_GPU_METHOD]
-    return "\n".join([*lines, *(f"{table.markdown()}\n" for table in tables(results))])
-
-
-def _point(name: str, value: float) -> tuple[str, float, float, float]:
-    return name, value, value, value
+def method(settings: Mapping[str, Any], gpu: Mapping[str, Any] | None) -> str:
+    """How it was measured, and on which GPU."""
+    if gpu is None:
+        return f"**{OUTSTANDING}**\n\n{_METHOD.format(**settings)}"
+    facts = f"GPU: {gpu['gpu']}, driver {gpu['driver']}, CUDA {gpu['cuda']}."
+    return f"{facts}\n\n{_METHOD.format(**settings)}{_GPU_METHOD}"
 
 
 def _gb(bytes_per_second: float) -> str:

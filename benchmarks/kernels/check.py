@@ -1,4 +1,4 @@
-"""A reduced check that every engine moves the right bytes, on whatever this machine has; part of the kernel benchmark.
+"""A reduced check that every engine moves the right bytes, on whatever this machine has.
 
 Without a GPU the DMA engines talk to a stand-in of the driver and Triton is interpreted.
 """

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hicache_ext.bench.kernel_calibrate import driver_version
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine
 from hicache_ext.kernels.cuda_driver import open_driver
@@ -87,16 +88,6 @@ def gpu_facts() -> dict[str, Any]:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
     }
-
-
-def driver_version() -> str:
-    """Of the kernel module, or "unknown"."""
-    try:
-        with open("/proc/driver/nvidia/version") as file:
-            words = file.readline().split()
-    except OSError:
-        return "unknown"
-    return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
 
 
 def engines(programs: Sequence[int] = TRITON_PROGRAMS) -> Iterator[tuple[str, CopyEngine]]:

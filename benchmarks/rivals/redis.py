@@ -1,0 +1,121 @@
+"""Redis: redis-py, and bare sockets that show what the server can do."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import queue
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.rivals.ours import ours, package
+from hicache_ext.bench.pool_measuring import Contender, Engine, Pages
+from hicache_ext.errors import BenchmarkError
+from hicache_ext.runtime.vectored import IOV_MAX, after
+from tests.rigs.redis_servers import RedisServer, redis_program
+
+REDIS_CONNECTIONS = 4
+"""Of the bare sockets: the default of the tier."""
+
+
+def redis_servers() -> Engine:
+    return Engine(
+        "redis",
+        lambda directory: RedisServer(directory / "redis"),
+        (
+            ours("redis", lambda server: {"url": server.url}),
+            Contender("redis-py, MGET and pipelined SET", RedisPy, missing=package("redis")),
+            Contender("bare sockets, the server's limit", BareSockets, floor=True),
+        ),
+        missing="missing: redis-server" if redis_program() is None else None,
+    )
+
+
+class RedisPy:
+    """redis-py: its connection pool gives each thread a connection."""
+
+    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+        redis: Any = importlib.import_module("redis")
+        self._client: Any = redis.Redis(port=server.port)
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for position, key in enumerate(keys):
+                pipeline.set(key, pages.sources[position].data)
+            return sum(bool(answer) for answer in pipeline.execute())
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        pages.received = self._client.mget(keys)
+        return sum(page is not None for page in pages.received or ())
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._client.delete(*keys)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class BareSockets:
+    """What the server takes and gives at most: as many connections as ours has, and no look at what comes back."""
+
+    def __init__(self, server: Any, memory: Sequence[Pages]) -> None:
+        self._idle: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(REDIS_CONNECTIONS)]
+        for connection in self._connections:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._idle.put(connection)
+        self._threads = ThreadPoolExecutor(REDIS_CONNECTIONS)
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        def write(connection: socket.socket, share: Sequence[int]) -> None:
+            buffers: list[memoryview] = []
+            for number in share:
+                key = keys[number]
+                head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, pages.payload)
+                buffers += [memoryview(head), pages.sources[number].data, memoryview(b"\r\n")]
+            while buffers:
+                buffers = after(buffers, connection.sendmsg(buffers[:IOV_MAX]))
+            _fill(connection, [memoryview(bytearray(len(b"+OK\r\n") * len(share)))])
+
+        return self._shared(len(keys), write)
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        def read(connection: socket.socket, share: Sequence[int]) -> None:
+            requests = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(keys[number]), keys[number]) for number in share]
+            connection.sendall(b"".join(requests))
+            head, end = memoryview(bytearray(len(b"$%d\r\n" % pages.payload))), memoryview(bytearray(2))
+            _fill(connection, [part for number in share for part in (head, pages.targets[number].data, end)])
+
+        return self._shared(len(keys), read)
+
+    def _shared(self, count: int, work: Callable[[socket.socket, Sequence[int]], None]) -> int:
+        """``work`` for ``count`` pages, an equal share of them on each connection."""
+
+        def use_one(share: Sequence[int]) -> None:
+            connection = self._idle.get()
+            work(connection, share)
+            self._idle.put(connection)
+
+        cuts = [count * number // REDIS_CONNECTIONS for number in range(REDIS_CONNECTIONS + 1)]
+        list(self._threads.map(use_one, (range(a, b) for a, b in itertools.pairwise(cuts) if a < b)))
+        return count
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        words = b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
+        self._connections[0].sendall(b"*%d\r\n$3\r\nDEL\r\n%b" % (len(keys) + 1, words))
+        _fill(self._connections[0], [memoryview(bytearray(len(b":%d\r\n" % len(keys))))])
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for connection in self._connections:
+            connection.close()
+
+
+def _fill(connection: socket.socket, buffers: list[memoryview]) -> None:
+    while buffers:
+        received = connection.recvmsg_into(buffers[:IOV_MAX])[0]
+        if not received:
+            raise BenchmarkError("bare sockets: the server closed the connection")
+        buffers = after(buffers, received)

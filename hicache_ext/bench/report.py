@@ -1,0 +1,247 @@
+"""What a benchmark says: tables on the terminal, all figures as JSON, a page of Markdown, diagrams."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.packages import need
+from hicache_ext.runtime.file_systems import file_system_of
+
+# -- the arguments that name files to write ----------------------------------------------------------------------------
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", type=_plot_file, metavar="FILE.png", help="draw it (needs matplotlib)")
+    parser.add_argument(
+        "--markdown", type=new_file, metavar="FILE", help="write the tables, without paths of this machine"
+    )
+
+
+def new_file(text: str) -> Path:
+    """An argument that names a file to write. Looked at before anything is measured, and not when it is over."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory")
+    return path
+
+
+def _plot_file(text: str) -> Path:
+    need("matplotlib")
+    return new_file(text)
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+# -- tables and diagrams -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table with a title; the first column is left-aligned, the others right."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def text(self) -> str:
+        widths = [max(len(row[column]) for row in (self.headers, *self.rows)) for column in range(len(self.headers))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (self.headers, tuple("-" * width for width in widths), *self.rows)
+        ]
+        return "\n".join([self.title, *lines])
+
+    def markdown(self) -> str:
+        rule = ("---", *("---:" for _ in self.headers[1:]))
+        lines = ["| " + " | ".join(row) + " |" for row in (self.headers, rule, *self.rows)]
+        return "\n".join([f"### {self.title}", "", *lines])
+
+
+def number(value: float) -> str:
+    """Three digits that mean something."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+PlotPoint = tuple[str, float, float, float]
+"""x, y, lower y, upper y."""
+
+
+def plot_point(x: str, y: float) -> PlotPoint:
+    """A point without scatter."""
+    return x, y, y, y
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One diagram, a line for each contender."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[PlotPoint]]
+
+
+def can_plot() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw ``panels`` into one PNG, a colour per contender; the x values are names, in the order they come."""
+    # Not import statements: the type checker must accept them with and without the package.
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(5.2 * columns, 3.8 * rows), squeeze=False)
+    contenders = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    colours = {name: f"C{index % 10}" for index, name in enumerate(contenders)}
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        for name, points in panel.lines.items():
+            middle = [point[1] for point in points]
+            errors = [[y - low for _, y, low, _ in points], [high - y for _, y, _, high in points]]
+            axis.errorbar(
+                [x for x, *_ in points], middle, yerr=errors, marker="o", capsize=2, label=name, color=colours[name]
+            )
+        axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0, None))
+        axis.grid(alpha=0.3)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_axis_off()
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=min(5, len(handles) or 1))
+    figure.tight_layout(rect=(0, 0.06 if rows > 1 else 0.12, 1, 1))
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+# -- the whole report --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run of the benchmark ``name``, whose page is called ``title``."""
+
+    name: str
+    title: str
+    machine: Mapping[str, Any]
+    """See ``machine_facts``."""
+    figures: Mapping[str, Any]
+    """What the JSON file holds besides the name, the date, the command line and the machine."""
+    tables: Sequence[Table]
+    panels: Sequence[Panel]
+    method: str = ""
+    """How it was measured, for the page."""
+    notes: Sequence[str] = ()
+
+    def show(self) -> None:
+        for table in self.tables:
+            print(f"\n{table.text()}")
+
+    def write(self, arguments: argparse.Namespace, hidden: Mapping[Path, str] | None = None) -> None:
+        """Write what ``add_output_arguments`` asked for. The page names neither these files nor what is ``hidden``."""
+        if arguments.json:
+            document = {"benchmark": self.name, "date": today(), "command": command_line(), "machine": self.machine}
+            write_json(arguments.json, {**document, **self.figures})
+        if arguments.markdown:
+            given = {arguments.json: "FILE.json", arguments.plot: "FILE.png", arguments.markdown: "FILE.md"}
+            replaced = {**(hidden or {}), **{path: name for path, name in given.items() if path is not None}}
+            arguments.markdown.write_text(self.markdown(command_line(hidden=replaced)))
+        if arguments.plot:
+            plot(arguments.plot, self.panels)
+
+    def markdown(self, command: str) -> str:
+        """A page for docs/benchmarks; ``command`` is the command line without paths."""
+        machine = self.machine
+        versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
+        lines = [
+            f"# {self.title}",
+            "",
+            f"{today()[:10]}; {machine['cpus']} CPUs ({machine['cpu_model']}), {machine['memory_bytes'] >> 30} GiB of"
+            f" memory, {machine['file_system']}, kernel {machine['kernel']}, Python {machine['python']}; {versions}.",
+            "",
+            f"    {command}",
+            "",
+            self.method,
+            *(f"- {note}" for note in self.notes),
+            "",
+            *(f"{table.markdown()}\n" for table in self.tables),
+        ]
+        return "\n".join(lines)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def machine_facts(directory: Path, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What a reader must know to judge the figures; no names and no paths of the machine."""
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu_model": _cpu_model(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "file_system": file_system_of(directory).type,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in packages},
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def command_line(words: Sequence[str] | None = None, hidden: Mapping[Path, str] | None = None) -> str:
+    """The command line of this process; each path in ``hidden`` replaced by its word, for what is published."""
+    program, *given = sys.argv if words is None else words
+    replaced = [Path(program).name]
+    for word in given:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        replaced.append(option + equals + (hidden or {}).get(Path(value), value))
+    return shlex.join(replaced)

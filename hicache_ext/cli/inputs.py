@@ -1,0 +1,61 @@
+"""What commands read: prompts, and what a request has beside its tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.errors import ConfigError
+from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--extra-key``, ``--cache-salt`` and ``--adapter``."""
+    parser.add_argument("--extra-key", metavar="TEXT", help="the requests' extra_key, where they have one")
+    parser.add_argument("--cache-salt", metavar="TEXT", help="the requests' cache_salt, where they have one")
+    parser.add_argument(
+        "--adapter", metavar="DIGEST", help="of the requests' LoRA adapter: the server logs it when it loads one"
+    )
+
+
+def seed_of(arguments: argparse.Namespace) -> bytes:
+    """The seed of the chain of page hashes. Raises ConfigError."""
+    adapter = arguments.adapter or ""
+    if adapter and not _DIGEST.fullmatch(adapter):
+        raise ConfigError("--adapter", f"{adapter!r} is not an adapter digest", "32 hexadecimal digits")
+    return namespace_seed(namespaced_extra_key(arguments.extra_key, adapter), arguments.cache_salt)
+
+
+def read_input(file: str, key: str) -> str:
+    """The text of a file, or of standard input for "-". Raises ConfigError naming ``key``."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text()
+    except UnicodeDecodeError:
+        raise ConfigError(key, f"{file!r} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(key, f"{file!r} cannot be read: {error.strerror or error}") from None
+
+
+def parse_tokens(text: str, key: str) -> list[list[int]]:
+    """The prompts in a text: JSON (a list, or a list of lists) or bare numbers. Raises ConfigError naming ``key``."""
+    allowed = "token ids: numbers with blanks or commas between them, a JSON list, or a JSON list of lists"
+    stripped = text.strip()
+    if not stripped:
+        raise ConfigError(key, "the file is empty", allowed)
+    try:
+        if not stripped.startswith("["):
+            return [[int(word) for word in stripped.replace(",", " ").split()]]
+        value = json.loads(stripped)
+    except ValueError:
+        raise ConfigError(key, "not a list of token ids", allowed) from None
+    prompts: list[Any] = value if value and all(isinstance(item, list) for item in value) else [value]
+    for prompt in prompts:
+        if not prompt or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            raise ConfigError(key, "not a list of token ids", allowed)
+    return prompts
