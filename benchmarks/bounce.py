@@ -23,7 +23,6 @@ from hicache_ext.config import format_size, parse_size
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.guards.composition import GuardPlan, guarded
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.testing.conformance.pages import page_keys
 
 _PAGES = 64
 _SEGMENTS = 2
@@ -69,7 +68,7 @@ def _measure(directory: Path, size: int, rounds: int) -> dict[str, float | str]:
         "bounced": guarded(PageFileStore("bounced", directory / "bounced", capacity=None), _PLAN),
     }
     seconds: dict[str, list[float]] = {}
-    keys = page_keys(_PAGES)
+    keys = [number.to_bytes(48, "big") for number in range(1, _PAGES + 1)]
     batch = PageBatch(keys, buffers)
 
     def timed(name: str, work: Callable[[], object]) -> None:

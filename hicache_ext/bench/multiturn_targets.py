@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import http.client
 import itertools
-import json
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from hicache_ext.bench.multiturn_workload import Conversation
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import BenchmarkError, ServerError
+from hicache_ext.testing.client import Generation, SglangClient
 
 _TIMEOUT = 600.0
 
@@ -61,7 +60,7 @@ class Endpoint(Target):
 
     def __init__(self, name: str, url: str, api: str, model: str = "default") -> None:
         self.name = name
-        self._url = url.rstrip("/")
+        self._client = SglangClient(url)
         self._ask = {"generate": self._generate, "openai": self._complete}[api]
         self._model = model
 
@@ -69,10 +68,11 @@ class Endpoint(Target):
         return self._ask(conversation, tokens)
 
     def flush(self) -> None:
-        _post(f"{self._url}/flush_cache?timeout=60", None).close()
+        with _one_sentence(self._client.url):
+            self._client.flush_cache(60)
 
     def _generate(self, conversation: Conversation, tokens: int) -> Answer:
-        return generate(self._url, conversation.tokens, tokens, {})
+        return _generated(self._client, conversation, tokens)
 
     def _complete(self, conversation: Conversation, tokens: int) -> Answer:
         body = {
@@ -87,12 +87,12 @@ class Endpoint(Target):
         text, first = "", None
         usage: dict[str, Any] = {}
         started = time.monotonic()
-        for event in _events(f"{self._url}/v1/completions", body):
-            for choice in event.get("choices", ()):
-                text += choice.get("text", "")
+        with _one_sentence(f"{self._client.url}/v1/completions"):
+            for event in self._client.events("/v1/completions", body, _TIMEOUT):
+                text += "".join(choice.get("text", "") for choice in event.get("choices", ()))
                 if text and first is None:
                     first = time.monotonic() - started
-            usage = event.get("usage") or usage
+                usage = event.get("usage") or usage
         total = time.monotonic() - started
         details = usage.get("prompt_tokens_details") or {}
         return Answer(
@@ -111,8 +111,7 @@ class RunningPair(Target):
 
     def __init__(self, name: str, prefill_url: str, decode_url: str, bootstrap_host: str, bootstrap_port: int) -> None:
         self.name = name
-        self._prefill = prefill_url.rstrip("/")
-        self._decode = decode_url.rstrip("/")
+        self._prefill, self._decode = SglangClient(prefill_url), SglangClient(decode_url)
         self._meeting = {"bootstrap_host": bootstrap_host, "bootstrap_port": bootstrap_port}
         self._rooms = itertools.count(time.time_ns() % 2**40)
 
@@ -120,67 +119,44 @@ class RunningPair(Target):
         meeting = {**self._meeting, "bootstrap_room": next(self._rooms)}
         prefilled: list[Answer] = []
         prefilling = threading.Thread(
-            target=lambda: prefilled.append(generate(self._prefill, conversation.tokens, tokens, meeting))
+            target=lambda: prefilled.append(_generated(self._prefill, conversation, tokens, **meeting))
         )
         prefilling.start()
-        answer = generate(self._decode, conversation.tokens, tokens, meeting)
+        answer = _generated(self._decode, conversation, tokens, **meeting)
         prefilling.join()
         if not prefilled:
             raise BenchmarkError(f"{self.name}: the prefill node did not answer")
         return replace(answer, cached=prefilled[0].cached)
 
     def flush(self) -> None:
-        _post(f"{self._prefill}/flush_cache?timeout=60", None).close()
+        with _one_sentence(self._prefill.url):
+            self._prefill.flush_cache(60)
 
 
-def generate(url: str, tokens: list[int], count: int, body: Mapping[str, Any]) -> Answer:
-    """One streamed, greedy answer of SGLang's ``/generate``."""
-    request = {
-        "input_ids": tokens,
-        "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
-        "stream": True,
-        **body,
-    }
-    first: float | None = None
-    last: dict[str, Any] = {}
-    started = time.monotonic()
-    for last in _events(f"{url}/generate", request):
-        if first is None and last.get("output_ids"):
-            first = time.monotonic() - started
-    total = time.monotonic() - started
-    meta = last.get("meta_info")
-    if not meta or "prompt_tokens" not in meta:
-        raise BenchmarkError(f"{url} gave no complete answer: {str(last)[:300]}")
-    details = meta.get("cached_tokens_details") or {"unknown": meta.get("cached_tokens", 0)}
+def answer_of(generation: Generation) -> Answer:
+    details = generation.meta_info.get("cached_tokens_details") or {"unknown": generation.cached_tokens}
     return Answer(
-        total if first is None else first,
-        total,
-        tuple(last.get("output_ids", ())),
-        last.get("text", ""),
-        meta["prompt_tokens"],
-        meta.get("completion_tokens", 0),
+        generation.time_to_first_token,
+        generation.total_time,
+        generation.output_ids,
+        generation.text,
+        generation.prompt_tokens,
+        generation.meta_info.get("completion_tokens", 0),
         {source: count for source, count in details.items() if isinstance(count, int)},
     )
 
 
-def _events(url: str, body: Mapping[str, Any]) -> Any:
-    with _post(url, body) as response:
-        for line in response:
-            data = line.strip().removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data != b"[DONE]":
-                yield json.loads(data)
+def _generated(client: SglangClient, conversation: Conversation, tokens: int, **body: Any) -> Answer:
+    with _one_sentence(f"{client.url}/generate"):
+        sampling = {"ignore_eos": True}
+        return answer_of(client.generate(conversation.tokens, tokens, sampling=sampling, timeout=_TIMEOUT, **body))
 
 
-def _post(url: str, body: Mapping[str, Any] | None) -> Any:
+@contextmanager
+def _one_sentence(url: str) -> Iterator[None]:
     try:
-        request = urllib.request.Request(
-            url,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-            method="POST",
-        )
-        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_TIMEOUT)
-    except urllib.error.HTTPError as error:
-        raise BenchmarkError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from error
+        yield
+    except ServerError as error:
+        raise BenchmarkError(f"{url}: {error}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise BenchmarkError(f"{url} cannot be reached: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,7 +36,9 @@ time. What was read is compared byte for byte outside the timed part. CPU is thi
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("config", metavar="CONFIG", help="a configuration; its tiers are written to and cleaned again")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="a configuration; its tiers are written to and cleaned again"
+    )
     parser.add_argument(
         "--tier", action="append", metavar="NAME", help="may be repeated (default: all that are not of type file)"
     )
@@ -102,6 +104,7 @@ class Settings:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the tiers of the configuration beside each other; see ``compare``."""
+    # A path: an inline configuration would stand, secrets and all, in the command line that a report holds.
     tiers = load_config(arguments.config).tiers
     for name in arguments.tier or ():
         if name not in tiers:
@@ -114,12 +117,19 @@ def run(arguments: argparse.Namespace) -> int:
         return lambda place, memory: OurClient(open_tier(name, tiers[name]))
 
     contenders = tuple(Contender(f"{name} ({tiers[name].type})", opener(name), ours=True) for name in chosen)
-    return compare(arguments, [Engine("tiers", lambda directory: nullcontext(), contenders)])
+    engine = Engine("tiers", lambda directory: nullcontext(), contenders)
+    return compare(arguments, [engine], hidden={arguments.config: "CONFIG"})
 
 
-def compare(arguments: argparse.Namespace, engines: Sequence[Engine], method: str = "") -> int:
+def compare(
+    arguments: argparse.Namespace,
+    engines: Sequence[Engine],
+    method: str = "",
+    hidden: Mapping[Path, str] | None = None,
+) -> int:
     """Measure, print, write; 0, or 1 when nothing could be measured, or a contender failed or answered wrongly (it then
-    has no figures). ``method`` is what the page says of the contenders."""
+    has no figures). ``method`` is what the page says of the contenders, ``hidden`` the paths
+    that it does not name."""
     settings = Settings.of(arguments)
     machine = machine_facts(Path.cwd(), _PACKAGES)
     started = time.monotonic()
@@ -150,7 +160,7 @@ def compare(arguments: argparse.Namespace, engines: Sequence[Engine], method: st
         results.remarks(),
     )
     report.show()
-    report.write(arguments)
+    report.write(arguments, hidden)
     return results.print_end(time.monotonic() - started)
 
 

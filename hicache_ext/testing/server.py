@@ -23,15 +23,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hicache_ext.errors import ServerError
+from hicache_ext.testing.client import SglangClient
 
 _HOST = "127.0.0.1"
 # Below the range Linux takes the source ports of outgoing connections from, so that no client grabs a port between
@@ -44,31 +42,7 @@ _handed_out_ports: dict[int, socket.socket] = {}
 _ports_lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class CachedTokens:
-    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any."""
-
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-    storage_backend: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One answer of ``/generate``. Times are seconds from sending the request to the first token and to the end."""
-
-    text: str
-    output_ids: tuple[int, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    cached: CachedTokens
-    time_to_first_token: float
-    total_time: float
-    meta_info: Mapping[str, Any] = field(repr=False)
-
-
-class SglangServer:
+class SglangServer(SglangClient):
     """One SGLang server process tree.
 
     A subclass may put ``command_prefix`` in front of its command.
@@ -89,7 +63,7 @@ class SglangServer:
         environment: added to this process's environment.
         start_timeout, stop_timeout: seconds.
 
-    One thread at a time may start and stop; ``generate`` may be called from several.
+    One thread at a time may start and stop; any number may ask (client.py).
     """
 
     command_prefix: Sequence[str] = ()
@@ -115,6 +89,7 @@ class SglangServer:
     ) -> None:
         self.log_file = Path(log_file)
         self.port = free_port()
+        super().__init__(f"http://{_HOST}:{self.port}")
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
         self._environment = dict(environment or {})
@@ -138,11 +113,6 @@ class SglangServer:
                 inline = extra_config if isinstance(extra_config, str) else json.dumps(dict(extra_config))
                 self.arguments += ["--hicache-storage-backend-extra-config", inline]
         self.arguments += extra_arguments
-
-    @property
-    def url(self) -> str:
-        """Base URL, without a slash at the end."""
-        return f"http://{_HOST}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -177,94 +147,6 @@ class SglangServer:
         except BaseException:
             self.kill()
             raise
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int = 16,
-        *,
-        sampling: Mapping[str, Any] | None = None,
-        timeout: float = 240,
-        **body: Any,
-    ) -> Generation:
-        """One greedy completion of a text or of token ids, streamed to measure the time to the first token.
-
-        ``sampling`` adds to the sampling parameters and ``body`` to the request (``bootstrap_room`` and the like).
-        Raises :class:`ServerError` when the server refuses or dies while it answers, ``OSError`` when it is gone.
-        """
-        request = {
-            **({"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}),
-            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **(sampling or {})},
-            "stream": True,
-            **body,
-        }
-        start = time.monotonic()
-        first_token: float | None = None
-        last: dict[str, Any] = {}
-        complete = False
-        with self._open("POST", "/generate", request, timeout) as response:
-            for line in response:
-                if line.strip() == b"data: [DONE]":
-                    complete = True
-                    break
-                if not line.startswith(b"data:"):
-                    continue
-                last = json.loads(line[len(b"data:") :])
-                if "error" in last:
-                    raise ServerError(f"/generate failed: {last['error']}")
-                if first_token is None and last.get("output_ids"):
-                    first_token = time.monotonic() - start
-        total = time.monotonic() - start
-        if not complete:
-            # http.client takes a connection that broke between two chunks for the end of the answer.
-            raise ServerError(f"the answer to /generate broke off: the server died\n{self.log_tail()}")
-        meta = last["meta_info"]
-        if "prompt_tokens" not in meta:
-            raise ServerError(f"/generate was cut off before it began: {meta.get('finish_reason')}")
-        details = meta.get("cached_tokens_details") or {}
-        return Generation(
-            text=last["text"],
-            output_ids=tuple(last["output_ids"]),
-            prompt_tokens=meta["prompt_tokens"],
-            cached_tokens=meta["cached_tokens"],
-            cached=CachedTokens(
-                device=details.get("device", 0),
-                host=details.get("host", 0),
-                storage=details.get("storage", 0),
-                storage_backend=details.get("storage_backend"),
-            ),
-            time_to_first_token=total if first_token is None else first_token,
-            total_time=total,
-            meta_info=meta,
-        )
-
-    def flush_cache(self, timeout: float = 60) -> None:
-        """Empty L1 and L2, after every running request, host copy and storage write is done.
-
-        The wait is SGLang's own (``/flush_cache?timeout=``): it is idle only when its lists of ongoing write-throughs,
-        load-backs, prefetches and backups are empty, so nothing on its way to storage is lost.
-        Raises :class:`ServerError` if that takes longer than ``timeout`` seconds.
-        """
-        with self._open("POST", f"/flush_cache?timeout={timeout}", None, timeout + 30):
-            pass
-
-    def get(self, path: str, timeout: float = 30) -> str:
-        """Body of a GET request, for instance of ``/server_info`` or ``/metrics``."""
-        with self._open("GET", path, None, timeout) as response:
-            return str(response.read(), "utf-8", "replace")
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = 60,
-    ) -> str:
-        """Body of the answer to any request, for instance POST to ``/update_weights_from_disk``."""
-        with self._open(method, path, body, timeout, headers) as response:
-            return str(response.read(), "utf-8", "replace")
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
         """The last lines of the log."""
@@ -322,30 +204,6 @@ class SglangServer:
             if time.monotonic() > deadline:
                 raise ServerError(f"the server was not ready after {self._start_timeout:g} s:\n{self.log_tail()}")
             time.sleep(0.1)
-
-    def _open(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        timeout: float,
-        headers: Mapping[str, str] | None = None,
-    ) -> Any:
-        request = urllib.request.Request(
-            self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", **(headers or {})},
-            method=method,
-        )
-        try:
-            # Proxies of the environment are not for this machine's own servers.
-            return self._opener().open(request, timeout=timeout)
-        except urllib.error.HTTPError as error:
-            answer = error.read().decode(errors="replace")
-            raise ServerError(f"{method} {path} answered {error.code}: {answer}\n{self.log_tail()}") from error
-
-    def _opener(self) -> urllib.request.OpenerDirector:
-        return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def free_port() -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -41,3 +43,21 @@ def test_a_feature_without_a_hook_is_told_in_one_sentence(monkeypatch: pytest.Mo
 def test_a_target_that_this_sglang_lacks_is_not_in_force() -> None:
     assert not hooks._is_hooked("sglang.srt.no_such_module.Thing.call")
     assert not hooks._is_hooked("sglang.srt.managers.scheduler.Scheduler.no_such_call")
+
+
+AS_A_SERVER_STARTS = """
+import sys
+from hicache_ext.sglang import hooks
+assert "sglang" not in sys.modules  # the rig prepares the process between our import and SGLang's
+from hicache_ext.testing.sglang_cpu import install_mends
+install_mends()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+print(list(hooks.not_in_force().values()))
+"""
+
+
+@pytest.mark.slow
+def test_sglang_takes_every_hook_when_it_loads_its_plugins() -> None:
+    run = subprocess.run([sys.executable, "-c", AS_A_SERVER_STARTS], capture_output=True, text=True, timeout=300)
+    assert run.stdout.splitlines()[-1:] == ["[]"], run.stderr[-2000:]

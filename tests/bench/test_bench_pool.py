@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -181,9 +182,14 @@ def a_configuration(directory: Path) -> Path:
     return file
 
 
-def test_the_tiers_of_a_configuration_are_measured_and_left_as_they_were(tmp_path: Path) -> None:
-    file, figures = a_configuration(tmp_path), tmp_path / "pool.json"
-    assert main(["bench", "pool", str(file), "--tier", "pool", "--quick", "--json", str(figures)]) == 0
+def test_the_tiers_of_a_configuration_are_measured_and_left_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, figures, page = a_configuration(tmp_path), tmp_path / "pool.json", tmp_path / "pool.md"
+    words = ["bench", "pool", str(file), "--tier", "pool", "--quick", "--json", str(figures), "--markdown", str(page)]
+    monkeypatch.setattr(sys, "argv", ["hicache-ext", *words])
+    assert main(words) == 0
+    assert "bench pool CONFIG" in page.read_text() and str(tmp_path) not in page.read_text()
     found = json.loads(figures.read_text())["results"]
     assert {(entry["contender"], entry["mode"]) for entry in found} == {
         ("pool (file)", "write"),

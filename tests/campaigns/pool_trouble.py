@@ -32,7 +32,8 @@ from hicache_ext.cli.stats_command import Samples, read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.tier import READ_TIMEOUT
 from hicache_ext.runtime.signals import terminated_in_order
-from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.client import Generation
+from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.campaigns.pool_trouble_report import write_report
 from tests.rigs.redis_servers import RedisServer

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.client import Generation
+from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 
 

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from hicache_ext.errors import ServerError
-from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.client import Generation
+from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
 

@@ -16,7 +16,8 @@ from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import Samples, read_samples
 from hicache_ext.storage.contract.registry import series_of_type
 from hicache_ext.storage.contract.reports import OF_EVERY_TIER, UNKNOWN
-from hicache_ext.testing.server import Generation, SglangServer, free_port
+from hicache_ext.testing.client import Generation
+from hicache_ext.testing.server import SglangServer, free_port
 from tests.e2e.conftest import file_tier_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

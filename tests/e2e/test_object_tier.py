@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.client import Generation
+from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import restored_by
 from tests.rigs.s3_server import S3Server, missing_s3_server
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.client import Generation
+from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import restored_by
 from tests.rigs.redis_servers import RedisCluster, RedisServer, redis_program
 

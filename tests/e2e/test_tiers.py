@@ -14,8 +14,9 @@ import yaml
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page.hashes import page_hashes
+from hicache_ext.testing.client import Generation
 from hicache_ext.testing.conformance.second_reader import read_page_object
-from hicache_ext.testing.server import Generation, SglangServer
+from hicache_ext.testing.server import SglangServer
 from tests.e2e.test_file_tier import PAGE_SIZE, PROMPT, REUSABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

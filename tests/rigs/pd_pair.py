@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import Any
 
 from hicache_ext.errors import ServerError
-from hicache_ext.testing.server import CachedTokens, Generation, free_port
+from hicache_ext.testing.client import CachedTokens, Generation
+from hicache_ext.testing.server import free_port
 from tests.rigs.network_namespace import NetworkNamespace
 from tests.rigs.rig_server import RigServer
 

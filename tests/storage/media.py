@@ -95,7 +95,7 @@ class Over(Medium):
     def __init__(self, inner: Medium, wrap: Callable[[PageStore], PageStore], **declared: Any) -> None:
         self.inner = inner
         self._wrap = wrap
-        for name in ("type", "shared", "between_processes", "keeps_identities", "writes_later", "copies"):
+        for name in _DECLARED:
             setattr(self, name, declared.get(name, getattr(inner, name)))
 
     def open(self) -> PageStore:
@@ -118,6 +118,9 @@ class Over(Medium):
 
     def close(self) -> None:
         self.inner.close()
+
+
+_DECLARED = ("type", "shared", "between_processes", "keeps_identities", "writes_later", "clears_at_once", "copies")
 
 
 class OfDirectory(RawMedium):

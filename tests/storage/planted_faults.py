@@ -258,7 +258,7 @@ class GoesOnReading(PageStoreWrapper):
 
     def get(self, batch):
         def go_on():
-            for _ in range(60):
+            for _ in range(300):
                 time.sleep(0.01)
                 with contextlib.suppress(Exception):
                     self.inner.get(batch)
@@ -272,8 +272,11 @@ class CopiesLater(PageStoreWrapper):
     """set() reads the caller's memory after it has returned"""
 
     def set(self, batch):
+        last, deadline = bytes(batch.buffers[-1][-1]), time.monotonic() + 5
+
         def store():
-            time.sleep(0.05)
+            while bytes(batch.buffers[-1][-1]) == last and time.monotonic() < deadline:
+                time.sleep(0.005)
             self.inner.set(batch)
 
         threading.Thread(target=store, daemon=True).start()
@@ -310,6 +313,24 @@ class StoresNothing(DroppingStore):
     """STORED for a page that cannot be read"""
 
 
+@caught_by("test_stored_means_on_the_medium_unless_it_is_declared_to_write_later")
+class WritesBehind(PageStoreWrapper):
+    """STORED for pages that wait until somebody asks for them"""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._waiting = []
+
+    def set(self, batch):
+        self._waiting.append(PageBatch(batch.keys, [[memoryview(b"".join(page))] for page in batch.buffers]))
+        return [SetResult.STORED] * len(batch)
+
+    def get(self, batch):
+        while self._waiting:
+            self.inner.set(self._waiting.pop(0))
+        return super().get(batch)
+
+
 @caught_by("test_the_first_writer_wins")
 class Overwrites(PageStoreWrapper):
     """the last writer wins"""
@@ -344,11 +365,16 @@ class HasAFormatOfItsOwn(PageStoreWrapper):
 class LosesRaces(PageStoreWrapper):
     """of two batches written at once, one replaces the index that the other has just made"""
 
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._both = threading.Barrier(2)
+
     def set(self, batch):
         before = dict(self.inner.objects)
+        self._both.wait(30)
         results = super().set(batch)
         written = {key: self.inner.objects[key] for key in batch.keys if key in self.inner.objects}
-        time.sleep(0.01)
+        self._both.wait(30)
         self.inner.objects.clear()
         self.inner.objects.update(before | written)
         return results
@@ -465,17 +491,15 @@ class BringsClearedPagesBack(PageStoreWrapper):
 class ClearsLaterWrites(PageStoreWrapper):
     """clear() that goes on in the background and takes what was written since"""
 
-    def clear(self, digests):
-        def again():
-            time.sleep(0.05)
-            self.inner.clear(digests)
+    _waiting = ()
 
-        self._later = threading.Thread(target=again, daemon=True)
-        self._later.start()
+    def clear(self, digests):
+        self._waiting = [digests]
         return super().clear(digests)
 
     def wait_until_cleared(self, timeout):
-        self._later.join(timeout)
+        while self._waiting:
+            self.inner.clear(self._waiting.pop())
         return True
 
 
@@ -483,14 +507,18 @@ class ClearsLaterWrites(PageStoreWrapper):
 class RefusesWritesAfterClear(PageStoreWrapper):
     """writes that are rejected while clear() goes on in the background"""
 
-    _until = 0.0
+    _clearing = False
 
     def clear(self, digests):
-        self._until = time.monotonic() + 0.5
+        self._clearing = True
         return super().clear(digests)
 
+    def wait_until_cleared(self, timeout):
+        self._clearing = False
+        return True
+
     def set(self, batch):
-        return [SetResult.REJECTED] * len(batch) if time.monotonic() < self._until else super().set(batch)
+        return [SetResult.REJECTED] * len(batch) if self._clearing else super().set(batch)
 
 
 # -- what a store says of itself ---------------------------------------------------------------------------------------
@@ -678,6 +706,24 @@ class StoresLater(PageStoreWrapper):
     def close(self):
         for batch in self._waiting:
             self.inner.set(batch)
+        super().close()
+
+
+@caught_by("test_clear_holds_when_its_process_is_killed", _over_files)
+class ClearsInItsOwnSight(PageStoreWrapper):
+    """clear() that hides pages from its own process and removes them when it ends: kill -9 brings them back"""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._cleared = []
+
+    def clear(self, digests):
+        self._cleared.append(digests)
+        return 1
+
+    def close(self):
+        for digests in self._cleared:
+            self.inner.clear(digests)
         super().close()
 
 

@@ -1,4 +1,4 @@
-"""What a store says about its own health, for ``hicache-ext doctor``."""
+"""Findings of a store about its own health, for ``hicache-ext doctor``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a diagnosis: what was looked at, what was seen, and, unless all is well, what to do. No secrets."""
+    """One line of a diagnosis: the subject, what was found, and, unless it is good, what to do. No secrets."""
 
     subject: str
     level: Level
@@ -27,7 +27,7 @@ class Finding:
 
 @runtime_checkable
 class Diagnosable(Protocol):
-    """A store that can examine what it stands on: reachability, versions, clock, eviction policy, a round trip."""
+    """A store that can examine its medium: reachability, versions, clock, eviction policy, a round trip."""
 
     def diagnose(self) -> Sequence[Finding]:
         """Never raises; bounded by the tier's own timeouts. Called on a tool's thread, never by SGLang."""

@@ -1,7 +1,7 @@
-"""Where hints are left and found: an ability that some stores have.
+"""A board for hints: an ability of some stores.
 
-A board is shared by everybody who reaches the pool. It keeps the newest hints only and nobody waits for anything: a
-hint that comes too late, or that a reader missed, costs a read from the pool when the next turn arrives.
+All nodes that reach the pool share the board. It keeps the newest hints only, and nobody waits: a hint that is late or
+missed costs a read from the pool when the next turn arrives. Reasons: docs/decisions/hints.md.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
 
 AT_ONCE = 64
-"""Hints that one look takes at most; the rest come with the next one."""
+"""Most hints returned by one read; the rest come with the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoardLimits:
-    """``keep``: hints on the board; ``longest``: bytes of one; ``lifetime``: seconds after which none matters."""
+    """``keep``: hints on the board; ``longest``: bytes of one; ``lifetime``: seconds until a hint is stale."""
 
     keep: int
     longest: int
@@ -29,16 +29,16 @@ class BoardLimits:
 
 @runtime_checkable
 class HintBoard(Protocol):
-    """Calls may wait as long as one call of the store, and raise StoreError or OSError; from any thread."""
+    """Calls may take as long as a call of the store, and raise StoreError or OSError. Any thread."""
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
-        """Leave a hint, and remove the oldest beyond ``limits.keep``."""
+        """Add a hint, and remove the oldest beyond ``limits.keep``."""
         ...
 
     def read_hints(self, since: Any, limits: BoardLimits) -> tuple[Any, list[bytes]]:
-        """Hints left after ``since``, oldest first, at most ``AT_ONCE``; and what to pass the next time.
+        """Hints added after ``since``, oldest first, at most ``AT_ONCE``; and the ``since`` of the next call.
 
-        With ``since=None`` there are none: what was left before the first look is old. Longer ones are left out.
+        With ``since=None`` there are none: hints from before the first read are stale. Too long ones are left out.
         """
         ...
 

@@ -1,9 +1,9 @@
-"""What operators see of each tier beside what it counts: is it up, how full is it, and every series from the start.
+"""Metrics of a tier beside its counts: is it up, how full is it; and every series from the start.
 
-A thread that exports metrics asks once a second (``TierReports.sources``), and nothing may hold it up: a tier answers
-from memory, and what only a look at its medium can tell comes from a thread of the tier's own (``LastLook``). Series
-are there before their first event, because a rate is blind to the first event of a series that begins with it, and
-because a tier that was never reached has no events at all.
+The exporting thread asks once a second (``TierReports.sources``) and must not wait: a tier answers from memory, and
+what only its medium knows is read by a thread of the tier (``LastLook``). Series exist before their first event,
+because a rate does not see the first event of a series that begins with it, and a tier that was never reached has no
+events. Reasons: docs/decisions/metrics.md.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ UNKNOWN: Gauges = {
     "pages": math.nan,
     "evicted_age_seconds": math.nan,
 }
-"""What is said of a tier that says nothing of its own; HELP in metrics_export.py has what each means."""
+"""Gauges of a tier that has none of its own; HELP in metrics_export.py explains each."""
 
 NOT_REACHED: Gauges = {**dict.fromkeys(UNKNOWN, 0.0)}
-"""Of a tier that has never been reached: nothing of it can be used."""
+"""Gauges of a tier that has never been reached."""
 
 
 class TierReports:
-    """The series of every tier that the tier does not count itself. One per backend, called by one thread."""
+    """Series of every tier that the tier does not count itself. One per backend, called by one thread."""
 
     def __init__(self) -> None:
         self._reports: dict[str, TierMetrics] = {}
 
     def sources(self, tiers: Sequence[PageStore]) -> list[TierMetrics]:
-        """For an exporter, beside the tiers' own metrics: of each of these tiers, as it is now."""
+        """The present series of these tiers, for an exporter, in addition to the tiers' own metrics."""
         reports = {}
         for tier in tiers:
             report = self._reports.get(tier.name)
@@ -65,11 +65,11 @@ class TierReports:
 
 
 class LastLook:
-    """What the last look at a medium told. Looks are made on a thread of their own, when somebody asks and the last one
-    is old: who asks gets at once what is known, and a medium that hangs holds up nobody. Threads: any."""
+    """The last values read from a medium. They are read on a thread of its own, when somebody asks and they are old:
+    the caller gets the known values at once, and never waits for a medium that hangs. Threads: any."""
 
     def __init__(self, name: str, look: Callable[[], Gauges], interval: float) -> None:
-        """``look`` may raise: then what is known stays. ``interval``: seconds between two looks."""
+        """``look`` may raise: the known values stay then. ``interval``: seconds between two reads."""
         self._look = look
         self._interval = interval
         self._known: Gauges = {}
@@ -86,19 +86,19 @@ class LastLook:
         try:
             self._known = self._look()
         except Exception as error:  # noqa: BLE001 - whatever a broken medium makes of it
-            # No more than the kind: the words of a client library may repeat what it sent.
+            # Only the type: the message of a client library may repeat what it sent.
             logger.debug("hicache_ext: a look at how full a tier is ended in %s", type(error).__name__)
         finally:
             self._looked, self._asked = time.monotonic(), False
         return math.inf
 
     def close(self, seconds: float) -> None:
-        """Wait so long for a look that is under way; one that hangs goes on by itself."""
+        """Wait up to ``seconds`` for a look under way; one that hangs is left behind."""
         self._loop.stop(seconds)
 
 
 class RecentMean:
-    """The mean of what was noted since somebody last asked; the last one again where nothing was. Threads: any."""
+    """The mean of the values noted since the last ``take``; without any, the last mean again. Threads: any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,13 +107,13 @@ class RecentMean:
         self._last = 0.0
 
     def note(self, value: float, count: int = 1) -> None:
-        """``count`` times."""
+        """Note ``value`` ``count`` times."""
         with self._lock:
             self._sum += value * count
             self._count += count
 
     def take(self) -> float:
-        """0 before anything was noted."""
+        """The mean; 0 before anything was noted."""
         with self._lock:
             if self._count:
                 self._last = self._sum / self._count
@@ -126,20 +126,20 @@ class RecentMean:
 # Reasons that come from outside (error codes of a system) are those that occur; others begin with their first event.
 
 OPERATIONS = ("get", "set", "exists")
-"""Latencies that every tier has."""
+"""Operations whose latencies every tier has."""
 
 CHAIN_PAGES = {"chain_pages": ("asked", "found", "used")}
 
 _CALLS = ("get", "set", "contains", "count_leading", "remove", "clear", "register_identity")
 SUSPECTS = (*(verdict.value for verdict in Verdict), "forgotten")
-"""Of the event ``suspect``, where a tier examines its bad pages."""
+"""Reasons of the event ``suspect``, for tiers that examine bad pages."""
 
 OF_ANSWERS: Mapping[str, Sequence[str]] = {
     **CHAIN_PAGES,
     "get": (*(result.value for result in GetResult), "gap"),
     "set": tuple(result.value for result in SetResult),
 }
-"""Of what SGLang was answered (tier ``all``)."""
+"""Series of the answers to SGLang (tier ``all``)."""
 
 OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
     **CHAIN_PAGES,

@@ -1,7 +1,7 @@
-"""The PageStore contract: what every tier promises, and the words it answers with.
+"""The PageStore contract: the promises of every tier, and its result types.
 
-A store keeps *page objects* (envelope.py) under 48-byte keys: identity digest + page hash. It moves whole batches
-between its medium and host memory.
+A store keeps pages (envelope.py) under 48-byte keys: identity digest + page hash. It moves batches between its medium
+and host memory.
 
 The caller (backend.py, tiered.py, a guard) guarantees:
   - the memory of a batch stays valid and unshared until the call returns;
@@ -9,7 +9,7 @@ The caller (backend.py, tiered.py, a guard) guarantees:
 The implementer guarantees:
   - nothing touches the batch's memory after the call has returned, on any path;
   - calls may come from several threads at once;
-  - no call raises except after close() (StoreClosedError) or for a programming error; trouble is a result;
+  - no call raises except after close() (StoreClosedError) or for a programming error; a failure is a result;
   - GetResult.HIT only if identity, page hash, length and checksum of the envelope agree with what was read;
   - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
   - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy itself
@@ -38,13 +38,13 @@ _IDENTITY_WORDS = IDENTITY_LENGTH // 8
 
 
 class GetResult(enum.Enum):
-    """What became of one page of a ``get``. Only HIT means that the page's memory holds the page."""
+    """The result of one page of a ``get``. Only HIT means that the page's memory holds the page."""
 
     HIT = "hit"
     MISS = "miss"
     """Absent."""
     CORRUPT = "corrupt"
-    """There was an object and it is not this page; the next write replaces it if the stored copy is bad."""
+    """An object was found that is not this page; the next write replaces it if the stored copy is bad."""
     TIMEOUT = "timeout"
     ERROR = "error"
     """The medium failed (EIO, connection lost)."""
@@ -53,12 +53,12 @@ class GetResult(enum.Enum):
 
 
 class SetResult(enum.Enum):
-    """What became of one page of a ``set``. STORED and EXISTS mean that the page can be read from now on."""
+    """The result of one page of a ``set``. STORED and EXISTS mean that the page can be read from now on."""
 
     STORED = "stored"
     EXISTS = "exists"
     REJECTED = "rejected"
-    """Not stored and not an error: no room that may be used, larger than the tier takes, breaker open."""
+    """Not stored and not an error: no space, larger than the tier takes, breaker open."""
     TIMEOUT = "timeout"
     ERROR = "error"
 
@@ -68,12 +68,12 @@ class SetResult(enum.Enum):
 
 
 class PageKeys(Sequence[bytes]):
-    """The keys of pages of one identity, as numbers; made into bytes when one is asked for, all of them at once."""
+    """The keys of pages of one identity, as numbers; all are converted to bytes when one is asked for."""
 
     __slots__ = ("_keys", "identity", "words")
 
     def __init__(self, identity: bytes, words: npt.NDArray[np.int64]) -> None:
-        """``words``: ``key_words``, not to be changed any more."""
+        """``words``: ``key_words``; must not change any more."""
         self.identity = identity
         self.words = words
         self._keys: list[bytes] | None = None
@@ -85,7 +85,7 @@ class PageKeys(Sequence[bytes]):
             text = batch_code.SEPARATOR.join(names)
             if text.isascii() and len(text) % 8 == 0:
                 words = np.empty((len(names), KEY_LENGTH // 8), np.int64)
-                # Writable, which compiled code insists on.
+                # Writable: compiled code requires it.
                 if batch_code.decode_hashes(
                     np.frombuffer(bytearray(text, "ascii"), np.int64), _words_of(identity), words
                 ):
@@ -94,7 +94,7 @@ class PageKeys(Sequence[bytes]):
 
     @classmethod
     def of_joined(cls, identity: bytes, hashes: bytes) -> PageKeys:
-        """``hashes``: page hashes of 32 bytes, one behind the other."""
+        """``hashes``: page hashes of 32 bytes, concatenated."""
         words = np.empty((len(hashes) // PAGE_HASH_LENGTH, KEY_LENGTH // 8), np.int64)
         words[:, :_IDENTITY_WORDS] = _words_of(identity)
         words[:, _IDENTITY_WORDS:] = np.frombuffer(hashes, np.int64).reshape(-1, PAGE_HASH_LENGTH // 8)
@@ -116,11 +116,11 @@ class PageKeys(Sequence[bytes]):
         return self._all()[which]
 
     def leading(self, count: int) -> PageKeys:
-        """The first so many."""
+        """The first ``count`` keys."""
         return self if count == len(self.words) else PageKeys(self.identity, self.words[:count])
 
     def under(self, identity: bytes) -> PageKeys:
-        """Those of the same pages in another identity."""
+        """The keys of the same pages in another identity."""
         if identity == self.identity:
             return self
         words = self.words.copy()
@@ -140,15 +140,15 @@ def _words_of(identity: bytes) -> npt.NDArray[np.int64]:
 
 
 def identity_of(keys: Sequence[bytes]) -> bytes:
-    """That of the first page, of one at least: SGLang moves pages of one pool at a time."""
+    """The identity of the first page, which must exist: SGLang moves pages of one pool at a time."""
     return keys.identity if isinstance(keys, PageKeys) else keys[0][:IDENTITY_LENGTH]
 
 
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """The keys of pages as int64, shape (pages, 6): what compiled code takes."""
+    """The keys as int64, shape (pages, 6), for compiled code."""
     if isinstance(keys, PageKeys):
         return keys.words
-    # Writable, which compiled code insists on.
+    # Writable: compiled code requires it.
     return np.frombuffer(bytearray().join(keys), np.int64).reshape(len(keys), KEY_LENGTH // 8)
 
 
@@ -156,11 +156,11 @@ _Result = TypeVar("_Result", GetResult, SetResult)
 
 
 def counted(results: Sequence[_Result]) -> dict[str, int]:
-    """How often each result occurs, by its value: for the metrics of a call."""
+    """Value of a result -> how often it occurs, for the metrics of a call."""
     counts: dict[str, int] = {}
     while results:
         first = results[0]
-        # Mostly that of all pages, and count() compares by identity first.
+        # Mostly all results are equal, and count() compares by identity first.
         counts[first.value] = count = results.count(first)
         results = [] if count == len(results) else [result for result in results if result is not first]
     return counts
@@ -171,20 +171,20 @@ class PageBatch:
     """Pages to read into or write from: ``keys[i]`` belongs to the segments ``buffers[i]``.
 
     A segment is a C-contiguous memoryview of bytes in host memory; the payload is the concatenation of a page's
-    segments. For a ``get`` they must be writable. ``PageMemory`` is the form that knows their addresses.
+    segments. For a ``get`` they must be writable. ``PageMemory`` also has their addresses.
     """
 
     keys: Sequence[bytes]
     buffers: Sequence[Sequence[memoryview]]
     sizes: Sequence[int] = field(default=(), repr=False)
-    """Payload bytes of each page; counted where the caller does not know them."""
+    """Payload bytes of each page; computed if the caller does not pass them."""
 
     def __post_init__(self) -> None:
         pages = len(self.buffers)
         if len(self.keys) != pages:
             raise ValueError(f"{len(self.keys)} keys for {pages} pages")
         if len(self.sizes) != pages:
-            # Once: stores ask several times per page.
+            # Computed once: stores ask several times per page.
             sizes = [sum([segment.nbytes for segment in segments]) for segments in self.buffers]
             object.__setattr__(self, "sizes", sizes)
 
@@ -209,7 +209,7 @@ class PageBatch:
         return self.sizes[position]
 
     def bytes_of(self, wanted: GetResult | SetResult | bool, results: Sequence[GetResult | SetResult | bool]) -> int:
-        """Payload bytes of the pages that have the result ``wanted``."""
+        """Payload bytes of the pages with the result ``wanted``."""
         if results.count(wanted) == len(results):
             return sum(self.sizes)
         return sum([size for size, result in zip(self.sizes, results, strict=True) if result is wanted])
@@ -217,7 +217,7 @@ class PageBatch:
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """What ``describe()`` answers; for logs, doctor and tools. No secrets."""
+    """The answer of ``describe()``; for logs, doctor and tools. No secrets."""
 
     name: str
     type: str
@@ -239,25 +239,25 @@ class PageStore(Protocol):
     def describe(self) -> StoreInfo: ...
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        """Called once per identity before its first page; lets tools name what is stored. Never raises."""
+        """Called once per identity before its first page, so that tools can name the pages. Never raises."""
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        """Read each page into its segments. A page that is no HIT may leave its own segments half written."""
+        """Read each page into its segments. Without a HIT the page's own segments may be half written."""
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        """Write each page that is not there yet."""
+        """Write each page that is absent."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are present. A present key may still turn out CORRUPT when read.
 
-        False also where it could not be found out; ``metrics`` has then counted an error, timeout or rejected.
+        False also where that is unknown; ``metrics`` has then counted an error, timeout or rejected.
         """
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of present keys."""
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Remove pages; the number that was there."""
+        """Remove pages; returns how many were present."""
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Remove every page of these identities (None: of every identity of this package).

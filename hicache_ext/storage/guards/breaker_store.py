@@ -1,7 +1,7 @@
 """The circuit breaker around a store: judges its calls, refuses them while it is open, probes it in the background.
 
-A probe reads the page whose read went wrong, or one that is not there, into memory of its own, on a thread of its own:
-never SGLang's thread, never SGLang's host pages. The thread lives until the breaker is closed again.
+A probe reads the page whose read failed, or one that is absent, on a thread of its own into memory of its own: never on
+SGLang's threads, never into host pages. The thread lives until the breaker is closed again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ T = TypeVar("T")
 _PROBE_KEY = b"hicache_ext/prob" + bytes(32)
 """A page that nobody stores."""
 _SLOWEST_BANDWIDTH = 100e6
-"""Bytes a second. What moves at less is hardly worth fetching: it would take longer than computing it again."""
+"""Bytes per second. A slower read takes longer than to compute the pages again."""
 _SLOWEST_LOOK_UP = 0.001
-"""Seconds a key that is found, beyond ``slow_call``: a page of tokens takes several times as long to compute."""
+"""Seconds per key found, beyond ``slow_call``: to compute a page takes several times as long."""
 _CLOSE_WAIT = 10.0
 _NOT_ANSWERED = frozenset({"timeout", "error", "rejected"})
 
@@ -46,26 +46,26 @@ class BreakerStore(DelegatingStore):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout``: of a read or look-up of ``inner`` that nobody gave less, None where it has none."""
+        """``timeout``: of a read or look-up of ``inner`` without a shorter limit; None: no timeout."""
         super().__init__(inner)
         self._settings = settings
         self._timeout = timeout
         self._clock = clock
         self._breaker = TierBreaker(inner.name, settings, self._is_healthy, self._changed, clock)
         self._suspect: tuple[bytes, int] | None = None
-        """Key and payload bytes of a page whose read went wrong."""
+        """Key and payload bytes of a page whose read failed."""
         self._opened_at = 0.0
 
     def take_over(self, before: BreakerStore) -> None:
-        """Go on from the state of the breaker that stood around the same store until now. Before the first call.
+        """Continue from the state of the former breaker of the same store. Before the first call.
 
-        Probing goes on with ``resume``, since these guards may never be put in force.
+        Probing continues with ``resume``, because these guards may never be put in force.
         """
         self._breaker.take_over(before._breaker)
         self._suspect, self._opened_at = before._suspect, before._opened_at
 
     def resume(self) -> None:
-        """These guards are in force now: probe the tier, if the breaker before them had given it up."""
+        """These guards are in force now: probe the tier if its former breaker was open."""
         self._breaker.resume()
 
     @property
@@ -134,7 +134,7 @@ class BreakerStore(DelegatingStore):
             len(keys),
         )
 
-    # clear() and register_identity() are rare, and lost when they are refused: they go through in every state.
+    # clear() and register_identity() are rare, and a refused one is lost: they pass in every state.
 
     def close(self) -> None:
         self._breaker.close(0)
@@ -185,7 +185,7 @@ class BreakerStore(DelegatingStore):
                 size for size, result in zip(batch.sizes, results, strict=True) if result not in _NOT_ANSWERED
             )
             if arrived >= seconds * _SLOWEST_BANDWIDTH:
-                # Slow for a batch of this size, and what came in time is of use.
+                # Slow for this size, but the pages that came in time are of use.
                 return Outcome.GOOD, ""
             return Outcome.SLOW, f"{timeouts} of {len(results)} pages did not arrive within {seconds:.2g} s"
         if errors and errors >= answered:
@@ -197,13 +197,13 @@ class BreakerStore(DelegatingStore):
         return Outcome.GOOD, ""
 
     def _judge_pages(self, ticket: int, results: Sequence[GetResult]) -> None:
-        """A damaged page is removed and computed again. Where most are, each read costs the transfer for nothing."""
+        """A damaged page is computed again. If most pages are damaged, reads cost their transfers for nothing."""
         damaged, good = results.count(GetResult.CORRUPT), results.count(GetResult.HIT)
         if damaged or good:
             self._breaker.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")
 
     def _judged_answer(self, found: int, seconds: float) -> tuple[Outcome, str]:
-        """Of a look-up: failures look like absence, so that only time and success speak."""
+        """The outcome of a look-up: failures look like absence, so only time and pages found are evidence."""
         limit = call_limit()
         timeout = self._timeout if limit is None else limit.seconds
         if not found and timeout is not None and seconds >= (timeout - seconds_queued()) * AT_LIMIT:
@@ -233,7 +233,7 @@ class BreakerStore(DelegatingStore):
                 logger.warning("hicache_ext: tier %s is in full use again", self.name)
 
     def _is_healthy(self) -> bool:
-        """Whether a read gets an answer, and in time."""
+        """Whether a read is answered in time."""
         key, size = self._suspect or (_PROBE_KEY, 1)
         begun = self._clock()
         try:

@@ -1,9 +1,9 @@
 """When a tier is given up: the rule of its circuit breaker, without stores.
 
-A call that ran into the deadline opens the breaker at once, because the next one would cost as much again; so do failed
-or slow calls when they are half of the recent ones, and reads whose pages were damaged when they are half of the recent
-reads: writes and look-ups say nothing about that. A call that ran into a deadline which was only learnt leaves a
-*doubt*: the tier hangs, or it was slower than it used to be.
+A call that ran into its deadline opens the breaker at once, because the next one would cost as much. Half of the recent
+calls failed or slow open it, too; so do reads with damaged pages, if they are half of the recent reads. After a call
+that ran into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower than it was.
+Reasons: docs/decisions/breaker.md.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BAD_SHARE = 0.5
 
 
 class Outcome(enum.Enum):
-    """What a call says about its tier."""
+    """What a call shows about its tier."""
 
     GOOD = "good"
     SLOW = "slow"
     FAILED = "failed"
     TIMEOUT = "timeout"
     LATE = "late"
-    """Cut by a learnt deadline: the tier hangs, or was slower than it used to be."""
+    """Cut by a learnt deadline: the tier hangs, or is slower than it was."""
     UNKNOWN = "unknown"
     """Nothing: the call may not have reached the medium."""
 

@@ -46,6 +46,16 @@ class DeclaredCases(PageStoreCases):
         finally:
             elsewhere.close()
 
+    def test_stored_means_on_the_medium_unless_it_is_declared_to_write_later(
+        self, store: PageStore, medium: Medium
+    ) -> None:
+        keys = page_keys(5)
+        assert store_pages(store, keys) == [SetResult.STORED] * 5
+        if medium.writes_later:
+            assert hasattr(store, "wait_until_written")
+            settle(store)
+        assert all(medium.read(key) for key in keys)
+
     def test_calls_are_counted_by_result_and_in_bytes(self, store: PageStore, medium: Medium) -> None:
         def counts() -> dict[tuple[str, str], int]:
             events = (("get", "hit"), ("set", "stored"), ("bytes", "get"), ("bytes", "set"), ("get", "miss"))

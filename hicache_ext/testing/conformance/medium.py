@@ -38,7 +38,11 @@ class Medium(ABC):
     """The store is an ``IdentityKeeper``."""
 
     writes_later: bool = False
-    """STORED may be the answer before the page is on the medium, and for a page that another writer stored."""
+    """STORED may be the answer before the page is on the medium, and for a page that another writer stored. The store
+    has ``wait_until_written(timeout)``."""
+
+    clears_at_once: bool = True
+    """clear() takes an identity out of every process's sight in one step, also if it is killed then."""
 
     copies: int = 1
     """How many of the store's tiers keep, and count, each page."""

@@ -13,7 +13,16 @@ import pytest
 from hicache_ext.storage.contract.store import GetResult, PageStore
 from hicache_ext.testing.conformance.cases import PageStoreCases
 from hicache_ext.testing.conformance.medium import Medium
-from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, settle, store_pages
+from hicache_ext.testing.conformance.pages import (
+    IDENTITY,
+    OTHER_IDENTITY,
+    assert_hits,
+    page_keys,
+    payload_of,
+    read_pages,
+    settle,
+    store_pages,
+)
 from hicache_ext.testing.conformance.second_process import another_process, in_another_process
 
 _KILLS = 3
@@ -58,6 +67,26 @@ class ProcessCases(PageStoreCases):
                 assert all(result.durable for result in store_pages(store, keys, _SIZES))
                 assert_hits(store, keys, _SIZES)
 
+    def test_clear_holds_when_its_process_is_killed(self, store: PageStore, medium: Medium) -> None:
+        if not medium.between_processes:
+            pytest.skip("declared: between_processes = False; another case shows it")
+        keys, theirs = page_keys(20), page_keys(5, identity=OTHER_IDENTITY)
+        store_pages(store, keys + theirs, _SIZES)
+        settle(store)
+        with another_process(medium, _clear_and_wait, patience=self.patience) as (process, connection):
+            assert connection.poll(self.patience), "the other process has not cleared"
+            answer = connection.recv()
+            process.kill()
+        assert answer == 1, f"in the other process:\n{answer}"
+        results, payloads = read_pages(store, keys, _SIZES)
+        for key, result, payload in zip(keys, results, payloads, strict=True):
+            if medium.clears_at_once or result is not GetResult.HIT:
+                assert result is GetResult.MISS, "a page from before clear() is back"
+            else:
+                assert payload == payload_of(key, sum(_SIZES))
+        assert all(result.durable for result in store_pages(store, keys, _SIZES))
+        assert_hits(store, keys + theirs, _SIZES)
+
     def _killed_while_it_writes(self, medium: Medium, name: str, chance: random.Random) -> list[bytes]:
         """The pages that a writer had stored by its own account when it was killed in the middle of a batch."""
         durable: list[bytes] = []
@@ -94,6 +123,11 @@ def _look(keys: list[bytes], store: PageStore, connection: Connection) -> list[b
 def _store(keys: list[bytes], store: PageStore, connection: Connection) -> None:
     assert all(result.durable for result in store_pages(store, keys, _SIZES))
     settle(store)
+
+
+def _clear_and_wait(store: PageStore, connection: Connection) -> None:
+    connection.send(store.clear([IDENTITY]))
+    connection.recv()
 
 
 def _write_batches(name: str, store: PageStore, connection: Connection) -> None:

@@ -15,6 +15,7 @@ from hicache_ext.config import ExtraConfig, load_config, rounded_size
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.opening import open_tiers
+from hicache_ext.storage.tiers.file import manifest
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
 from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import account_and_walk
@@ -211,3 +212,15 @@ def test_the_settings_of_the_tiers_reach_the_store(tmp_path: Path) -> None:
         "promote_to": "near",
     }
     store.close()
+
+
+def test_a_manifest_that_another_process_makes_between_two_looks_is_no_damaged_one(tmp_path, monkeypatch):
+    real = manifest.layout_in
+
+    def layout_in(path):
+        found = real(path)
+        manifest.write_manifest(path, "slab")
+        return found
+
+    monkeypatch.setattr(manifest, "layout_in", layout_in)
+    manifest.check_manifest(tmp_path, "slab", "disk")

@@ -136,6 +136,7 @@ class Pool(RawMedium):
 
     type = "mooncake"
     shared = True
+    clears_at_once = False
     # The servers are in the network of this thread.
     start_method = "spawn"
 

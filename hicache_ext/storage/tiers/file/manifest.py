@@ -65,6 +65,8 @@ def check_manifest(path: Path, layout: str, tier: str) -> None:
     """
     # Looked at before the manifest, which is made before an index: so it is not being made by another process now.
     has_index = layout == "slab" and _has(path / "index", INDEX_FILE)
+    # Looked at before it is read: one that another process makes in between is not one that cannot be read.
+    was_there = _is_there(path / MANIFEST)
     said = format_and_layout(path)
     if said == (FORMATS[layout], layout):
         return
@@ -72,7 +74,7 @@ def check_manifest(path: Path, layout: str, tier: str) -> None:
         found = layout_in(path)
         if found == layout:
             return
-        if found is None and not _is_there(path / MANIFEST):
+        if found is None and not was_there:
             if not has_index:
                 return
             problem = f"{str(path / 'index')!r} is an index, and not of this package: there is no {MANIFEST}"

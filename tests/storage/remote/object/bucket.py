@@ -53,6 +53,7 @@ class Objects(RawMedium):
     type = "object"
     shared = False
     keeps_identities = True
+    clears_at_once = False
 
     def __init__(self, client: Callable[[], Any]) -> None:
         self._client = client

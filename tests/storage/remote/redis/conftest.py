@@ -92,6 +92,7 @@ class Values(RawMedium):
     type = "redis"
     shared = True
     keeps_identities = True
+    clears_at_once = False
 
     def __init__(self, *servers: RedisServer, **changes: Any) -> None:
         self._servers = servers
