@@ -194,7 +194,7 @@ class RedisPageStore(TierStore):
         if not calls:
             return
         talk = partial(write_pages, ttl=self._settings.ttl, in_flight=self._settings.in_flight)
-        with self._clearing.writing([call.key for call in calls]) as writing:
+        with self._clearing.writing([call.key for call in calls], deadline) as writing:
             if writing.cleared:
                 self._remove_before([call for call in calls if call.key in writing.cleared], deadline)
             self._dispatch.run([call for call in calls if call.result is None], talk, deadline, SetResult)
