@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -107,6 +108,25 @@ def test_a_page_whose_write_failed_does_not_come_back(medium: Medium, clearing: 
         assert clearing.hides(KEYS[0])
     assert clearing.wait(10)
     assert medium.parts == {0: set(), 1: set()}
+
+
+def test_a_write_waits_for_the_removal_of_its_page_until_its_deadline(clearing: Clearing) -> None:
+    removing, go_on = threading.Event(), threading.Event()
+
+    def sweep(cleared: Cleared) -> None:
+        with cleared.old_pages(KEYS[:1]):
+            removing.set()
+            go_on.wait(10)
+
+    clearing.clear([IDENTITY], sweep)
+    assert removing.wait(10)
+    with pytest.raises(TimeoutError), clearing.writing(KEYS[:1], time.monotonic() + 0.05):
+        raise AssertionError("the removal has not ended")
+    with clearing.writing(KEYS[1:2]) as writing:
+        assert writing.cleared == set(KEYS[1:2])
+    threading.Timer(0.05, go_on.set).start()
+    with clearing.writing(KEYS[:1]):
+        assert go_on.is_set()
 
 
 def test_a_part_that_is_down_is_hidden_until_it_is_back_and_no_other(medium: Medium, clearing: Clearing) -> None:

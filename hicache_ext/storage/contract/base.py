@@ -23,6 +23,7 @@ from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
+from hicache_ext.storage.contract.trial import try_store
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +157,6 @@ class TierStore(abc.ABC):
 
     def diagnose(self) -> Sequence[Finding]:
         """A round trip. A tier that can say more overrides it (``Diagnosable``)."""
-        # Here, because only tools need it.
-        from hicache_ext.storage.contract.trial import try_store
-
         return try_store(self)
 
     # -- calls whose medium raised -----------------------------------------------------------------------------------

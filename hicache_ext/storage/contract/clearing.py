@@ -12,7 +12,9 @@ on the thread of ``Clearing`` and is tried again until it has ended well, one sw
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,8 +135,11 @@ class Clearing:
             return any(cleared._hides(key, part) for cleared, _ in self._waiting)
 
     @contextmanager
-    def writing(self, keys: Collection[bytes]) -> Iterator[Writing]:
-        """Around a write: keeps the removal off these pages. A clear() that begins meanwhile may remove them."""
+    def writing(self, keys: Collection[bytes], deadline: float = math.inf) -> Iterator[Writing]:
+        """Around a write: keeps the removal off these pages. A clear() that begins meanwhile may remove them.
+
+        Waits for the removal under way of one of them. Raises TimeoutError at ``deadline`` (time.monotonic()).
+        """
         if not self._waiting:
             yield Writing()
             return
@@ -144,15 +149,13 @@ class Clearing:
                 (cleared, [key for key, part in parts.items() if cleared._concerns(key, part)])
                 for cleared, _ in self._waiting
             ]
+            for cleared, under_way in concerned:
+                cleared._writing.update(under_way)
             writing = Writing(
                 frozenset(key for cleared, under_way in concerned for key in under_way if key not in cleared._kept)
             )
-            for cleared, under_way in concerned:
-                cleared._writing.update(under_way)
-            self._changed.wait_for(
-                lambda: all(cleared._removing.isdisjoint(under_way) for cleared, under_way in concerned)
-            )
         try:
+            self._wait_for_removals(concerned, deadline)
             yield writing
         finally:
             with self._changed:
@@ -160,6 +163,14 @@ class Clearing:
                     cleared._writing -= Counter(under_way)
                     cleared._kept.update(writing.stored.intersection(under_way))
                 self._changed.notify_all()
+
+    def _wait_for_removals(self, concerned: Sequence[tuple[Cleared, Sequence[bytes]]], deadline: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: all(cleared._removing.isdisjoint(keys) for cleared, keys in concerned),
+                None if deadline == math.inf else max(0.0, deadline - time.monotonic()),
+            ):
+                raise TimeoutError("cleared copies of these pages are being removed")
 
     def try_again(self) -> None:
         """The medium is back: do not wait for the next attempt."""

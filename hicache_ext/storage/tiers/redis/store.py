@@ -12,21 +12,19 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from hicache_ext.errors import (
-    LaneBusyError,
     NodeDownError,
     NotReadError,
     ProtocolError,
-    RefusedError,
     StoreClosedError,
     StoreSetupError,
 )
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
-from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Verdict
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
@@ -35,10 +33,9 @@ from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import hints
-from hicache_ext.storage.tiers.redis.connection import Connection
+from hicache_ext.storage.tiers.redis.dispatch import Dispatch, Talk
 from hicache_ext.storage.tiers.redis.examination import RedisMedium
 from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_prefix
-from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
 from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, command
 from hicache_ext.storage.tiers.redis.scanning import sweep_nodes
@@ -47,17 +44,7 @@ from hicache_ext.storage.tiers.redis.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-Talk = Callable[[Connection, Sequence[PageCall]], None]
-
-_ATTEMPTS = 2
-"""Connections tried for one page: the first may have died while it was idle."""
-_REDIRECTIONS = 3
-_SHARE = 256 * 1024
-"""Bytes below which another connection does not pay."""
-_MOST_THREADS = 64
 _LEADING_AT_ONCE = 1024
-_MEMORY_PAUSE = 1.0
-"""Seconds without writes to a node that is out of memory: it answers so only after it received the payload."""
 _IDENTITY_INTERVAL = 60.0
 """Seconds between two renewals of an identity document: a restart, an eviction or a clear() may remove it."""
 _CLEAR_WAIT = 1.0
@@ -66,8 +53,6 @@ _CLEAR_AT_CLOSE = 30.0
 """Seconds that close() gives the removal of cleared pages."""
 _LOOK_INTERVAL = 10.0
 """Seconds between two reads of how full the servers are, while somebody asks."""
-_AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH", "READONLY"})
-"""Errors that are a state of the node: it is out of service until a login works again."""
 
 
 class _GateOfOneProcess(CallGate):
@@ -109,10 +94,8 @@ class RedisPageStore(TierStore):
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
         self._topology = Topology(name, settings, tls, self.metrics, required=required)
         self._clearing = Clearing(name, self._endpoint_of)
-        nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
-        # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
         try:
-            self._workers = ThreadPool(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
+            self._dispatch = Dispatch(name, settings, self._topology, self._clearing.hides, self.metrics)
         except RuntimeError as error:
             self._topology.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
@@ -163,11 +146,8 @@ class RedisPageStore(TierStore):
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         calls = self._page_calls(batch)
-
-        def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
-            read_pages(connection, pages, self._settings.in_flight)
-
-        self._do(calls, talk, self._deadline(), GetResult, hidden=GetResult.MISS)
+        talk = partial(read_pages, in_flight=self._settings.in_flight)
+        self._dispatch.run(calls, talk, self._deadline(), GetResult, hidden=GetResult.MISS)
         self._note_suspects(calls)
         self._bad_pages.clear(call.key for call in calls if call.result is GetResult.HIT)
         self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
@@ -183,7 +163,7 @@ class RedisPageStore(TierStore):
     def _examine(self, key: bytes, talk: Talk) -> Any:
         """What ``talk`` finds out about one page over a connection of its own. Raises NotReadError."""
         call = PageCall(key, self._page_name(key))
-        self._do([call], talk, self._deadline(), GetResult, hidden=GetResult.MISS, examines=True)
+        self._dispatch.run([call], talk, self._deadline(), GetResult, hidden=GetResult.MISS, examines=True)
         if call.result in (GetResult.ERROR, GetResult.TIMEOUT):
             raise NotReadError(call.reason)
         return call.result
@@ -211,21 +191,19 @@ class RedisPageStore(TierStore):
         return [call.result for call in calls]
 
     def _write_pages(self, calls: list[PageCall], deadline: float) -> None:
-        def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
-            write_pages(connection, pages, self._settings.ttl, self._settings.in_flight)
-
         if not calls:
             return
-        with self._clearing.writing([call.key for call in calls]) as writing:
+        talk = partial(write_pages, ttl=self._settings.ttl, in_flight=self._settings.in_flight)
+        with self._clearing.writing([call.key for call in calls], deadline) as writing:
             if writing.cleared:
                 self._remove_before([call for call in calls if call.key in writing.cleared], deadline)
-            self._do([call for call in calls if call.result is None], talk, deadline, SetResult)
+            self._dispatch.run([call for call in calls if call.result is None], talk, deadline, SetResult)
             writing.stored.update(call.key for call in calls if call.result in (SetResult.STORED, SetResult.EXISTS))
 
     def _remove_before(self, calls: Sequence[PageCall], deadline: float) -> None:
         """The stored copies of these pages were cleared: a write would find them and answer EXISTS."""
         removals = [PageCall(call.key, call.name) for call in calls]
-        self._do(removals, lambda connection, pages: ask_integers(connection, pages, b"UNLINK"), deadline, None)
+        self._dispatch.run(removals, partial(ask_integers, word=b"UNLINK"), deadline, None)
         for call, removal in zip(calls, removals, strict=True):
             if removal.reason:
                 call.finish(SetResult.REJECTED, "clearing")
@@ -289,11 +267,7 @@ class RedisPageStore(TierStore):
 
     def _ask_integers(self, keys: Sequence[bytes], deadline: float, word: bytes) -> list[int]:
         calls = [PageCall(key, self._page_name(key)) for key in keys]
-
-        def talk(connection: Connection, pages: Sequence[PageCall]) -> None:
-            ask_integers(connection, pages, word)
-
-        self._do(calls, talk, deadline, None, hidden=0)
+        self._dispatch.run(calls, partial(ask_integers, word=word), deadline, None, hidden=0)
         failed = Counter(call.reason for call in calls if call.reason)
         if failed:
             self.metrics.add_many("error", failed)
@@ -337,150 +311,15 @@ class RedisPageStore(TierStore):
     def _close(self) -> None:
         self._last_look.close(self._settings.short_call)
         self._bad_pages.close()
-        self._workers.close()
+        self._dispatch.close()
         self._clearing.close(_CLEAR_AT_CLOSE)
         self._topology.close()
-
-    # -- how a call is spread over nodes and connections -----------------------------------------------------------
-
-    def _do(
-        self,
-        calls: list[PageCall],
-        talk: Talk,
-        deadline: float,
-        results: type[GetResult] | type[SetResult] | None,
-        hidden: Any = None,
-        *,
-        examines: bool = False,
-    ) -> None:
-        """Give every call a result: by ``talk`` with the nodes, and where that fails TIMEOUT or ERROR of ``results``.
-
-        Without ``results`` the answer is 0. ``hidden`` is the result of pages that were cleared; without it they are
-        asked for like any other. ``examines``: over connections that are used for nothing else.
-        """
-        timed_out: Any = 0 if results is None else results.TIMEOUT
-        failed: Any = 0 if results is None else results.ERROR
-        waiting: dict[Node, list[PageCall]] = {}
-        for call in calls:
-            node = self._topology.node_of(call.name)
-            if node is None:
-                call.finish(failed, "no_node")
-            elif hidden is not None and self._clearing.hides(call.key):
-                call.finish(hidden)
-            elif results is SetResult and time.monotonic() < node.writes_rejected_until:
-                call.finish(SetResult.REJECTED, "memory")
-            else:
-                waiting.setdefault(node, []).append(call)
-        for _ in range(1 + _REDIRECTIONS):
-            if examines:
-                shares = [(node, node.examinations, pages) for node, pages in waiting.items()]
-            else:
-                shares = self._shares(waiting, short=results is None)
-            self._workers.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed))  # noqa: B023
-            if results is SetResult:
-                self._note_full_nodes(waiting)
-            if not self._topology.is_cluster:
-                break
-            waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline)
-            if not waiting:
-                return
-        # Sent on without end, or by a server that was no cluster when it was last looked at.
-        left = [call for pages in waiting.values() for call in pages if call.result is None]
-        if left:
-            self._topology.refresh_soon()
-        for call in left:
-            call.finish(failed, "redirected")
-
-    def _shares(self, waiting: dict[Node, list[PageCall]], *, short: bool) -> list[tuple[Node, Lane, list[PageCall]]]:
-        """The work of one connection each, the nodes taking turns."""
-        by_turn: list[tuple[int, Node, Lane, list[PageCall]]] = []
-        for node, calls in waiting.items():
-            if short:
-                by_turn.append((0, node, node.requests, calls))
-                continue
-            wanted = sum([call.size for call in calls]) // _SHARE
-            count = max(1, min(self._settings.connections, wanted, len(calls)))
-            # Dealt round-robin: the pages that came before a call is cut are then nearly a leading run.
-            by_turn += [(turn, node, node.pages, calls[turn::count]) for turn in range(count)]
-        by_turn.sort(key=lambda share: share[0])
-        return [share[1:] for share in by_turn]
-
-    def _talk(
-        self, node: Node, lane: Lane, calls: list[PageCall], talk: Talk, deadline: float, timed_out: Any, failed: Any
-    ) -> None:
-        reason = "connection"
-        for attempt in range(_ATTEMPTS):
-            waiting = [call for call in calls if call.result is None and call.redirect is None]
-            if not waiting:
-                return
-            try:
-                with node.connection(lane, deadline, fresh=attempt > 0) as connection:
-                    talk(connection, waiting)
-                return
-            except NodeDownError:
-                reason = "down"
-                break
-            except LaneBusyError:
-                _finish(calls, timed_out, "busy")
-                return
-            except TimeoutError as error:
-                node.mark_down(error)
-                _finish(calls, timed_out, "timeout")
-                return
-            except RefusedError as error:
-                reason = error.code
-                if error.code in _AWAY:
-                    node.mark_down(error)
-                    break
-                if error.code == "CLUSTERDOWN":
-                    self._topology.refresh_soon()
-                    break
-            except ProtocolError as error:
-                reason = "protocol"
-                logger.warning("tier %s: %s does not speak RESP: %s", self.name, node.endpoint, error)
-            except OSError as error:
-                reason = "connection"
-                logger.debug("tier %s: %s: %s", self.name, node.endpoint, error)
-            self.metrics.add("connection", "lost")
-        _finish(calls, failed, reason)
-
-    def _redirected(self, calls: list[PageCall], deadline: float) -> dict[Node, list[PageCall]]:
-        """The calls that another node was named for, by that node."""
-        waiting: dict[Node, list[PageCall]] = {}
-        for call in calls:
-            if call.redirect is None:
-                continue
-            kind, slot, endpoint = call.redirect
-            call.redirect = None
-            call.asking = kind == "ASK"
-            self.metrics.add("redirect", kind.lower())
-            known = self._topology.node_of(call.name)
-            if not endpoint.host and known is not None:
-                # "The same host as the one that was asked."
-                endpoint = endpoint._replace(host=known.endpoint.host)
-            node = self._topology.asked(endpoint) if call.asking else self._topology.redirected(slot, endpoint)
-            node.wait_until_tried(min(self._settings.short_call, max(0.0, deadline - time.monotonic())))
-            waiting.setdefault(node, []).append(call)
-        return waiting
-
-    def _note_full_nodes(self, waiting: dict[Node, list[PageCall]]) -> None:
-        for node, calls in waiting.items():
-            if any(call.reason == "memory" for call in calls):
-                if time.monotonic() >= node.writes_rejected_until + _MEMORY_PAUSE:
-                    logger.warning("tier %s: %s is out of memory; writes to it pause", self.name, node.endpoint)
-                node.writes_rejected_until = time.monotonic() + _MEMORY_PAUSE
 
     def _page_name(self, key: bytes) -> bytes:
         return page_name(self._page_names, key)
 
     def _deadline(self) -> float:
         return call_deadline(self._settings.timeout)
-
-
-def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
-    for call in calls:
-        if call.result is None and call.redirect is None:
-            call.finish(result, reason)
 
 
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:
