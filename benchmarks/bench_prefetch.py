@@ -36,7 +36,7 @@ import numpy as np
 from hicache_ext.bench.file_command import prepare_sglang
 from hicache_ext.bench.file_contenders import HiCacheFileContender, Workplace
 from hicache_ext.bench.file_memory import PAGE_SIZE, HostBatch, HostBuffers, page_keys
-from hicache_ext.bench.harness import Spread, fresh_directory, interleaved
+from hicache_ext.bench.harness import Quartiles, fresh_directory, interleaved
 from hicache_ext.bench.report import (
     Panel,
     Table,
@@ -291,12 +291,12 @@ def _measure_pool(
 
 def _table(arguments: argparse.Namespace, measured: Measured) -> Table:
     pages = arguments.tokens // PAGE_SIZE
-    base = Spread.of([float(np.mean(played.done)) for played in measured.rounds[NO_PREFETCH]]).median
+    base = Quartiles.of([float(np.mean(played.done)) for played in measured.rounds[NO_PREFETCH]]).median
     rows = []
     for name, of_name in measured.rounds.items():
-        first = Spread.of([played.done[0] for played in of_name])
-        mean = Spread.of([float(np.mean(played.done)) for played in of_name])
-        last = Spread.of([played.done[-1] for played in of_name])
+        first = Quartiles.of([played.done[0] for played in of_name])
+        mean = Quartiles.of([float(np.mean(played.done)) for played in of_name])
+        last = Quartiles.of([played.done[-1] for played in of_name])
         inside = 100 * float(np.mean([share for played in of_name for share in played.inside]))
         joined = np.mean([played.facts.get("prefetch joined", 0) for played in of_name])
         rows.append(
@@ -377,7 +377,7 @@ def _panels(measured: Sequence[Measured]) -> list[Panel]:
     def line(values: Sequence[Sequence[float]]) -> list[tuple[str, float, float, float]]:
         step = max(1, len(values[0]) // 8)
         places = [*range(0, len(values[0]) - 1, step), len(values[0]) - 1]
-        spreads = [Spread.of([of_round[place] for of_round in values]) for place in places]
+        spreads = [Quartiles.of([of_round[place] for of_round in values]) for place in places]
         return [
             (str(place + 1), spread.median, spread.lower, spread.upper)
             for place, spread in zip(places, spreads, strict=True)

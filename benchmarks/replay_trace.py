@@ -41,7 +41,7 @@ from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy, Ghost, Rank
 from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 
 Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024
@@ -150,7 +150,9 @@ def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int]) ->
         portion = index.next_portion()
         change.evict(_SLOT_SIZE, len(positions) - change.free_slots(_SLOT_SIZE, len(positions)))
         places = change.take_free_slots(_SLOT_SIZE, len(positions), portion).T.tolist()
-        taken = Placed.of([Located(slab, slot, 1, i) for i, (slab, slot) in zip(positions, places, strict=True)])
+        taken = SlotReferences.of(
+            [SlotReference(slab, slot, 1, i) for i, (slab, slot) in zip(positions, places, strict=True)]
+        )
         change.publish(portion, keys, taken, taken)
 
 

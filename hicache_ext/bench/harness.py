@@ -104,7 +104,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Quartiles:
     """A median with the quartiles around it."""
 
     median: float
@@ -112,7 +112,7 @@ class Spread:
     upper: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Quartiles:
         lower, median, upper = (float(value) for value in np.percentile(values, (25, 50, 75)))
         return cls(median, lower, upper)
 
@@ -122,9 +122,9 @@ class Summary:
     """Several rounds of one contender in one mode."""
 
     rounds: int
-    rate: Spread
+    rate: Quartiles
     """Work per second, over the rounds."""
-    cpu_per_work: Spread
+    cpu_per_work: Quartiles
     """CPU seconds per unit of work, over the rounds."""
     call_p50: float
     call_p99: float
@@ -135,8 +135,8 @@ class Summary:
         p50, p99 = (float(value) for value in np.percentile([s for sample in samples for s in sample.calls], (50, 99)))
         return cls(
             rounds=len(samples),
-            rate=Spread.of([sample.rate for sample in samples]),
-            cpu_per_work=Spread.of([sample.cpu_seconds / sample.work for sample in samples]),
+            rate=Quartiles.of([sample.rate for sample in samples]),
+            cpu_per_work=Quartiles.of([sample.cpu_seconds / sample.work for sample in samples]),
             call_p50=p50,
             call_p99=p99,
         )

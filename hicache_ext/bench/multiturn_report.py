@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hicache_ext.bench.harness import Spread
+from hicache_ext.bench.harness import Quartiles
 from hicache_ext.bench.multiturn_targets import Answer
 from hicache_ext.bench.report import Panel, Table, number, plot_point
 
@@ -19,8 +19,8 @@ class ArmResult:
     turns: Sequence[Sequence[Answer]]
     seconds: float
 
-    def first_token(self, turn: int) -> Spread:
-        return Spread.of([answer.time_to_first_token for answer in self.turns[turn]])
+    def first_token(self, turn: int) -> Quartiles:
+        return Quartiles.of([answer.time_to_first_token for answer in self.turns[turn]])
 
     def cached_share(self, turn: int) -> float:
         """Cached tokens of the prompts of a turn."""
@@ -118,5 +118,5 @@ def entries(results: Sequence[ArmResult]) -> list[Mapping[str, Any]]:
     ]
 
 
-def _milliseconds(spread: Spread) -> tuple[float, float, float]:
-    return spread.median * 1e3, spread.lower * 1e3, spread.upper * 1e3
+def _milliseconds(seconds: Quartiles) -> tuple[float, float, float]:
+    return seconds.median * 1e3, seconds.lower * 1e3, seconds.upper * 1e3

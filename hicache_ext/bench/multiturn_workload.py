@@ -50,6 +50,6 @@ class Conversation:
         self.text += text
 
     def _say(self, generator: random.Random, tokens: int) -> None:
-        said = [generator.randrange(self.workload.vocabulary) for _ in range(tokens)]
-        self.tokens += said
-        self.text += "".join(f" word{number * 17 % _WORDS}" for number in said)
+        spoken = [generator.randrange(self.workload.vocabulary) for _ in range(tokens)]
+        self.tokens += spoken
+        self.text += "".join(f" word{number * 17 % _WORDS}" for number in spoken)

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _reload(arguments: argparse.Namespace) -> int:
     file = os.path.abspath(arguments.file.removeprefix("@"))
-    load_document(file)  # its mistakes are said here, once, before any server is asked
+    load_document(file)  # its mistakes are reported here, once, before any server is asked
     try:
         chosen = [path for path in servers() if _serves(path, file)]
     except ControlError as error:
@@ -59,10 +59,10 @@ def _asked(path: Path, *, only_check: bool) -> bool:
     try:
         answer: Answer = ask(path, {"call": "reload", "only_check": only_check})
     except ControlError as error:
-        answer = {"ok": False, "said": [str(error)]}
-    said = answer.get("said", [])
-    for line in said if isinstance(said, list) else []:
+        answer = {"ok": False, "messages": [str(error)]}
+    messages = answer.get("messages", [])
+    for line in messages if isinstance(messages, list) else []:
         print(f"process {process}: {line}", file=sys.stdout if answer.get("ok") else sys.stderr)
-    if answer.get("ok") and not said and not only_check:
+    if answer.get("ok") and not messages and not only_check:
         print(f"process {process}: nothing to change")
     return bool(answer.get("ok"))

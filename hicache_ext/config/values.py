@@ -89,7 +89,7 @@ def or_off(off: float, parse: Parser[float]) -> Parser[float]:
 
 
 def absolute_path(allowed: str) -> Parser[str]:
-    """An absolute path, templates expanded. Errors show it as it was written: an environment variable stays unsaid."""
+    """An absolute path, templates expanded. Errors show it as written: no environment variable is shown."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or not value or "\0" in value:

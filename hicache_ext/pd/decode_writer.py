@@ -3,7 +3,7 @@
 It replaces the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here). Requests,
 copies and host memory are behind :class:`Offload`.
 
-A page is generated, copied to host memory at the next stride or at the finish, queued in the WaitingRoom, given to the
+A page is generated, copied to host memory at the next stride or at the finish, queued in the WriteQueue, given to the
 PoolWriter, and written, tried again, or counted as lost. Its host memory is freed in every case.
 
 Everything but the PoolWriter runs on the scheduler thread and never waits for a store or a copy. Ranks decide alike,
@@ -26,7 +26,7 @@ from hicache_ext.pd.continuation import Continuation, Piece
 from hicache_ext.pd.offload import Offload, Request
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
 from hicache_ext.pd.request_options import options_of
-from hicache_ext.pd.waiting_room import WaitingRoom
+from hicache_ext.pd.write_queue import WriteQueue
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.serving.hints.sender import HintSender
 
@@ -65,7 +65,7 @@ class DecodeWriter:
         self._hints = hints
         self._page_size = offload.page_size
         self._stride = max(1, config.stride // self._page_size) * self._page_size
-        self._room = WaitingRoom(config.drop)
+        self._queue = WriteQueue(config.drop)
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
         self._continuations_made = 0
         self._copies_this_step = 0
@@ -79,7 +79,7 @@ class DecodeWriter:
     @property
     def idle(self) -> bool:
         """Nothing is being copied, queued or written."""
-        return not (any(self._offload.copying()) or len(self._room) or self._pages_in_flight)
+        return not (any(self._offload.copying()) or len(self._queue) or self._pages_in_flight)
 
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
@@ -175,7 +175,7 @@ class DecodeWriter:
 
     def _host_memory(self, tokens: int, continuation: Continuation) -> torch.Tensor | None:
         """Host indices for a copy; drops queued pages if needed."""
-        if self._offload.free_host_tokens < tokens and not self._make_room(tokens, continuation):
+        if self._offload.free_host_tokens < tokens and not self._evict(tokens, continuation):
             return None
         return self._offload.allocate(tokens)
 
@@ -184,10 +184,10 @@ class DecodeWriter:
             self._close(piece.continuation, "copy_failed")
             self._copy_ended(piece)
 
-    def _make_room(self, tokens: int, spare: Continuation) -> bool:
+    def _evict(self, tokens: int, spare: Continuation) -> bool:
         victims: list[Continuation] = []
         gain = self._offload.free_host_tokens
-        for victim in self._room.victims(spare):
+        for victim in self._queue.victims(spare):
             if gain >= tokens:
                 break
             victims.append(victim)
@@ -213,7 +213,7 @@ class DecodeWriter:
             self._copies_ended(copied)
         if written:
             self._writes_ended(written)
-        if len(self._room):
+        if len(self._queue):
             self._hand_out()
         self._log_sometimes()
 
@@ -236,13 +236,13 @@ class DecodeWriter:
 
     def _copy_ended(self, piece: Piece) -> None:
         if piece.epoch == piece.continuation.epoch and not piece.continuation.closed:
-            self._room.add(piece)
+            self._queue.add(piece)
         else:
             self._free([piece])
 
     def _hand_out(self) -> None:
         while self._pages_in_flight < self._config.pages_in_flight:
-            run = self._room.take_run(self._now, _PAGES_PER_WRITE)
+            run = self._queue.take_run(self._now, _PAGES_PER_WRITE)
             if not run:
                 return
             continuation = run[0].continuation
@@ -313,7 +313,7 @@ class DecodeWriter:
 
     def _wait_until(self, job: WriteJob, moment: int) -> None:
         job.continuation.not_before = moment
-        self._room.put_back(job.pieces)
+        self._queue.put_back(job.pieces)
 
     def stop(self, timeout: float) -> bool:
         """End the storage thread. True: it ended, and host memory may be freed."""
@@ -325,7 +325,7 @@ class DecodeWriter:
 
     def _forget_waiting(self, continuation: Continuation) -> None:
         """Free queued pages and drop copies under way; a running request copies them again later."""
-        waiting = self._room.empty(continuation)
+        waiting = self._queue.empty(continuation)
         continuation.epoch += 1
         self._free(waiting)
         dropped_from = [piece.first_page for piece in waiting]
@@ -340,7 +340,7 @@ class DecodeWriter:
 
     def _close(self, continuation: Continuation, reason: str, lost_pages: int = 0) -> None:
         """Write nothing more of this request: pages behind a gap could never be found."""
-        waiting = self._room.empty(continuation)
+        waiting = self._queue.empty(continuation)
         lost_pages += sum(piece.pages for piece in waiting)
         self._free(waiting)
         continuation.closed = True
@@ -378,7 +378,7 @@ class DecodeWriter:
 
     def _levels(self) -> dict[str, int]:
         return {
-            "waiting_pages": self._room.pages + self._pages_in_flight,
+            "waiting_pages": self._queue.pages + self._pages_in_flight,
             "host_used_tokens": self._offload.host_tokens - self._offload.free_host_tokens,
         }
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 90.0
 """Seconds without progress of the holder after which a start gives up. NFS shows an mtime up to 60 s late."""
-_SAID_AFTER = 2.0
+_REPORTED_AFTER = 2.0
 _ATTEMPTS = Backoff(0.001, 0.05)
 
 
@@ -29,7 +29,7 @@ def lock_within(fd: int, operation: int, patience: float, path: Path) -> None:
     Raises TimeoutError with a sentence then, OSError as the file system does.
     """
     begun = seen = time.monotonic()
-    last_sign, said, attempts = _sign(fd), False, 0
+    last_sign, reported, attempts = _sign(fd), False, 0
     while not try_lock(fd, operation):
         now = time.monotonic()
         if (sign := _sign(fd)) != last_sign:
@@ -38,8 +38,8 @@ def lock_within(fd: int, operation: int, patience: float, path: Path) -> None:
             raise TimeoutError(
                 errno.ETIMEDOUT, f"another process has held {str(path)!r} for {now - begun:.0f} s and does nothing"
             )
-        if not said and now - begun >= min(_SAID_AFTER, patience / 4):
-            said = True
+        if not reported and now - begun >= min(_REPORTED_AFTER, patience / 4):
+            reported = True
             logger.warning("waiting for %s, which another process holds", path)
         attempts += 1
         time.sleep(_ATTEMPTS.pause(attempts))

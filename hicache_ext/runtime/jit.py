@@ -22,7 +22,7 @@ _PACKAGE = Path(__file__).parent.parent
 _SOURCES = (
     "runtime/jit.py",
     "runtime/vectored.py",
-    "runtime/foreign_calls.py",
+    "runtime/native_calls.py",
     "page/batch_code.py",
     "storage/tiers/file/eviction.py",
     "storage/tiers/file/slab/slot_code.py",

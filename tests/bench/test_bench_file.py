@@ -19,8 +19,8 @@ from hicache_ext.bench.file_command import Settings, _results, _Run, configure, 
 from hicache_ext.bench.file_contenders import EXISTS_CASES, HICACHE_FILE, TRANSFER_MODES, Contender
 from hicache_ext.bench.harness import (
     Clock,
+    Quartiles,
     Sample,
-    Spread,
     Stopwatch,
     Summary,
     fresh_directory,
@@ -134,7 +134,7 @@ def test_a_summary_has_medians_and_quartiles_over_rounds_and_percentiles_over_al
     calls = tuple(float(n) for n in range(51)), tuple(float(n) for n in range(51, 101))
     summary = Summary.of([sample(10, calls=calls[0]), sample(20, calls=calls[1]), sample(60)])
     assert summary.rounds == 3
-    assert summary.rate == Spread(median=20, lower=15, upper=40)
+    assert summary.rate == Quartiles(median=20, lower=15, upper=40)
     assert summary.cpu_per_work.median == pytest.approx(0.5 / 20)
     percentiles = Summary.of([sample(10, calls=calls[0] + calls[1])])
     assert (percentiles.call_p50, percentiles.call_p99) == (50, 99)

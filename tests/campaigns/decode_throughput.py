@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.bench.harness import Spread, interleaved
+from hicache_ext.bench.harness import Quartiles, interleaved
 from hicache_ext.bench.report import Table, machine_facts, number, today, write_json
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.signals import terminated_in_order
@@ -223,7 +223,7 @@ def _table(measured: dict[str, Measured]) -> Table:
     base_cpu = _mean_of_rounds([measured[name].cpu_seconds for name in BASE])
     rows = []
     for name, arm in measured.items():
-        rate = Spread.of(arm.rates)
+        rate = Quartiles.of(arm.rates)
         steps = [cost for batch in arm.steps for cost in batch]
         means = [statistics.fmean(batch) for batch in arm.steps if batch]
         rows.append(
@@ -252,7 +252,7 @@ def _mean_of_rounds(arms: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _paired(values: Sequence[float], base: Sequence[float]) -> str:
-    spread = Spread.of([value / other for value, other in zip(values, base, strict=True)])
+    spread = Quartiles.of([value / other for value, other in zip(values, base, strict=True)])
     return f"{spread.median:.3f} ({spread.lower:.3f} to {spread.upper:.3f})"
 
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.bench.harness import Spread, interleaved
+from hicache_ext.bench.harness import Quartiles, interleaved
 from hicache_ext.bench.report import Panel, Table, machine_facts, plot, today, write_json
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.signals import terminated_in_order
@@ -54,9 +54,9 @@ class Step:
     pulled: list[bool] = field(default_factory=list)
     """Which of the counted requests the adaptive server pulled."""
 
-    def ratio(self, base: str) -> Spread:
+    def ratio(self, base: str) -> Quartiles:
         pairs = zip(self.seconds[ADAPTIVE], self.seconds[base], strict=True)
-        return Spread.of([adaptive / other for adaptive, other in pairs])
+        return Quartiles.of([adaptive / other for adaptive, other in pairs])
 
 
 def main() -> None:
@@ -176,13 +176,13 @@ def _cell(step: Step, name: str) -> str:
     return f"{statistics.median(step.seconds[name]) * 1e3:.0f} ({step.first[name] * 1e3:.0f})"
 
 
-def _ratio(spread: Spread) -> str:
+def _ratio(spread: Quartiles) -> str:
     return f"{spread.median:.2f} ({spread.lower:.2f} to {spread.upper:.2f})"
 
 
 def _report(file: Path, minutes: float, table: Table, steps: list[Step], facts: dict[str, Any]) -> None:
     picture = file.with_suffix(".png")
-    spreads = {name: [Spread.of(step.seconds[name]) for step in steps] for name in steps[0].seconds}
+    spreads = {name: [Quartiles.of(step.seconds[name]) for step in steps] for name in steps[0].seconds}
     names = [f"{step.delay * 1e3:.0f}" + (" again" if step is steps[-1] else "") for step in steps]
     lines = {
         name: [(x, s.median * 1e3, s.lower * 1e3, s.upper * 1e3) for x, s in zip(names, values, strict=True)]

@@ -109,7 +109,7 @@ def compiled_code_through_python() -> Iterator[None]:
     if code is None:
         yield
         return
-    from hicache_ext.runtime.foreign_calls import PREADV2, PWRITEV2
+    from hicache_ext.runtime.native_calls import PREADV2, PWRITEV2
 
     known = code.functions.copy()
     for position, callback in ((PREADV2, _read_callback), (PWRITEV2, _write_callback)):

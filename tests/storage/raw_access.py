@@ -12,7 +12,7 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.path_choice import PathChoice
-from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 
@@ -104,11 +104,11 @@ class RawSlots:
             taken = []
             while not taken or slab not in (-1, taken[-1].slab) or slot not in (-1, taken[-1].slot):
                 (found,) = change.take_free_slots(slot_size, 1, portion).T.tolist()
-                taken.append(Located(*found, len(payload), len(taken)))
+                taken.append(SlotReference(*found, len(payload), len(taken)))
             slab, slot = taken[-1][:2]
-            written = Placed.of(taken[-1:])
+            written = SlotReferences.of(taken[-1:])
             keys = [bytes(48)] * (len(taken) - 1) + [key]
-            assert change.publish(portion, keys, Placed.of(taken), written) == [True]
+            assert change.publish(portion, keys, SlotReferences.of(taken), written) == [True]
         first = next(s.first_record for s in index.slabs() if s.number == slab)
         index.seals[first + slot] = np.frombuffer(seal, np.uint64)
         for (file, offset), content in zip(

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiering.io_priority import DemandGate
+from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.prefetch import Prefetcher, PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -53,7 +53,7 @@ def open_prefetcher(far, clock):
     opened = []
 
     def open_(**settings):
-        prefetcher = Prefetcher(PrefetchSettings(**settings), DemandGate(), far.metrics, clock)
+        prefetcher = Prefetcher(PrefetchSettings(**settings), IoPriority(), far.metrics, clock)
         opened.append(prefetcher)
         return prefetcher
 
@@ -80,12 +80,12 @@ def announce(prefetcher, source, keys):
 
 def take(prefetcher, keys, sizes=(SIZE,)):
     host = HostPages([sizes] * len(keys))
-    pages = prefetcher.begin_demand(keys)
+    pages = prefetcher.begin_read(keys)
     results = [
         None if page is None else prefetcher.take(page, segments)
         for page, segments in zip(pages, host.buffers, strict=True)
     ]
-    prefetcher.end_demand(keys, pages)
+    prefetcher.end_read(keys, pages)
     host.assert_guards_intact()
     return results, [host.payload(number) for number in range(len(keys))]
 
@@ -165,11 +165,11 @@ def test_a_demand_read_takes_over_what_is_only_planned(open_prefetcher, far):
     far.hold.clear()
     announce(prefetcher, far, keys)
     assert far.entered.acquire(timeout=30)
-    pages = prefetcher.begin_demand(keys)
+    pages = prefetcher.begin_read(keys)
     assert [page is None for page in pages] == [False] * 32 + [True] * 32
-    # Nor is it announced again while demand reads it.
+    # Nor is it announced again while foreground reads it.
     announce(prefetcher, far, keys)
-    prefetcher.end_demand(keys, pages)
+    prefetcher.end_read(keys, pages)
     far.hold.set()
     wait_until(lambda: prefetcher.inside(keys) == 32)
     prefetcher.close()
@@ -240,7 +240,7 @@ def test_a_damaged_staged_page_is_no_hit(open_prefetcher, far):
     store_pages(far.inner, keys)
     announce(prefetcher, far, keys)
     wait_until(lambda: prefetcher.inside(keys) == 2)
-    prefetcher.begin_demand(keys)[0].memory[17] ^= 1
+    prefetcher.begin_read(keys)[0].memory[17] ^= 1
     assert take(prefetcher, keys)[0] == [GetResult.REJECTED, GetResult.HIT]
     assert far.metrics.value("corrupt", "staged") == 1
 

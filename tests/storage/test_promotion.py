@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiering.io_priority import DemandGate
+from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
@@ -115,14 +115,14 @@ def test_promotion_is_bounded_and_what_does_not_fit_is_counted(near, far):
 
 
 def test_promotion_steps_aside_for_demand(near, far):
-    gate = DemandGate()
+    gate = IoPriority()
     order = []
 
     def background():
         gate.wait_for_quiet(30)
         order.append("background")
 
-    with gate.demand():
+    with gate.read():
         thread = threading.Thread(target=background)
         thread.start()
         thread.join(0.05)
@@ -132,7 +132,7 @@ def test_promotion_steps_aside_for_demand(near, far):
 
 
 def test_promotion_steps_aside_for_prefetch_and_prefetch_does_not_for_itself():
-    gate = DemandGate()
+    gate = IoPriority()
     order = []
 
     def promotion():
@@ -151,8 +151,8 @@ def test_promotion_steps_aside_for_prefetch_and_prefetch_does_not_for_itself():
 
 
 def test_endless_demand_does_not_keep_the_background_from_working_for_ever():
-    gate = DemandGate()
-    with gate.demand():
+    gate = IoPriority()
+    with gate.read():
         gate.wait_for_quiet(0.01)
         gate.wait_until_idle(0.01)
 

@@ -480,5 +480,5 @@ def test_nonsense_on_the_socket_is_answered_or_dropped(file: Path, runtime: Path
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(path))
             connection.sendall(nonsense)
-    assert ask(path, {"call": "stop"})["said"] == ["unknown call 'stop'"]
+    assert ask(path, {"call": "stop"})["messages"] == ["unknown call 'stop'"]
     assert ask(path, {"call": "facts"})["file"] == str(file)

@@ -52,7 +52,7 @@ _EXAMINED_AGAIN = 3.0
 """Seconds after which such a page may be examined again if it arrives damaged again."""
 _SLOW_FAILURE = 1.0
 """A read that failed after at least so many seconds is not tried again."""
-_SAY_AGAIN = 60.0
+_REPORT_AGAIN = 60.0
 """Seconds between two equal lines in the log."""
 _LONGEST_REST = 0.5
 """Longest pause after an examination. It lasts as long as the examination: they take at most half of a connection."""
@@ -206,8 +206,8 @@ class BadPages:
         self._loop = BackgroundLoop(f"hicache-{tier}-examine", self._examine_one)
         self._examining = False
         self._closing = False
-        self._unsaid = {Verdict.GOOD: 0, Verdict.DENIED: 0}
-        self._said = {Verdict.GOOD: -math.inf, Verdict.DENIED: -math.inf}
+        self._unreported = {Verdict.GOOD: 0, Verdict.DENIED: 0}
+        self._reported = {Verdict.GOOD: -math.inf, Verdict.DENIED: -math.inf}
 
     # -- asked by calls --------------------------------------------------------------------------------------------
 
@@ -364,15 +364,15 @@ class BadPages:
         if verdict is Verdict.REMOVED:
             page = suspect.key.hex()
             logger.warning("tier %s: page %s was bad (%s) and is removed", self._tier, page, suspect.reason)
-        if verdict not in self._said:
+        if verdict not in self._reported:
             return
-        self._unsaid[verdict] += 1
-        if self._clock() >= self._said[verdict] + _SAY_AGAIN:
-            logger.warning(_SAYINGS[verdict], self._tier, self._unsaid[verdict])
-            self._said[verdict], self._unsaid[verdict] = self._clock(), 0
+        self._unreported[verdict] += 1
+        if self._clock() >= self._reported[verdict] + _REPORT_AGAIN:
+            logger.warning(_MESSAGES[verdict], self._tier, self._unreported[verdict])
+            self._reported[verdict], self._unreported[verdict] = self._clock(), 0
 
 
-_SAYINGS = {
+_MESSAGES = {
     Verdict.GOOD: "tier %s: %d pages arrived damaged and are good in the pool: look at this machine's memory, "
     "network card and at what is between it and the pool",
     Verdict.DENIED: "tier %s: %d pages always arrive as the same bad bytes, and the store says that it has others: a "

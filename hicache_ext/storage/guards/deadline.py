@@ -50,7 +50,7 @@ class DeadlineStore(DelegatingStore):
             ) from error
         self._threads = ThreadPool(f"hicache-{inner.name}-deadline")
         self._calls = CallGate(inner.name)
-        self._said_too_large = False
+        self._reported_too_large = False
 
     @property
     def stuck_calls(self) -> int:
@@ -248,8 +248,8 @@ class DeadlineStore(DelegatingStore):
 
     def _say_too_large(self, size: int) -> None:
         self._count("rejected", "bounce_memory")
-        if not self._said_too_large:
-            self._said_too_large = True
+        if not self._reported_too_large:
+            self._reported_too_large = True
             logger.warning(
                 "hicache_ext: tier %s: a page of %d bytes is larger than guards.bounce_memory (%d); it is refused",
                 self.name,

@@ -52,7 +52,7 @@ class LateStore:
         self._last_problem = "it is still being opened"
         self._config_error: ConfigError | None = None
         self._attempted = threading.Event()
-        self._said_not_open = False
+        self._reported_not_open = False
         self._loop = BackgroundLoop(f"hicache-{name}-open", self._open, Backoff(first_pause, LONGEST_PAUSE))
         if not self._loop.wake():
             raise StoreSetupError(name, "there is no thread to open it with")
@@ -60,7 +60,7 @@ class LateStore:
         if self._config_error is not None:
             raise self._config_error
         if self._store is None:
-            self._said_not_open = True
+            self._reported_not_open = True
             logger.warning(
                 "hicache_ext: tier %s: %s; going on without it (required: false) and trying again in the background",
                 name,
@@ -101,7 +101,7 @@ class LateStore:
                         if self._loop.stopping:
                             break
                         self._store = store
-                        if self._said_not_open:
+                        if self._reported_not_open:
                             logger.warning("hicache_ext: tier %s is open now and in use", self._name)
                         return
                 # Outside the lock: this talks to the store.

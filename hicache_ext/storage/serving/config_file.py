@@ -90,11 +90,11 @@ class ConfigFile:
         if request.get("call") == "facts":
             return {"ok": True, "file": self._file, "pid": os.getpid()}
         if request.get("call") != "reload":
-            return {"ok": False, "said": [f"unknown call {str(request.get('call'))[:40]!r}"]}
+            return {"ok": False, "messages": [f"unknown call {str(request.get('call'))[:40]!r}"]}
         try:
-            return {"ok": True, "said": self.reload(only_check=request.get("only_check") is True)}
+            return {"ok": True, "messages": self.reload(only_check=request.get("only_check") is True)}
         except HicacheExtError as error:
-            return {"ok": False, "said": str(error).splitlines()}
+            return {"ok": False, "messages": str(error).splitlines()}
 
     def _look(self) -> float:
         signature = _signature(self._file)

@@ -103,7 +103,7 @@ class ControlSocket:
             return self._handle(request)
         except Exception as error:
             logger.exception("hicache_ext: a request failed")
-            return {"ok": False, "said": [f"{type(error).__name__} (see the server's log)"]}
+            return {"ok": False, "messages": [f"{type(error).__name__} (see the server's log)"]}
 
 
 def servers() -> Iterator[Path]:

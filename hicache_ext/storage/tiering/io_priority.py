@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class DemandGate:
-    """Counts the demand reads and the prefetches under way on far tiers; work of lower priority waits for them.
+class IoPriority:
+    """Counts the foreground reads and the prefetches under way on far tiers; work of lower priority waits for them.
 
     Thread-safe. Entering never waits.
     """
@@ -21,7 +21,7 @@ class DemandGate:
         self._open_for_good = False
 
     @contextmanager
-    def demand(self) -> Iterator[None]:
+    def read(self) -> Iterator[None]:
         """Around a read that SGLang waits for."""
         with self._condition:
             self._reads += 1
@@ -47,12 +47,12 @@ class DemandGate:
                     self._condition.notify_all()
 
     def wait_for_quiet(self, patience: float) -> None:
-        """Return when no demand read is under way, after ``patience`` seconds in any case: on a busy tier the
+        """Return when no foreground read is under way, after ``patience`` seconds in any case: on a busy tier the
         background would otherwise never run, and it is what relieves the tier."""
         self._wait(lambda: not self._reads, patience)
 
     def wait_until_idle(self, patience: float) -> None:
-        """Return when neither a demand read nor a fetch is under way, after ``patience`` seconds in any case."""
+        """Return when neither a foreground read nor a fetch is under way, after ``patience`` seconds in any case."""
         self._wait(lambda: not self._reads and not self._fetches, patience)
 
     def _wait(self, condition: Callable[[], bool], patience: float) -> None:

@@ -2,8 +2,8 @@
 
 When exists() reports a hit, SGLang will most likely read those pages: after it has allocated host memory and has served
 the requests before. ``announce`` gets the keys in chain order, a few threads fetch them into a bounded buffer, and a
-demand read takes them from there, checked again. A demand read never waits for a page that is only planned: it takes it
-over and reads it itself. It waits for a page that is being fetched, so that no bytes travel twice at a time.
+foreground read takes them from there, checked again. A foreground read never waits for a page that is only planned: it
+reads that page itself. It waits for a page that is being fetched, so that no bytes travel twice at a time.
 
 SGLang tells a backend neither of an abort nor that a hit was below its threshold. So an announced page has a lifetime;
 a page that nobody has read by then is dropped and counted as wasted. close(), clear() and remove() drop at once. Waste
@@ -27,13 +27,13 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
-from hicache_ext.storage.tiering.io_priority import DemandGate
+from hicache_ext.storage.tiering.io_priority import IoPriority
 
 logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 32
 _PATIENCE = 0.02
-"""Seconds for which a fetch waits for demand reads. Short: a request being read needs its next batch."""
+"""Seconds for which a fetch waits for foreground reads. Short: a request being read needs its next batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class Prefetcher:
     """See the module docstring. Thread-safe; ``announce`` never waits for a store.
 
     Counted in the metrics of the source tier, in pages under ``prefetch`` and in bytes under ``prefetch_bytes``:
-    fetched, useful (read by demand at least once), wasted (dropped unread); in pages only: overtaken (demand came
-    before the fetch), joined (demand came during it), failed. Levels: ``prefetch_buffer_bytes``.
+    fetched, useful (read by SGLang at least once), wasted (dropped unread); in pages only: overtaken (a read came
+    before the fetch), joined (a read came during it), failed. Levels: ``prefetch_buffer_bytes``.
     """
 
     def __init__(
         self,
         settings: PrefetchSettings,
-        gate: DemandGate,
+        gate: IoPriority,
         metrics: TierMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,8 +94,8 @@ class Prefetcher:
         self._pages: dict[bytes, PrefetchedPage] = {}
         """By key, in order of expiry."""
         self._plan: deque[PrefetchedPage] = deque()
-        self._demanded: Counter[bytes] = Counter()
-        """Keys that demand reads are reading from their tier."""
+        self._being_read: Counter[bytes] = Counter()
+        """Keys that foreground reads are reading from their tier."""
         self._held = 0
         """Bytes of pages being fetched and staged."""
         self._closing = False
@@ -116,7 +116,7 @@ class Prefetcher:
                 known = self._pages.get(key)
                 if known is not None:
                     known.wanted += 1
-                elif key not in self._demanded and 0 < size <= self._settings.buffer:
+                elif key not in self._being_read and 0 < size <= self._settings.buffer:
                     page = PrefetchedPage(key, source, size, now + self._settings.lifetime)
                     self._pages[key] = page
                     self._plan.append(page)
@@ -142,13 +142,13 @@ class Prefetcher:
         with self._condition:
             return sum(key in self._pages and self._pages[key].state is _State.STAGED for key in keys)
 
-    # -- demand ----------------------------------------------------------------------------------------------------
+    # -- foreground reads ---------------------------------------------------------------------------------------------
 
-    def begin_demand(self, keys: Sequence[bytes]) -> list[PrefetchedPage | None]:
-        """A demand read of ``keys`` begins. For each key the page that is staged or being fetched, or None.
+    def begin_read(self, keys: Sequence[bytes]) -> list[PrefetchedPage | None]:
+        """A foreground read of ``keys`` begins. For each key the page that is staged or being fetched, or None.
 
         Planned pages are taken over. The caller reads keys with None itself, passes every other page to ``take``, and
-        calls ``end_demand`` with the answer in any case.
+        calls ``end_read`` with the answer in any case.
         """
         overtaken: Counter[TierMetrics] = Counter()
         joined: Counter[TierMetrics] = Counter()
@@ -162,7 +162,7 @@ class Prefetcher:
                     self._drop(page)
                     page = None
                 if page is None:
-                    self._demanded[key] += 1
+                    self._being_read[key] += 1
                 elif page.state is _State.FETCHING:
                     joined[page.source.metrics] += 1
                 pages.append(page)
@@ -171,13 +171,13 @@ class Prefetcher:
                 metrics.add("prefetch", outcome, count)
         return pages
 
-    def end_demand(self, keys: Sequence[bytes], pages: Sequence[PrefetchedPage | None]) -> None:
+    def end_read(self, keys: Sequence[bytes], pages: Sequence[PrefetchedPage | None]) -> None:
         with self._condition:
             for key, page in zip(keys, pages, strict=True):
                 if page is None:
-                    self._demanded[key] -= 1
-                    if not self._demanded[key]:
-                        del self._demanded[key]
+                    self._being_read[key] -= 1
+                    if not self._being_read[key]:
+                        del self._being_read[key]
 
     def take(self, page: PrefetchedPage, segments: Sequence[memoryview]) -> GetResult:
         """Copy a page into host memory, waiting while it is being fetched. HIT, or why there is none.
@@ -219,7 +219,7 @@ class Prefetcher:
     # -- fetching --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        # Without a thread to be had, demand reads the pages itself.
+        # Without a thread to be had, a foreground read takes the pages from their tier itself.
         with contextlib.suppress(RuntimeError):
             while self._started < self._settings.streams:
                 self._threads.start(self._run)
@@ -240,13 +240,13 @@ class Prefetcher:
             while not self._closing:
                 now = self._clock()
                 self._expire(now)
-                if self._plan and self._has_room_for(self._plan[0]):
+                if self._plan and self._fits(self._plan[0]):
                     return True
                 oldest = next(iter(self._pages.values()), None)
                 self._condition.wait(None if oldest is None else max(0.05, oldest.expires - now))
             return False
 
-    def _has_room_for(self, page: PrefetchedPage) -> bool:
+    def _fits(self, page: PrefetchedPage) -> bool:
         if page.state is not _State.PLANNED:
             return True  # skipped by the caller
         if self._held + page.size > self._settings.buffer:
@@ -263,7 +263,7 @@ class Prefetcher:
         while self._plan and len(pages) < _PAGES_AT_ONCE and not self._closing:
             page = self._plan[0]
             if page.state is _State.PLANNED:
-                if (pages and page.source is not pages[0].source) or not self._has_room_for(page):
+                if (pages and page.source is not pages[0].source) or not self._fits(page):
                     break
                 page.state = _State.FETCHING
                 self._held += page.size

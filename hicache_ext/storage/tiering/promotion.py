@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hicache_ext.storage.contract.store import PageBatch, PageStore, SetResult
-from hicache_ext.storage.tiering.io_priority import DemandGate
+from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.write_behind import QueueSettings, WriteBehind
 
 _PATIENCE = 1.0
-"""Seconds for which a batch of promotions waits for demand reads and prefetches."""
+"""Seconds for which a batch of promotions waits for foreground reads and prefetches."""
 
 
 class Promoter:
-    """Copies pages into a bounded queue and writes them to ``target`` when neither a demand read nor a prefetch is
+    """Copies pages into a bounded queue and writes them to ``target`` when neither a foreground read nor a prefetch is
     under way.
 
     The caller chooses the pages: those of the leading run of a read that came from a tier behind ``target``. A page
@@ -22,7 +22,7 @@ class Promoter:
     queued already), dropped (queue full), and then stored, exists or failed.
     """
 
-    def __init__(self, target: PageStore, settings: QueueSettings, gate: DemandGate) -> None:
+    def __init__(self, target: PageStore, settings: QueueSettings, gate: IoPriority) -> None:
         self.target = target
         self._queue = WriteBehind(
             target,

@@ -33,7 +33,7 @@ from hicache_ext.storage.contract.store import (
     counted,
     identity_of,
 )
-from hicache_ext.storage.tiering.io_priority import DemandGate
+from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
 from hicache_ext.storage.tiering.promotion import Promoter
 from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 _WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR)
 _REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
-"""Seconds for which pages that nobody has asked for yet wait for demand reads and for earlier promotions."""
+"""Seconds for which pages that nobody has asked for yet wait for foreground reads and for earlier promotions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class TieredStore:
         self._metrics.declare(OF_ANSWERS)
         self._chains: set[bytes] = set()
         """Identities whose pages are looked up as a chain, and not one by one."""
-        self._gate = DemandGate()
+        self._gate = IoPriority()
         self._inner_tiers = 1
         self._promoter: Promoter | None = None
         if promote_to is not None:
@@ -174,15 +174,15 @@ class TieredStore:
 
     def _get_from_several(self, batch: PageBatch) -> list[GetResult]:
         read = _Read(batch)
-        staged = self._prefetcher.begin_demand(batch.keys)
+        staged = self._prefetcher.begin_read(batch.keys)
         try:
             self._read_known_places(read, [position for position, page in enumerate(staged) if page is None])
             self._walk(read, [position for position, page in enumerate(staged) if page is None])
-            with self._gate.demand():
+            with self._gate.read():
                 # Prefetched pages came from far tiers, too: promotion waits.
                 self._take_staged(read, staged)
         finally:
-            self._prefetcher.end_demand(batch.keys, staged)
+            self._prefetcher.end_read(batch.keys, staged)
         leading = _leading_hits(read.results)
         sources = Counter(self._order[id(source)] for source in read.sources[:leading])
         self._count(batch, read.results, leading, [(self._retrieve[place], count) for place, count in sources.items()])
@@ -216,7 +216,7 @@ class TieredStore:
 
     def _read_tier(self, read: _Read, number: int, positions: Sequence[int]) -> None:
         tier = self._retrieve[number]
-        with self._gate.demand() if number >= self._inner_tiers else nullcontext():
+        with self._gate.read() if number >= self._inner_tiers else nullcontext():
             results = self._call(
                 tier, "get", tier.get, read.batch.select(positions), [GetResult.ERROR] * len(positions)
             )
@@ -398,8 +398,7 @@ class TieredStore:
         """Promote what ``promote_to`` lacks of the leading run of ``keys``, before anybody asks for it.
 
         How many pages were present, fetched, absent (with all behind a gap) and dropped (the promotion queue was full).
-        Takes as much memory as the pages are long. Steps aside for demand reads and waits for tiers: not for SGLang's
-        threads.
+        Takes as much memory as the pages are long. Waits for foreground reads and for tiers: not for SGLang's threads.
         """
         with self._calls:
             return self._bring_inward(keys)
@@ -417,7 +416,7 @@ class TieredStore:
         for number in range(self._inner_tiers, len(self._retrieve)):
             positions = [p for p, result in enumerate(read.results) if result is not GetResult.HIT]
             if positions:
-                # Not _read_tier: this is no demand.
+                # Not _read_tier: this is no foreground read.
                 tier, failed = self._retrieve[number], [GetResult.ERROR] * len(positions)
                 results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
                 for position, result in zip(positions, results, strict=True):
@@ -492,7 +491,7 @@ class TieredStore:
 
 
 class _Read:
-    """The state of one demand read on its way through the tiers. Threads write disjoint positions."""
+    """The state of one foreground read on its way through the tiers. Threads write disjoint positions."""
 
     def __init__(self, batch: PageBatch) -> None:
         self.batch = batch

@@ -93,7 +93,7 @@ class WriteBehind:
             for position in positions:
                 key, size = batch.keys[position], batch.sizes[position]
                 if key not in self._waiting:
-                    self._wait_for_room(size)
+                    self._wait_for_memory(size)
                 while key in self._forgotten:
                     self._condition.wait()
                 if self._closing or self._bytes + size > self._settings.capacity:
@@ -111,7 +111,7 @@ class WriteBehind:
             self._metrics.add("dropped_pages", self._queue, dropped)
         return results
 
-    def _wait_for_room(self, size: int) -> None:
+    def _wait_for_memory(self, size: int) -> None:
         """Wait while the queue moves; the condition is held."""
         capacity = self._settings.capacity
         if not self._settings.patience or size > capacity:

@@ -35,10 +35,10 @@ from hicache_ext.storage.tiers.file.slab import compiled_code as compiled_code_m
 from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode, compiled_code, wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.directory import SlabFile
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
-from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
 from hicache_ext.storage.tiers.file.slab.records import Slab
 from hicache_ext.storage.tiers.file.slab.shapes import slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_io import SlotIo
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
     assert_hits,
@@ -179,7 +179,7 @@ def guarded_scratch() -> Iterator[None]:
         scratch.__dict__.update(known)
 
 
-def move(slabs: Slabs, batch: PageBatch, placed: Placed, *, write: bool, mode: str = "buffered") -> Moving:
+def move(slabs: Slabs, batch: PageBatch, placed: SlotReferences, *, write: bool, mode: str = "buffered") -> Moving:
     """Everything that compiled code does of a call."""
     plan, metrics = IoPlan(read=mode, write=mode), TierMetrics("disk")
     moves = PageMoves(slabs, plan, metrics, SlotIo(slabs, plan, metrics))
@@ -189,7 +189,7 @@ def move(slabs: Slabs, batch: PageBatch, placed: Placed, *, write: bool, mode: s
     return moving
 
 
-def write_in_python(slabs: Slabs, batch: PageBatch, placed: Placed, created_ms: int, mode: str) -> None:
+def write_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences, created_ms: int, mode: str) -> None:
     io = SlotIo(slabs, IoPlan(read=mode, write=mode), TierMetrics("disk"))
     for page in placed.pages():
         key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
@@ -197,7 +197,7 @@ def write_in_python(slabs: Slabs, batch: PageBatch, placed: Placed, created_ms: 
         assert io.write(slabs.slab(page.slab), page.slot, [header], [segments])
 
 
-def assert_read_in_python(slabs: Slabs, batch: PageBatch, placed: Placed, mode: str) -> None:
+def assert_read_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences, mode: str) -> None:
     io = SlotIo(slabs, IoPlan(read=mode, write=mode), TierMetrics("disk"))
     for page in placed.pages():
         key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
@@ -207,11 +207,11 @@ def assert_read_in_python(slabs: Slabs, batch: PageBatch, placed: Placed, mode: 
         assert envelope.reason_to_refuse(io.header(slab, page.slot), key, segments) is None
 
 
-def place(positions: Sequence[tuple[int, int]], payload: int) -> Placed:
-    return Placed.of([Located(slab, slot, payload, n) for n, (slab, slot) in enumerate(positions)])
+def place(positions: Sequence[tuple[int, int]], payload: int) -> SlotReferences:
+    return SlotReferences.of([SlotReference(slab, slot, payload, n) for n, (slab, slot) in enumerate(positions)])
 
 
-def one_page(tmp_path: Path, sizes: Sequence[int], shift: int = 0) -> tuple[Slabs, PageBatch, Placed]:
+def one_page(tmp_path: Path, sizes: Sequence[int], shift: int = 0) -> tuple[Slabs, PageBatch, SlotReferences]:
     """A page in slot 3, written by compiled code, and memory that does not hold it."""
     slabs, placed, keys = Slabs(tmp_path / "slabs", sum(sizes)), place([(0, 3)], sum(sizes)), page_keys(1)
     memory = Memory(1, sizes, shift)
@@ -345,7 +345,7 @@ def test_however_little_is_moved_at_once_a_large_page_is_read_to_its_end(tmp_pat
 # -- never done --------------------------------------------------------------------------------------------------------
 
 
-def assert_not_done(slabs: Slabs, batch: PageBatch, placed: Placed, mode: str = "buffered") -> None:
+def assert_not_done(slabs: Slabs, batch: PageBatch, placed: SlotReferences, mode: str = "buffered") -> None:
     moving = move(slabs, batch, placed, write=False, mode=mode)
     assert not moving.all_done
     assert len(moving.done()) == 0
@@ -546,7 +546,7 @@ def test_what_speaks_against_the_call_and_not_the_disk_is_left_to_the_other_way(
 
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_a_failed_call_that_gives_no_reason_is_never_done(tmp_path, monkeypatch, sizes):
-    from hicache_ext.runtime.foreign_calls import PREADV2, PWRITEV2
+    from hicache_ext.runtime.native_calls import PREADV2, PWRITEV2
 
     monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)

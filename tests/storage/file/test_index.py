@@ -20,8 +20,8 @@ from hicache_ext.storage.tiers.file.slab import change as change_module
 from hicache_ext.storage.tiers.file.slab import slot_code, slot_table
 from hicache_ext.storage.tiers.file.slab.change import IndexChange
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
 from hicache_ext.storage.tiers.file.slab.records import Slab
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 
 A, B = bytes(range(16)), bytes(range(16, 32))
 SMALL, MIDDLE, LARGE = 4096, 1 << 20, 3 << 20
@@ -42,12 +42,14 @@ def add_slab(index: SlabIndex, slot_size: int = SMALL, slots: int = 40) -> Slab:
         return change.add_slab(slot_size, slots)
 
 
-def take(index: SlabIndex, slot_size: int, count: int) -> tuple[int, Placed]:
+def take(index: SlabIndex, slot_size: int, count: int) -> tuple[int, SlotReferences]:
     """The portion, and slots for the first pages of a batch."""
     portion = index.next_portion()
     with index.changing() as change:
         slabs, slots = change.take_free_slots(slot_size, count, portion)
-    return portion, Placed.of([Located(*place, 1000, n) for n, place in enumerate(zip(slabs, slots, strict=True))])
+    return portion, SlotReferences.of(
+        [SlotReference(*place, 1000, n) for n, place in enumerate(zip(slabs, slots, strict=True))]
+    )
 
 
 def store(index: SlabIndex, keys: Sequence[bytes], slot_size: int = SMALL) -> list[bool] | None:
@@ -564,7 +566,7 @@ class Model:
         self.pages: dict[tuple[bytes, int], tuple[int, int]] = {}
         self.written: dict[tuple[bytes, int], int] = {}
         self.generations = {A: 0, B: 0}
-        self.pending: list[tuple[int, Placed, int]] = []
+        self.pending: list[tuple[int, SlotReferences, int]] = []
         self.now = 1000
 
     def chain(self) -> list[bytes]:

@@ -72,11 +72,11 @@ def test_room_is_asked_for_exactly_what_is_missing(open_usage):
     usage = open_usage(walked=900)
     asked: list[int] = []
 
-    def make_room(need: int) -> int:
+    def evict(need: int) -> int:
         asked.append(need)
         return 350
 
-    assert usage.reserve(400, 1000, make_room)
+    assert usage.reserve(400, 1000, evict)
     assert asked == [300]
     assert usage.total() == 900 - 350 + 400
 
@@ -127,11 +127,11 @@ def test_an_eviction_is_on_record_before_its_first_file_goes(tmp_path, open_usag
     usage = open_usage(walked=900)
     on_disk: list[dict] = []
 
-    def make_room(need: int) -> int:
+    def evict(need: int) -> int:
         on_disk.append(json.loads((tmp_path / "usage").read_bytes().partition(b"\n")[0]))
         return need
 
-    assert usage.reserve(400, 1000, make_room)
+    assert usage.reserve(400, 1000, evict)
     assert list(on_disk[0]["under_way"]) == [writer_name()]
 
 

@@ -119,11 +119,11 @@ def open_editor(path: Path) -> Editor:
 def _layout(path: Path) -> str:
     """The layout of a directory with a manifest of this format. Raises StoreError without one."""
     try:
-        said = format_and_layout(path)
-        if said is not None:
+        recorded = format_and_layout(path)
+        if recorded is not None:
             # Only a tier gives up pages of an older format, not a tool.
-            check_manifest(path, said[1] if said[1] in ("pages", "slab") else "slab", str(path))
-            return said[1]
+            check_manifest(path, recorded[1] if recorded[1] in ("pages", "slab") else "slab", str(path))
+            return recorded[1]
         if layout_in(path) is not None and (path / MANIFEST).exists():
             raise StoreError(f"{str(path / MANIFEST)!r} cannot be read; the next server that starts makes it anew")
     except OSError as error:

@@ -48,9 +48,9 @@ def layout_in(path: Path) -> str | None:
 
     None where that is not known, or the files are of both layouts. Raises OSError.
     """
-    said = format_and_layout(path)
-    if said is not None:
-        return said[1]
+    recorded = format_and_layout(path)
+    if recorded is not None:
+        return recorded[1]
     holds = [layout for layout, (where, name) in _FILES_OF.items() if _has(path / where, name)]
     if not holds and _is_there(path / MANIFEST):
         # Nothing was stored yet. Without any manifest, empty directories prove nothing.
@@ -67,10 +67,10 @@ def check_manifest(path: Path, layout: str, tier: str) -> None:
     has_index = layout == "slab" and _has(path / "index", INDEX_FILE)
     # Looked at before it is read: one that another process makes in between is not one that cannot be read.
     was_there = _is_there(path / MANIFEST)
-    said = format_and_layout(path)
-    if said == (FORMATS[layout], layout):
+    recorded = format_and_layout(path)
+    if recorded == (FORMATS[layout], layout):
         return
-    if said is None:
+    if recorded is None:
         found = layout_in(path)
         if found == layout:
             return
@@ -81,10 +81,10 @@ def check_manifest(path: Path, layout: str, tier: str) -> None:
             raise StoreSetupError(tier, problem, ["name another path"])
         if found is None:
             raise StoreSetupError(tier, f"{str(path / MANIFEST)!r} is not a manifest of this package")
-        said = FORMATS[found], found
+        recorded = FORMATS[found], found
     raise StoreSetupError(
         tier,
-        f"{str(path)!r} holds format {said[0]}, layout {said[1]!r}; "
+        f"{str(path)!r} holds format {recorded[0]}, layout {recorded[1]!r}; "
         f"this tier writes format {FORMATS[layout]}, layout {layout!r}",
         ["name another path, or remove that directory"],
     )

@@ -43,7 +43,7 @@ _COUNT_INTERVAL = 10.0
 _LATEST = 1 << 36
 """Seconds since 1970; the year 4147."""
 
-_said_unreadable: set[Path] = set()
+_reported_unreadable: set[Path] = set()
 
 ResidentBytes = Callable[[Sequence[bytes]], list[int]]
 """For page hashes: the bytes of disk that the pages under each take in the directory, over all identities."""
@@ -199,8 +199,8 @@ class PinnedPages:
 
 def _say_unreadable(file: Path, error: Exception) -> None:
     """Logged once: pins are read every few seconds."""
-    if file not in _said_unreadable:
-        _said_unreadable.add(file)
+    if file not in _reported_unreadable:
+        _reported_unreadable.add(file)
         logger.warning("pin %s cannot be read and does not count: %s", file, error)
 
 

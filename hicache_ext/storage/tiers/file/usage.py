@@ -99,10 +99,10 @@ class Usage:
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def reserve(self, amount: int, capacity: int | None, make_room: Callable[[int], int]) -> bool:
+    def reserve(self, amount: int, capacity: int | None, evict: Callable[[int], int]) -> bool:
         """Begin an operation that needs ``amount`` bytes within ``capacity``; False if they cannot be freed.
 
-        ``make_room(bytes)`` evicts at least that many bytes if it can and returns how many it freed. It runs under the
+        ``evict(bytes)`` evicts at least that many bytes if it can and returns how many it freed. It runs under the
         lock, so that two processes never evict for the same need. After True the caller always calls ``commit``.
         """
         with self.locked() as record:
@@ -115,7 +115,7 @@ class Usage:
             if capacity is not None and record.total > capacity:
                 # Written before the first file goes: after a kill amid the eviction the record is known to be wrong.
                 self._write(record)
-                record.stored = max(0, record.stored - make_room(record.total - capacity))
+                record.stored = max(0, record.stored - evict(record.total - capacity))
                 if record.total > capacity:
                     self._change_own(record, operations=-1, reserved=-amount)
                     return False

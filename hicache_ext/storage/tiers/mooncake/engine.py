@@ -139,10 +139,10 @@ class Engine:
         if call is None:
             raise StoreSetupError(self._name, f"setup with the master at {self.tier.master} took over {seconds:.0f} s")
         if codes != [OK]:
-            said = call.error or f"code {codes[0]}"
+            reason = call.error or f"code {codes[0]}"
             raise StoreSetupError(
                 self._name,
-                f"setup with the master at {self.tier.master} failed ({said})",
+                f"setup with the master at {self.tier.master} failed ({reason})",
                 ["check the master, local_hostname, protocol and devices"],
             )
         return client

@@ -93,8 +93,8 @@ def _round_trip(client: Any, prefix: str) -> Iterator[Finding]:
             remedy = (
                 "add segments, or lower --eviction_high_watermark_ratio" if engine.NO_SPACE in codes else "see its log"
             )
-            said = ", ".join(sorted({engine.reason_of(code) for code in codes if code}))
-            yield Finding("round trip", Level.ERROR, f"writing: {said}", remedy)
+            reasons = ", ".join(sorted({engine.reason_of(code) for code in codes if code}))
+            yield Finding("round trip", Level.ERROR, f"writing: {reasons}", remedy)
             return
         memory[:] = bytes(memory.nbytes)
         begun = time.perf_counter()

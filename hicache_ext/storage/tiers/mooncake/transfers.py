@@ -53,14 +53,14 @@ def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryv
     Each portion uses ``scratch`` anew: finish it before asking for the next. The largest page must fit.
     """
     base = address_of(scratch)
-    portion, used, room = Portion(), 0, first
+    portion, used, pieces_left = Portion(), 0, first
     for position in positions:
         need = HEADER_LENGTH + payloads[position]
         sizes = _pieces(need)
-        if portion.positions and (used + need > scratch.nbytes or len(sizes) > room):
+        if portion.positions and (used + need > scratch.nbytes or len(sizes) > pieces_left):
             yield portion
-            portion, used, room = Portion(), 0, PIECES
-        room -= len(sizes)
+            portion, used, pieces_left = Portion(), 0, PIECES
+        pieces_left -= len(sizes)
         portion.positions.append(position)
         portion.objects.append(scratch[used : used + need])
         portion.addresses.append([base + used + offset for offset in range(0, need, sizes[0])])

@@ -175,13 +175,13 @@ class ObjectTierConfig(RemoteTierConfig):
 
 
 def _only_keys_of_the_scheme(tier: ObjectTierConfig) -> ConfigError | None:
-    foreign = {
+    unused = {
         "s3": ("service_account", "account", "account_key"),
         "gs": (*_S3_ONLY, "account", "account_key"),
         "az": (*_S3_ONLY, "service_account"),
         "file": (*_S3_ONLY, "service_account", "account", "account_key", "endpoint", "ca_file"),
     }[tier.scheme]
-    for key in foreign:
+    for key in unused:
         if getattr(tier, key) not in (None, "auto"):
             return ConfigError(f".{key}", f"has no meaning for {tier.scheme}:// addresses", "leave it out")
     return None

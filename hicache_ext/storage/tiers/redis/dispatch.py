@@ -20,7 +20,7 @@ from hicache_ext.storage.tiers.redis.topology import Topology
 logger = logging.getLogger(__name__)
 
 Talk = Callable[[Connection, Sequence[PageCall]], None]
-"""What is said about some pages on one connection (page_calls.py)."""
+"""The commands for some pages on one connection (page_calls.py)."""
 
 _ATTEMPTS = 2
 """Connections tried for one page: the first may have died while it was idle."""

@@ -10,7 +10,7 @@ from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, read_again, remove_bad
 
 Ask = Callable[[bytes, Callable[[Connection, Sequence[PageCall]], None]], Any]
-"""(key, what is said about its page) -> the page's result; raises NotReadError."""
+"""(key, the commands for its page) -> the page's result; raises NotReadError."""
 
 
 class RedisMedium:

@@ -1,4 +1,4 @@
-"""What is said on one connection to read, write, find and remove pages.
+"""The commands on one connection to read, write, find and remove pages.
 
 Each function takes pages through ``PageCall`` and sets their ``result`` one by one, so that a connection that breaks in
 the middle leaves exactly the pages without a result to be asked for again. A page whose slot has moved gets a

@@ -307,7 +307,7 @@ class PageFileStore(TierStore):
             # The fan-out directories of new pages are charged in full and corrected by what was really made.
             reserved = sum(occupied(sizes[i]) + 2 * BLOCK for i in portion)
             try:
-                granted = self._usage.reserve(reserved, self._capacity, self._make_room)
+                granted = self._usage.reserve(reserved, self._capacity, self._evict)
             except OSError as error:
                 self._count_error(error)
                 for position in portion:
@@ -397,7 +397,7 @@ class PageFileStore(TierStore):
             return _Found.PAGE
         return _Found.NOTHING if self._heal(key, path, size, "length") else _Found.OBSTACLE
 
-    def _make_room(self, need: int) -> int:
+    def _evict(self, need: int) -> int:
         return self._evictor.evict(max(need, int((self._capacity or 0) * _EVICTION_SHARE)))
 
     # -- removal ---------------------------------------------------------------------------------------------------

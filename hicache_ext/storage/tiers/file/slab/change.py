@@ -15,7 +15,6 @@ from hicache_ext.storage.tiers.file.eviction import EvictionPolicy
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.ghosts import GhostTable
 from hicache_ext.storage.tiers.file.slab.mapped import Words
-from hicache_ext.storage.tiers.file.slab.placed import Located, Placed
 from hicache_ext.storage.tiers.file.slab.records import (
     GENERATION,
     GENERATION_NAME,
@@ -26,6 +25,7 @@ from hicache_ext.storage.tiers.file.slab.records import (
     Slab,
 )
 from hicache_ext.storage.tiers.file.slab.slot_code import LOW, OBJECT, PLACE, PRIORITY, STATE, USED
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.slot_table import SlotTable, View
 from hicache_ext.storage.tiers.file.slab.touches import Uses
 
@@ -123,12 +123,12 @@ class IndexChange:
         """How many slots of this size are free; ``at_most`` when there are more."""
         return int(slot_code.count_free(self._view.groups, self._view.rows, slot_size, at_most))
 
-    def give_back(self, portion: int, taken: Placed) -> None:
+    def give_back(self, portion: int, taken: SlotReferences) -> None:
         """Free slots that were taken."""
         slot_code.give_back(*self._view.table, self._pending(portion, taken))
 
     def publish(
-        self, portion: int, keys: Sequence[bytes], taken: Placed, written: Placed, oldest: int = 0
+        self, portion: int, keys: Sequence[bytes], taken: SlotReferences, written: SlotReferences, oldest: int = 0
     ) -> list[bool] | None:
         """Publish pages in slots taken under ``portion``; the other slots taken become free.
 
@@ -166,7 +166,7 @@ class IndexChange:
         words: Words,
         generations: Words,
         slot_size: int,
-        pages: Placed,
+        pages: SlotReferences,
         rows: Words,
         created: Words,
         *,
@@ -181,7 +181,7 @@ class IndexChange:
             view.records, view.buckets, words, generations, positions, rows, lengths, created, int(linked), *of_size
         )
 
-    def _pending(self, portion: int, taken: Placed) -> Words:
+    def _pending(self, portion: int, taken: SlotReferences) -> Words:
         """The rows of slots that were taken; -1 for those that are no longer this writer's."""
         rows = np.empty(len(taken), np.int64)
         places = np.stack([taken.slabs, taken.slots])
@@ -204,7 +204,9 @@ class IndexChange:
         view.seals[rows] = np.frombuffer(b"".join([page.seal for page in found]), np.uint64).reshape(len(rows), -1)
         words, generations = key_words(keys), self._index.generations(view, keys)
         # The pages of a slab are no chain: each counts as written alone.
-        pages_found = Placed.of([Located(slab.number, page.slot, page.length, n) for n, page in enumerate(found)])
+        pages_found = SlotReferences.of(
+            [SlotReference(slab.number, page.slot, page.length, n) for n, page in enumerate(found)]
+        )
         created = np.array([min(page.created_ms // 1000, _LATEST) for page in found], np.int64)
         moments = written.setdefault(slab.number, np.zeros(slab.slots, np.int64))
         moments[rows - first] = [page.created_ms for page in found]

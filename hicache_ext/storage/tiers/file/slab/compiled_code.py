@@ -99,17 +99,17 @@ class CompiledCode:
 
     def __init__(self) -> None:
         """Raises ImportError with what is missing."""
-        from hicache_ext.runtime import foreign_calls as foreign
+        from hicache_ext.runtime import native_calls
         from hicache_ext.storage.tiers.file.slab import compiled_runs
 
-        self.functions = foreign.find_functions()
+        self.functions = native_calls.find_functions()
         self.read = compiled_runs.read_pages
         self.write = compiled_runs.write_pages
         self._at_once = compiled_runs.AT_ONCE
         self.zeros = np.zeros(BLOCK, np.uint8)
         self.nowhere = np.zeros(BLOCK, np.uint8)
         self.zeros_at, self.nowhere_at = self.zeros.ctypes.data, self.nowhere.ctypes.data
-        self.scratch = _Scratch(foreign.HashState)
+        self.scratch = _Scratch(native_calls.HashState)
         self._check()
         self.plain_kernels: Mapping[str, Function] = {}
         """The Python functions that the kernels replaced."""
@@ -207,7 +207,7 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     clocks, ghosts, remembered = np.array([[size, 0, 0, 0]]), np.zeros((3, 8, WAYS), np.int64), np.zeros(1, np.int64)
     keys = np.arange(6 * 60).reshape(60, 6) * 0x123456789ABCDE7
     generation, writer, none = np.zeros(1, np.int64), np.arange(6), np.empty(0, np.int64)
-    fresh, placed, found, answers = np.full(1, 20), np.zeros((4, 60), np.int64), np.zeros(4, np.int64), []
+    fresh, located, found, answers = np.full(1, 20), np.zeros((4, 60), np.int64), np.zeros(4, np.int64), []
     looked_up = np.zeros(60, np.int64)
     kernels["settle_all"](*table)
     for first, count in ((0, 25), (20, 30), (5, 20)):
@@ -222,10 +222,10 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
         answers.append(kernels["publish_pages"](*table, rows, published))
         answers.append(kernels["touch_chain"](*table, keys[first:].copy(), generation, clocks, np.full(1, slots)))
         look_up = records, table[2], keys, generation, 1005
-        answers.append(kernels["locate"](*look_up, slabs, fresh, placed, found))
+        answers.append(kernels["locate"](*look_up, slabs, fresh, located, found))
         answers.append(kernels["find"](*look_up, looked_up, 0))
         kernels["forget_pages"](*table, rows[::7].copy())
-    parts = [*table, clocks, ghosts, remembered, placed, found, looked_up, np.array(answers, np.int64)]
+    parts = [*table, clocks, ghosts, remembered, located, found, looked_up, np.array(answers, np.int64)]
     return b"".join(part.tobytes() for part in parts)
 
 

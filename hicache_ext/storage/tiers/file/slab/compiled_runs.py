@@ -15,7 +15,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from hicache_ext.runtime.foreign_calls import (
+from hicache_ext.runtime.jit import compiled
+from hicache_ext.runtime.native_calls import (
     DIGEST,
     ERRNO,
     HASH,
@@ -29,7 +30,6 @@ from hicache_ext.runtime.foreign_calls import (
     int_at,
     swapped,
 )
-from hicache_ext.runtime.jit import compiled
 from hicache_ext.runtime.vectored import IOV_MAX
 
 DONE, LOOK_AGAIN = 0, 1
@@ -304,8 +304,8 @@ Read all pages, together with the other threads that do the same: each takes som
 how many are taken and ``taken[1]``, once all threads have ended, how many are DONE. Page ``n`` is in slot ``slots[n]``
 of ``slabs[n]``, which ``opened`` says more of; it goes to ``addresses[m]``, ``m`` being ``positions[n]``, a segment
 each of ``segments`` bytes, and must have the key ``keys[m]`` and, with it, the seal that ``seals`` has for the slot;
-``results[n]`` says whether it was it. ``functions`` and ``state`` are those of foreign.py. The others are the caller's
-own: ``headers`` is memory for the headers of a run, ``vectors`` for its iovecs. Never raises."""
+``results[n]`` says whether it was it. ``functions`` and ``state`` are those of native_calls.py. The others are the
+caller's own: ``headers`` is memory for the headers of a run, ``vectors`` for its iovecs. Never raises."""
 
 write_pages = compiled(_SIGNATURE, _write_pages)
 """The same, to the slots, with headers and seals. What ``results`` does not call DONE may be written in part."""

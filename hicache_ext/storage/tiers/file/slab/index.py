@@ -36,7 +36,6 @@ from hicache_ext.storage.tiers.file.slab.change import IndexChange
 from hicache_ext.storage.tiers.file.slab.ghosts import GhostTable
 from hicache_ext.storage.tiers.file.slab.lmdb_file import check_length
 from hicache_ext.storage.tiers.file.slab.mapped import Words
-from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Known, Placed
 from hicache_ext.storage.tiers.file.slab.records import (
     GENERATION,
     GENERATION_NAME,
@@ -50,6 +49,7 @@ from hicache_ext.storage.tiers.file.slab.records import (
     Slab,
 )
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
+from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, Known, SlotReferences
 from hicache_ext.storage.tiers.file.slab.slot_table import Seals, SlotTable, View
 from hicache_ext.storage.tiers.file.slab.touches import Uses
 
@@ -143,20 +143,22 @@ class SlabIndex:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def locate(self, keys: Sequence[bytes], oldest: int = 0) -> tuple[Placed, bool]:
+    def locate(self, keys: Sequence[bytes], oldest: int = 0) -> tuple[SlotReferences, bool]:
         """The pages found, in the order of ``keys``, each with its position; and whether their use is worth a
         ``touch``. Pages written before ``oldest`` (wall-clock seconds) are not found."""
         view = self._current()
         generations = self.generations(view, keys)
-        found, said = lookup.locate(
+        found, facts = lookup.locate(
             view.records, view.buckets, key_words(keys), generations, oldest, view.rows, self._fresh_uses(view)
         )
         if not found.shape[1]:
-            return NONE_PLACED, False
-        stale, in_order, length, slab = said.tolist()
+            return NO_SLOTS, False
+        stale, in_order, length, slab = facts.tolist()
         slabs, slots, lengths, positions = found
         # With the seals of that view: where its rows have changed hands since, a seal is another page's.
-        return Placed(slabs, slots, lengths, positions, Known(bool(in_order), length, slab), view.seals), bool(stale)
+        return SlotReferences(slabs, slots, lengths, positions, Known(bool(in_order), length, slab), view.seals), bool(
+            stale
+        )
 
     def _fresh_uses(self, view: View) -> Words:
         """For each slab: the use of a page last used before this is worth a ``touch``."""
@@ -172,8 +174,8 @@ class SlabIndex:
 
     def find(self, key: bytes) -> Place | None:
         """The place of one page."""
-        placed, _ = self.locate([key])
-        return Place(*placed.pages()[0][:3]) if placed else None
+        found_slots, _ = self.locate([key])
+        return Place(*found_slots.pages()[0][:3]) if found_slots else None
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""
@@ -315,7 +317,7 @@ class SlabIndex:
                     faults.append(f"a slot of slab {slab.number} is not where its record says")
                 of_slab = slice(slab.first_record, slab.first_record + slab.slots + 1)
                 if (groups[of_slab] != view.groups[of_slab]).any():
-                    faults.append(f"what is said of the groups of slab {slab.number} is not what is in their slots")
+                    faults.append(f"what is recorded of the groups of slab {slab.number} is not what is in their slots")
                 rows = rows[view.states(slab) == slot_code.PAGE]
                 keys, generations = view.records[rows, : slot_code.KEY_WORDS], view.records[rows, slot_code.STATE] >> 16
                 found = lookup.find(view.records, view.buckets, keys, generations, 0)

@@ -63,22 +63,22 @@ def locate(
     """The pages that are there and not written before ``oldest``: slabs, slots, payload lengths and positions in
     ``keys``, a row each; and what slot_code.py says of all of them (STALE). ``fresh[n]`` is of the slab in row ``n``:
     what was last used before is stale."""
-    said = np.empty(4, np.int64)
+    facts = np.empty(4, np.int64)
     if is_compiled(slot_code.locate):
-        placed = np.empty((4, len(keys)), np.int64)
-        count = slot_code.locate(records, buckets, keys, generations, oldest, slabs, fresh, placed, said)
-        return placed if count == len(keys) else placed[:, :count], said
+        located = np.empty((4, len(keys)), np.int64)
+        count = slot_code.locate(records, buckets, keys, generations, oldest, slabs, fresh, located, facts)
+        return located if count == len(keys) else located[:, :count], facts
     rows = _find(records, buckets, keys, generations, oldest)
     positions = np.flatnonzero(rows >= 0)
     found = records[rows[positions]]
     objects, places = found[:, OBJECT] & LOW, found[:, PLACE]
     of_slab = np.searchsorted(slabs[:, NUMBER], places >> 32)
     known = np.append(slabs[:, NUMBER], -1)[of_slab] == places >> 32
-    said[STALE] = (known & (found[:, USED] < np.append(fresh, 0)[of_slab])).any()
-    said[IN_ORDER] = (places[1:] > places[:-1]).all() and (places[:1] > -1).all()
-    said[LENGTH] = _only(objects)
-    said[SLAB] = _only(places >> 32)
-    return np.stack([places >> 32, places & LOW, objects, positions]), said
+    facts[STALE] = (known & (found[:, USED] < np.append(fresh, 0)[of_slab])).any()
+    facts[IN_ORDER] = (places[1:] > places[:-1]).all() and (places[:1] > -1).all()
+    facts[LENGTH] = _only(objects)
+    facts[SLAB] = _only(places >> 32)
+    return np.stack([places >> 32, places & LOW, objects, positions]), facts
 
 
 def _only(values: Words) -> int:

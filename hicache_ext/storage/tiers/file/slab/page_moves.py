@@ -27,10 +27,10 @@ from hicache_ext.storage.tiers.file.slab.compiled_code import (
     facts_of,
 )
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
-from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.tiers.file.slab.records import Slab
 from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size
 from hicache_ext.storage.tiers.file.slab.slot_io import ALIGNMENT, SlotIo
+from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, SlotReferences
 
 _MOST_SEGMENTS = IOV_MAX - 1
 _NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
@@ -43,8 +43,8 @@ class Moving:
 
     def __init__(
         self,
-        pages: Placed,
-        others: Placed,
+        pages: SlotReferences,
+        others: SlotReferences,
         results: npt.NDArray[np.int64],
         taken: npt.NDArray[np.int64],
         threads: int,
@@ -72,7 +72,7 @@ class Moving:
     def all_done(self) -> bool:
         return not len(self._others.positions) and int(self._taken[1]) == len(self._results)
 
-    def done(self) -> Placed:
+    def done(self) -> SlotReferences:
         """The pages that are moved, and those read are what was asked for."""
         return self._pages.select(self._results == 0)
 
@@ -81,10 +81,10 @@ class Moving:
         failed = (self._results < 0) & ~self._not_of_the_disk()
         return dict(zip(self._pages.positions[failed].tolist(), (-self._results[failed]).tolist(), strict=True))
 
-    def left(self) -> Placed:
+    def left(self) -> SlotReferences:
         """The pages left to the other way."""
         left = self._pages.select((self._results > 0) | self._not_of_the_disk())
-        return Placed.joined([left, self._others])
+        return SlotReferences.joined([left, self._others])
 
     def _not_of_the_disk(self) -> npt.NDArray[np.bool_]:
         return np.isin(-self._results, _NOT_OF_THE_DISK)
@@ -102,7 +102,9 @@ class PageMoves:
         # Loaded, or begun to be compiled, when a tier opens and not by its first call.
         compiled_code()
 
-    def to_read(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
+    def to_read(
+        self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
+    ) -> Moving:
         """These pages of the batch, from their slots."""
         code = compiled_code()
         if code is None:
@@ -110,7 +112,9 @@ class PageMoves:
         of_call = OfCall(True, self._plan.read, self._io.read_flags, code.nowhere_at)
         return self._moving(code, code.read, of_call, batch, pages, slab_of, threads)
 
-    def to_write(self, batch: PageBatch, pages: Placed, slab_of: Callable[[int], Slab | None], threads: int) -> Moving:
+    def to_write(
+        self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
+    ) -> Moving:
         """These pages of the batch, into their slots."""
         code = compiled_code()
         if code is None:
@@ -124,7 +128,7 @@ class PageMoves:
         move: Callable[..., None],
         of_call: OfCall,
         batch: PageBatch,
-        pages: Placed,
+        pages: SlotReferences,
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
@@ -134,7 +138,7 @@ class PageMoves:
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
             return _nothing_but(pages)
         direct = of_call.mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
-        found, others = pages.by_place(), NONE_PLACED
+        found, others = pages.by_place(), NO_SLOTS
         numbers = found.slab_numbers()
         slabs = list(filter(None, map(slab_of, numbers)))
         file = SlabFile.DIRECT if direct else SlabFile.SLOTS
@@ -173,8 +177,8 @@ class PageMoves:
         return Moving(found, others, results, taken, min(threads, -(-count // at_once)), move_some, release)
 
 
-def _nothing_but(others: Placed) -> Moving:
-    return Moving(NONE_PLACED, others, np.empty(0, np.int64), np.zeros(2, np.int64), 0, _nothing, _nothing)
+def _nothing_but(others: SlotReferences) -> Moving:
+    return Moving(NO_SLOTS, others, np.empty(0, np.int64), np.zeros(2, np.int64), 0, _nothing, _nothing)
 
 
 def _nothing(*_: object) -> None:

@@ -12,8 +12,8 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.tiers.file.device_errors import Trouble
 from hicache_ext.storage.tiers.file.slab.change import IndexChange
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
-from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Placed
 from hicache_ext.storage.tiers.file.slab.records import Slab
+from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, SlotReferences
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +30,12 @@ class QuietIndex:
         self._metrics = metrics
         self._trouble = trouble
 
-    def locate(self, keys: Sequence[bytes], oldest: int) -> tuple[Placed, bool]:
+    def locate(self, keys: Sequence[bytes], oldest: int) -> tuple[SlotReferences, bool]:
         try:
             return self._index.locate(keys, oldest)
         except (lmdb.Error, OSError) as error:
             self._count_error(error)
-            return NONE_PLACED, False
+            return NO_SLOTS, False
 
     def contains(self, keys: Sequence[bytes], oldest: int) -> list[bool]:
         try:

@@ -342,11 +342,11 @@ def locate(
     oldest: Any,
     slabs: Any,
     fresh: Any,
-    placed: Any,
+    located: Any,
     found: Any,
 ) -> Any:
     """Find the pages that are present and not written before ``oldest``. Slab, slot, payload length and position in
-    ``keys`` go into the rows of ``placed``, facts about all of them into ``found`` (see STALE). ``fresh[n]``: of the
+    ``keys`` go into the rows of ``located``, facts about all of them into ``found`` (see STALE). ``fresh[n]``: of the
     slab in row ``n``. Returns the number of pages found."""
     count, row = 0, -1
     stale, in_order, length, only, last = 0, 1, SEVERAL, SEVERAL, -1
@@ -357,10 +357,10 @@ def locate(
         stored, place = records[row, OBJECT], records[row, PLACE]
         if stored >> 32 < oldest:
             continue
-        placed[0, count] = place >> 32
-        placed[1, count] = place & LOW
-        placed[2, count] = stored & LOW
-        placed[3, count] = of
+        located[0, count] = place >> 32
+        located[1, count] = place & LOW
+        located[2, count] = stored & LOW
+        located[3, count] = of
         slab = _index_of_slab(slabs, place >> 32)
         if slab >= 0 and records[row, USED] < fresh[slab]:
             stale = 1
@@ -495,7 +495,7 @@ def evict_pages(
     slot_size: Any,
     count: Any,
     soon: Any,
-    room: Any,
+    headroom: Any,
     spared: Any,
     ghosts: Any,
     remembered: Any,
@@ -503,10 +503,10 @@ def evict_pages(
     """Evict at least ``count`` pages of this size, if there are so many: those with the lowest priority, each with the
     pages of its group whose priority is at most ``soon`` above. Returns their number.
 
-    ``spared``: see ``_spared``. The priority of such a page is raised by ``room`` instead, at most once per slot.
+    ``spared``: see ``_spared``. The priority of such a page is raised by ``headroom`` instead, at most once per slot.
     """
     gone = 0
-    may_spare = room if len(spared) > 0 else 0
+    may_spare = headroom if len(spared) > 0 else 0
     while gone < count:
         slab, lowest = -1, NO_PAGE
         for candidate in range(len(slabs)):
@@ -525,7 +525,7 @@ def evict_pages(
                 if victim < 0 and records[row, STATE] & 0xFF == PAGE and records[row, PRIORITY] == lowest:
                     victim = row
             if victim >= 0 and _spared(records, victim, spared):
-                records[victim, PRIORITY] = _raised(lowest, room)
+                records[victim, PRIORITY] = _raised(lowest, headroom)
                 may_spare -= 1
                 _settle_group(records, groups, slabs, slab, group)
                 _settle_lowest(groups, slabs, slab)

@@ -36,15 +36,15 @@ from hicache_ext.storage.tiers.file.expiry import Sweeper
 from hicache_ext.storage.tiers.file.fullness import Fullness
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pins import PinnedPages
+from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.change import IndexChange
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
-from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Located, Numbers, Placed
 from hicache_ext.storage.tiers.file.slab.quiet_index import QuietIndex
 from hicache_ext.storage.tiers.file.slab.records import Slab
-from hicache_ext.storage.tiers.file.slab.room import Room
 from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size, sizes_at, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_io import SlotIo
+from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, Numbers, SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.touches import Touches
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class SlabStore(TierStore):
             self._moves = PageMoves(directory, self._plan, metrics, self._io)
             self._touches = Touches(name, self._write_touches)
             pins = PinnedPages(name, directory.path, capacity // 2, directory.index.occupied_by)
-            self._room = Room(
+            self._allocator = SlotAllocator(
                 directory,
                 self._index,
                 capacity,
@@ -121,7 +121,7 @@ class SlabStore(TierStore):
     def details(self) -> dict[str, Any]:
         return {
             "layout": "slab",
-            "capacity": self._room.capacity,
+            "capacity": self._allocator.capacity,
             "threads": self._threads,
             "io": str(self._plan),
             "ttl": self._ttl,
@@ -130,7 +130,7 @@ class SlabStore(TierStore):
     def fullness(self) -> Fullness:
         """Raises lmdb.Error or OSError."""
         with self._calls:
-            return self._room.fullness()
+            return self._allocator.fullness()
 
     def can_resize(self, capacity: int | None) -> bool:
         return capacity is not None
@@ -139,7 +139,7 @@ class SlabStore(TierStore):
         """Change the capacity of a store in use; slabs beyond it are dropped at once. ``capacity`` is not None."""
         assert capacity is not None
         with self._calls:
-            self._room.resize(capacity)
+            self._allocator.resize(capacity)
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._directory.save_identity(digest, document)
@@ -163,11 +163,11 @@ class SlabStore(TierStore):
     def _read(self, batch: PageBatch) -> list[GetResult]:
         """A page whose slot was reused meanwhile is looked up once more."""
         results = [GetResult.MISS] * len(batch.sizes)
-        placed, stale = self._index.locate(batch.keys, self._oldest())
-        elsewhere = self._read_placed(batch, placed, results)
+        found, stale = self._index.locate(batch.keys, self._oldest())
+        elsewhere = self._read_placed(batch, found, results)
         if elsewhere:
-            placed, also_stale = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
-            self._read_placed(batch, replace(placed, positions=np.array(elsewhere)[placed.positions]), results)
+            found, also_stale = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
+            self._read_placed(batch, replace(found, positions=np.array(elsewhere)[found.positions]), results)
             stale = stale or also_stale
         hits: Sequence[bytes] = batch.keys
         count = results.count(GetResult.HIT)
@@ -177,21 +177,21 @@ class SlabStore(TierStore):
             self._touches.note(identity_of(hits), count, hits if stale else ())
         return results
 
-    def _read_placed(self, batch: PageBatch, placed: Placed, results: list[GetResult]) -> list[int]:
+    def _read_placed(self, batch: PageBatch, found: SlotReferences, results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
-        doubtful: list[tuple[Located, str]] = []
-        known = placed.known.length
+        doubtful: list[tuple[SlotReference, str]] = []
+        known = found.known.length
         if known < 0 or not are_of_one_size(batch.sizes) or known != batch.sizes[0]:
-            wrong = placed.lengths != sizes_at(batch.sizes, placed.positions)
+            wrong = found.lengths != sizes_at(batch.sizes, found.positions)
             if wrong.any():
                 # One of another length than asked for is not this page; it is not even read.
-                doubtful = [(page, "length") for page in placed.select(wrong).pages()]
-                placed = placed.select(~wrong)
+                doubtful = [(page, "length") for page in found.select(wrong).pages()]
+                found = found.select(~wrong)
         readers = self._readers
-        with self._moves.to_read(batch, placed, self._room.slab, readers) as moving:
+        with self._moves.to_read(batch, found, self._allocator.slab, readers) as moving:
             self._workers.run(moving.threads, moving.move, readers)
         if moving.all_done:
-            _fill(results, placed.positions, GetResult.HIT)
+            _fill(results, found.positions, GetResult.HIT)
         else:
             _fill(results, moving.done().positions, GetResult.HIT)
             _fill(results, self._count_failed(moving), GetResult.ERROR)
@@ -207,9 +207,11 @@ class SlabStore(TierStore):
                 elsewhere.append(page.position)
         return sorted(elsewhere)
 
-    def _read_run(self, batch: PageBatch, run: list[Located], results: list[GetResult]) -> list[tuple[Located, str]]:
+    def _read_run(
+        self, batch: PageBatch, run: list[SlotReference], results: list[GetResult]
+    ) -> list[tuple[SlotReference, str]]:
         """One preadv for a run of neighbouring slots; those that do not hold their page, each with the reason."""
-        slab = self._room.slab(run[0].slab)
+        slab = self._allocator.slab(run[0].slab)
         if slab is None:
             return [(page, "truncated") for page in run]
         buffers = batch.buffers
@@ -226,7 +228,7 @@ class SlabStore(TierStore):
         if moved != sum([page.length for page in run]):
             # The same, while it was being read.
             return [(page, "truncated") for page in run]
-        doubtful: list[tuple[Located, str]] = []
+        doubtful: list[tuple[SlotReference, str]] = []
         for page in run:
             reason = self._reason_to_refuse(slab, page, batch.keys[page.position], buffers[page.position])
             if reason is None:
@@ -235,7 +237,9 @@ class SlabStore(TierStore):
                 doubtful.append((page, reason))
         return doubtful
 
-    def _reason_to_refuse(self, slab: Slab, page: Located, key: bytes, segments: Sequence[memoryview]) -> str | None:
+    def _reason_to_refuse(
+        self, slab: Slab, page: SlotReference, key: bytes, segments: Sequence[memoryview]
+    ) -> str | None:
         """Why what was just read from a slot is not this page; None when it is."""
         if envelope.page_seal(key, page.length, segments) == self._io.seal(slab, page.slot):
             return None
@@ -246,7 +250,7 @@ class SlabStore(TierStore):
         # The header says what is wrong; where it holds, it is the seal.
         return envelope.reason_to_refuse(header, key, segments) or "seal"
 
-    def _heal(self, batch: PageBatch, page: Located, reason: str, results: list[GetResult]) -> bool:
+    def _heal(self, batch: PageBatch, page: SlotReference, reason: str, results: list[GetResult]) -> bool:
         """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere or gone, or
         when it can be read now: since it was looked up it was evicted and written again, into the same slot."""
         key, where = batch.keys[page.position], (page.slab, page.slot)
@@ -288,8 +292,8 @@ class SlabStore(TierStore):
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         results = [SetResult.REJECTED] * len(batch)
-        placed, stale = self._index.locate(batch.keys, self._oldest())
-        known = placed.positions.tolist()
+        found, stale = self._index.locate(batch.keys, self._oldest())
+        known = found.positions.tolist()
         for position in known:
             results[position] = SetResult.EXISTS
         if stale:
@@ -299,7 +303,7 @@ class SlabStore(TierStore):
         for portion in self._portions(batch, missing):
             self._set_portion(batch, portion, results)
         if missing:
-            self._room.make_up_for_index()
+            self._allocator.make_up_for_index()
         return results
 
     def _portions(self, batch: PageBatch, positions: list[int]) -> list[list[int]]:
@@ -308,13 +312,13 @@ class SlabStore(TierStore):
             return []
         sizes = batch.sizes
         slots = {size: slot_size_of(size) for size in set(sizes)}
-        if len(positions) * max(slots.values()) <= self._room.capacity // 4:
+        if len(positions) * max(slots.values()) <= self._allocator.capacity // 4:
             return [positions]
         portions: list[list[int]] = []
         filled = 0
         for position in positions:
             need = slots[sizes[position]]
-            if not portions or filled + need > self._room.capacity // 4:
+            if not portions or filled + need > self._allocator.capacity // 4:
                 portions.append([])
                 filled = 0
             portions[-1].append(position)
@@ -332,28 +336,28 @@ class SlabStore(TierStore):
                 of_size.setdefault(slot_size_of(sizes[position]), []).append(position)
             wanted = {slot_size: np.array(pages) for slot_size, pages in of_size.items()}
         portion = self._directory.index.next_portion()
-        places = self._room.take(wanted, portion)
+        places = self._allocator.take(wanted, portion)
         counts = {slot_size: of_size.shape[1] for slot_size, of_size in places.items()}
         self.metrics.add("rejected", "capacity", len(positions) - sum(counts.values()))
         if not any(counts.values()):
             return
-        taken = Placed.joined(
+        taken = SlotReferences.joined(
             [
-                Placed(places[slot_size][0], places[slot_size][1], sizes_at(sizes, at), at)
+                SlotReferences(places[slot_size][0], places[slot_size][1], sizes_at(sizes, at), at)
                 for slot_size, count in counts.items()
                 for at in [wanted[slot_size][:count]]
             ]
         ).by_position()
-        written = NONE_PLACED
+        written = NO_SLOTS
         published: list[bool] | None = None
         try:
-            with self._moves.to_write(batch, taken, self._room.slab, self._writers) as moving:
+            with self._moves.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
 
                 def work(number: int) -> None:
                     if number:
                         moving.move()
                     else:
-                        self._room.evict_ahead(counts)
+                        self._allocator.evict_ahead(counts)
 
                 self._workers.run(1 + moving.threads, work, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
@@ -368,9 +372,9 @@ class SlabStore(TierStore):
         else:
             for position, stored in zip(written.positions.tolist(), published, strict=True):
                 results[position] = SetResult.STORED if stored else SetResult.EXISTS
-        self._room.reclaim_slab(needed=False)
+        self._allocator.reclaim_slab(needed=False)
 
-    def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> Placed:
+    def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
         """What compiled code did not write; all pages that are written, by position."""
         written = [moving.done()]
         _fill(results, self._count_failed(moving), SetResult.ERROR)
@@ -379,13 +383,13 @@ class SlabStore(TierStore):
             runs, self._workers.run(len(runs), lambda n: self._write_run(batch, runs[n])), strict=True
         ):
             if result is SetResult.STORED:
-                written.append(Placed.of(run))
+                written.append(SlotReferences.of(run))
             else:
                 for page in run:
                     results[page.position] = result
-        return Placed.joined(written).by_position()
+        return SlotReferences.joined(written).by_position()
 
-    def _write_run(self, batch: PageBatch, run: list[Located]) -> SetResult:
+    def _write_run(self, batch: PageBatch, run: list[SlotReference]) -> SetResult:
         """One pwritev for a run of neighbouring slots."""
         keys, buffers, now = batch.keys, batch.buffers, int(time.time() * 1000)
         pages = [buffers[page.position] for page in run]
@@ -397,7 +401,7 @@ class SlabStore(TierStore):
             for page, segments in zip(run, pages, strict=True)
         ]
         try:
-            slab = self._room.slab(run[0].slab)
+            slab = self._allocator.slab(run[0].slab)
             if slab is None or not self._io.write(slab, run[0].slot, headers, pages):
                 return SetResult.ERROR
         except OSError as error:
@@ -455,26 +459,26 @@ class SlabStore(TierStore):
         """Pages written before this (wall-clock seconds) are expired; 0 without a ttl."""
         return 0 if self._ttl is None else max(0, int(time.time() - self._ttl))
 
-    def _runs(self, pages: list[Located], threads: int) -> list[list[Located]]:
+    def _runs(self, pages: list[SlotReference], threads: int) -> list[list[SlotReference]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
         if not pages:
             return []
         longest = max(1, -(-len(pages) // (2 * threads)))
-        runs: list[list[Located]] = []
-        run: list[Located] = []
+        runs: list[list[SlotReference]] = []
+        run: list[SlotReference] = []
         # The place right behind the run. Only full slots have no gap between them.
         following = (-1, -1)
-        room = 0
+        left = 0
         for page in sorted(pages):
             slab, slot, length, _ = page
             takes = slot_size_of(length)
-            if (slab, slot) == following and len(run) < longest and takes == length <= room:
+            if (slab, slot) == following and len(run) < longest and takes == length <= left:
                 run.append(page)
-                room -= takes
+                left -= takes
             else:
                 run = [page]
                 runs.append(run)
-                room = _LARGEST_RUN - takes
+                left = _LARGEST_RUN - takes
             following = (slab, slot + 1) if takes == length else (-1, -1)
         return runs
 

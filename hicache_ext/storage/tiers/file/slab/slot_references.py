@@ -13,7 +13,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 
-class Located(NamedTuple):
+class SlotReference(NamedTuple):
     """One page. A tuple, and in this order, because those that are moved one by one are sorted by place."""
 
     slab: int
@@ -39,8 +39,8 @@ _NOTHING_KNOWN = Known(False, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """``Located`` of many pages: arrays of the same length."""
+class SlotReferences:
+    """``SlotReference`` of many pages: arrays of the same length."""
 
     slabs: Numbers
     slots: Numbers
@@ -53,18 +53,18 @@ class Placed:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def select(self, which: Any) -> Placed:
+    def select(self, which: Any) -> SlotReferences:
         """Those that a numpy index chooses."""
         return self._of_columns(column[which] for column in self._columns())
 
-    def by_place(self) -> Placed:
+    def by_place(self) -> SlotReferences:
         """Neighbours one behind the other."""
         if self.known.in_order:
             return self
         places = self.slabs << 32 | self.slots
         return self if (places[1:] > places[:-1]).all() else self.select(places.argsort())
 
-    def by_position(self) -> Placed:
+    def by_position(self) -> SlotReferences:
         if (self.positions[1:] > self.positions[:-1]).all():
             return self
         return self.select(self.positions.argsort())
@@ -72,22 +72,22 @@ class Placed:
     def slab_numbers(self) -> set[int]:
         return {self.known.slab} if self.known.slab >= 0 else set(self.slabs.tolist())
 
-    def pages(self) -> list[Located]:
-        return list(map(Located._make, zip(*[column.tolist() for column in self._columns()], strict=True)))
+    def pages(self) -> list[SlotReference]:
+        return list(map(SlotReference._make, zip(*[column.tolist() for column in self._columns()], strict=True)))
 
     @classmethod
-    def of(cls, pages: Iterable[Located]) -> Placed:
+    def of(cls, pages: Iterable[SlotReference]) -> SlotReferences:
         columns = np.array(list(pages), np.int64).reshape(-1, 4).T
         return cls._of_columns(np.ascontiguousarray(column) for column in columns)
 
     @classmethod
-    def joined(cls, several: Sequence[Placed]) -> Placed:
+    def joined(cls, several: Sequence[SlotReferences]) -> SlotReferences:
         return cls._of_columns(
             np.concatenate(columns) for columns in zip(*[one._columns() for one in several], strict=True)
         )
 
     @classmethod
-    def _of_columns(cls, columns: Iterable[Numbers]) -> Placed:
+    def _of_columns(cls, columns: Iterable[Numbers]) -> SlotReferences:
         slabs, slots, lengths, positions = columns
         return cls(slabs, slots, lengths, positions)
 
@@ -95,4 +95,4 @@ class Placed:
         return self.slabs, self.slots, self.lengths, self.positions
 
 
-NONE_PLACED = Placed.of(())
+NO_SLOTS = SlotReferences.of(())

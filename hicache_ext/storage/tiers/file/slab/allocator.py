@@ -21,10 +21,10 @@ from hicache_ext.storage.tiers.file.slab.change import IndexChange
 from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
 from hicache_ext.storage.tiers.file.slab.directory import INDEX_BYTES_AT_LEAST, INDEX_BYTES_PER_SLOT, SlabDirectory
 from hicache_ext.storage.tiers.file.slab.mapped import Words
-from hicache_ext.storage.tiers.file.slab.placed import Numbers
 from hicache_ext.storage.tiers.file.slab.quiet_index import QuietIndex
 from hicache_ext.storage.tiers.file.slab.records import Slab
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
+from hicache_ext.storage.tiers.file.slab.slot_references import Numbers
 from hicache_ext.storage.tiers.file.slab.touches import Touches
 
 _SLABS_AT_CAPACITY = 16
@@ -42,7 +42,7 @@ _DEAD_WRITERS_INTERVAL = 10.0
 """Seconds, at full capacity, between two searches for slots that killed processes were writing."""
 
 
-class Room:
+class SlotAllocator:
     """The slabs of one directory. Thread-safe."""
 
     def __init__(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.storage.tiers.file.slab.placed import NONE_PLACED, Located, Placed
+from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, SlotReference, SlotReferences
 
 _pages = st.lists(
     st.builds(
-        Located,
+        SlotReference,
         st.integers(0, (1 << 31) - 1) | st.sampled_from([0, 1]),
         st.integers(0, (1 << 32) - 1) | st.integers(0, 5),
         st.integers(0, (1 << 32) - 1),
@@ -20,11 +20,11 @@ _pages = st.lists(
 
 
 @given(_pages, _pages)
-def test_pages_in_columns_are_the_same_pages(pages: list[Located], others: list[Located]) -> None:
-    placed = Placed.of(pages)
+def test_pages_in_columns_are_the_same_pages(pages: list[SlotReference], others: list[SlotReference]) -> None:
+    placed = SlotReferences.of(pages)
     assert (len(placed), placed.pages()) == (len(pages), pages)
     assert [page[:2] for page in placed.by_place().pages()] == sorted(page[:2] for page in pages)
     assert sorted(placed.by_place().pages()) == sorted(pages)
     assert [page.position for page in placed.by_position().pages()] == sorted(page.position for page in pages)
-    assert Placed.joined([placed, NONE_PLACED, Placed.of(others)]).pages() == pages + others
+    assert SlotReferences.joined([placed, NO_SLOTS, SlotReferences.of(others)]).pages() == pages + others
     assert placed.select(placed.slots > 3).pages() == [page for page in pages if page.slot > 3]

@@ -12,7 +12,7 @@ from hicache_ext.config.pd import DropPolicy
 from hicache_ext.pd.continuation import Continuation, Piece
 
 
-class WaitingRoom:
+class WriteQueue:
     """Continuations with pieces to write, in order of arrival."""
 
     def __init__(self, policy: DropPolicy) -> None:
