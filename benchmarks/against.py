@@ -62,7 +62,14 @@ class _Store:
         self._sources = self._segments(source)
         self._received = bytearray(len(source))
         self._targets = self._segments(self._received)
-        self._store = open_tiers(load_config({"tiers": {"tier": wanted["tier"]}}))
+        document = {
+            "backend_name": "hicache_ext",
+            "module_path": "hicache_ext.storage.backend",
+            "class_name": "HiCacheExtBackend",
+            "interface_v1": 1,
+            "hicache_ext": {"tiers": {"tier": wanted["tier"]}},
+        }
+        self._store = open_tiers(load_config(document))
         compiled = [name for name in sys.modules if name.endswith(".slab.compiled_code")]
         if wanted["tier"]["type"] == "file" and compiled:
             sys.modules[compiled[0]].wait_for_compiled_code()
@@ -128,9 +135,6 @@ class _Store:
 
 
 def _serve() -> None:
-    from hicache_ext.testing.sglang_cpu import prepare_process
-
-    prepare_process()
     stores: list[_Store] = []
 
     def answer(question: Any) -> Any:
