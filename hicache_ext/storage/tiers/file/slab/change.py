@@ -97,8 +97,9 @@ class IndexChange:
         """
         slots = self._view.slots[slot_size]
         ghosts = self._index.ghosts(self._transaction, _ghost_limit(slots, slot_size)) if count > 0 else None
-        arguments = (slot_size, count, slots >> _SOON_SHIFT, slots, spared, *_ghosts_of(ghosts))
-        self.evicted += slot_code.evict_pages(*self._view.table, *arguments)
+        soon, (places, remembered) = slots >> _SOON_SHIFT, _ghosts_of(ghosts)
+        table = self._view.table
+        self.evicted += slot_code.evict_pages(*table, slot_size, count, soon, slots, spared, places, remembered)
 
     def first_victim(self, slot_size: int) -> tuple[int, int] | None:
         """Of the next victim of this slot size: the clock at its last use, and when it was written (wall-clock
