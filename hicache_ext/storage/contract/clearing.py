@@ -184,13 +184,14 @@ class Clearing:
                 self._changed.wait_for(lambda: all(cleared._tried for cleared, _ in self._waiting), timeout)
             return not self._waiting
 
-    def close(self, timeout: float | None = None) -> None:
-        """Let the removal end, for at most ``timeout`` seconds unless one request takes longer."""
+    def close(self, timeout: float | None = None, *, request: float | None = None) -> None:
+        """Let the removal end, for at most ``timeout`` seconds, and the request under way, for at most ``request``; None
+        where requests end by themselves."""
         done = self.wait(timeout)
         with self._changed:
             for cleared, _ in self._waiting:
                 cleared.closing = True
-        self._loop.stop()
+        self._loop.stop(request)
         if not done:
             logger.warning("tier %s: closed before all cleared pages were removed; some are there still", self._name)
 
