@@ -192,8 +192,8 @@ class Clearing:
             return not self._waiting
 
     def close(self, timeout: float | None = None, *, request: float | None = None) -> None:
-        """Let the removal end, for at most ``timeout`` seconds, and the request under way, for at most ``request``; None
-        where requests end by themselves."""
+        """Let the removal end, for at most ``timeout`` seconds, and the request under way, for at most ``request``
+        seconds (None: it ends by itself)."""
         done = self.wait(timeout)
         with self._changed:
             for cleared, _ in self._waiting:
