@@ -221,7 +221,8 @@ class Breaker:
 
     def _end_slow_start(self) -> None:
         with self._lock:
-            if self._state is not BreakerState.HALF_OPEN:
+            # It may have opened and come back since somebody saw that the slow start was over.
+            if self._state is not BreakerState.HALF_OPEN or self._share() < 1:
                 return
             self._close()
         self._on_change(BreakerState.CLOSED, "")
@@ -243,5 +244,7 @@ class Breaker:
 
     def _share(self) -> float:
         """Of the calls, now, in HALF_OPEN."""
+        if self._slow_start <= 0:  # taken over from one that had a slow start
+            return 1.0
         part = (self._clock() - self._recovering_since) / self._slow_start
         return _FIRST_SHARE + (1 - _FIRST_SHARE) * part if part < 1 else 1.0

@@ -74,6 +74,18 @@ def test_a_medium_that_raises_is_an_answer_for_every_page_and_a_count(error, rea
     assert store.count_leading(keys) == 1
 
 
+@pytest.mark.parametrize("answers", [2, 4])
+def test_a_hook_with_too_few_or_too_many_answers_has_failed(answers):
+    store, keys = MemoryPageStore(), page_keys(3)
+    store._read = lambda batch: [GetResult.HIT] * answers
+    store._write = lambda batch: [SetResult.STORED] * answers
+    store._has = lambda keys: [True] * answers
+    assert read_pages(store, keys)[0] == [GetResult.ERROR] * 3
+    assert store_pages(store, keys) == [SetResult.ERROR] * 3
+    assert store.contains(keys) == [False] * 3
+    assert store.metrics.value("error", "raised") == 7
+
+
 def test_results_and_bytes_are_counted():
     store, keys = MemoryPageStore(), page_keys(3)
     store_pages(store, keys[:2], [700, 300])

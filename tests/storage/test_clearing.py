@@ -110,6 +110,31 @@ def test_a_page_whose_write_failed_does_not_come_back(medium: Medium, clearing: 
     assert medium.parts == {0: set(), 1: set()}
 
 
+def test_a_second_writer_of_a_page_does_not_take_it_for_the_cleared_copy(medium: Medium, clearing: Clearing) -> None:
+    medium.hold.clear()
+    clearing.clear([IDENTITY], medium.sweep)
+    assert medium.listed.wait(10)
+    begun, cleared = threading.Event(), []
+
+    def write_too() -> None:
+        begun.set()
+        with clearing.writing(KEYS[:2]) as writing:
+            cleared.append(writing.cleared)
+
+    with clearing.writing(KEYS[:1]) as writing:
+        second = threading.Thread(target=write_too)
+        second.start()
+        assert begun.wait(10)
+        second.join(0.1)
+        with pytest.raises(TimeoutError), clearing.writing(KEYS[:1], time.monotonic() + 0.1):
+            pass
+        with clearing.writing(KEYS[2:3]):
+            pass
+        writing.stored.add(KEYS[0])
+    second.join(10)
+    assert cleared == [{KEYS[1]}]
+
+
 def test_a_write_waits_for_the_removal_of_its_page_until_its_deadline(clearing: Clearing) -> None:
     removing, go_on = threading.Event(), threading.Event()
 

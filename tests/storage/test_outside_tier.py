@@ -20,7 +20,7 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import ConfigError, TierTypeError
-from hicache_ext.storage.contract.registry import open_tier, tier_type, tier_type_names
+from hicache_ext.storage.contract.registry import broken_tier_types, open_tier, tier_type, tier_type_names
 from hicache_ext.storage.contract.store import PageStore, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.testing.conformance.medium import Medium
@@ -228,6 +228,29 @@ def test_a_package_that_cannot_be_imported_is_a_sentence_and_harms_no_other_type
     assert f"tier types: {sentence} 'no_such_module'" in printed
     assert "wrong-tiers cannot be used: TypeError: json:JSONDecoder is no subclass of TierType" in printed
     assert "open: the tier can be opened" in printed
+
+
+@pytest.mark.parametrize(
+    ("left", "entry_points"),
+    [
+        ({}, "[hicache_ext.tiers]\nhalf = hicache_sqlite:SqliteTier\n"),
+        ({"METADATA": "Metadata-Version: 2.1\n"}, "[hicache_ext.tiers]\nredis = hicache_sqlite:SqliteTier\n"),
+        ({"METADATA": "Metadata-Version: 2.1\nName: half\n"}, "[hicache_ext.tiers]\nno value\n"),
+        ({"METADATA": "Metadata-Version: 2.1\nName: half\n"}, "[hicache_ext.tiers]\nhalf = !!\n"),
+    ],
+    ids=["removed half", "nameless", "no entry point", "no class"],
+)
+def test_a_package_whose_facts_cannot_be_read_harms_no_other_type(
+    left: dict[str, str], entry_points: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = tmp_path / "half-1.0.dist-info"
+    facts.mkdir()
+    for name, text in (left | {"entry_points.txt": entry_points}).items():
+        (facts / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_config(document(disk={"type": "file", "path": "/a", "capacity": "1GiB"})).tiers["disk"].type == "file"
+    assert tier_type_names()
+    assert all(str(error).startswith("the tier type ") for error in broken_tier_types())
 
 
 def test_the_outside_package_is_what_pip_installed(site: Path) -> None:

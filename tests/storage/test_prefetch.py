@@ -295,6 +295,39 @@ def test_a_source_that_raises_costs_nothing_but_its_pages(open_prefetcher, far, 
     wait_until(lambda: prefetcher.inside(keys) == 3)
 
 
+def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far, monkeypatch):
+    (key,) = page_keys(1)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def get(batch):
+        asked.set()
+        go_on.wait(30)
+        return []
+
+    monkeypatch.setattr(far, "get", get)
+    prefetcher = open_prefetcher()
+    prefetcher.announce([(key, far, SIZE)])
+    assert asked.wait(30)
+    (page,) = prefetcher.begin_read([key])
+    results = []
+    reader = threading.Thread(
+        target=lambda: results.append(prefetcher.take(page, HostPages([[SIZE]]).buffers[0])), daemon=True
+    )
+    reader.start()
+    go_on.set()
+    reader.join(10)
+    assert results == [GetResult.ERROR]
+
+
+def test_a_thread_that_ends_in_an_error_says_so(open_prefetcher, far, monkeypatch, caplog):
+    def broken(self, patience):
+        raise RuntimeError("nobody expects this")
+
+    monkeypatch.setattr(IoPriority, "wait_for_quiet", broken)
+    open_prefetcher().announce([(page_keys(1)[0], far, SIZE)])
+    wait_until(lambda: "nobody expects this" in caplog.text)
+
+
 def test_pages_of_unknown_size_are_left_alone(near, far):
     store = TieredStore([near, far], [near, far], promote_to=near)
     keys = page_keys(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,13 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
 from hicache_ext.errors import StoreClosedError, StoreError, StoreSetupError
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.storage.contract.abilities import ability
-from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.contract.store import PageStore, SetResult
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiering import live_tiers
+from hicache_ext.storage.tiering import live_tiers, reload
 from hicache_ext.storage.tiering.reload import ReloadableStore
+from hicache_ext.testing.conformance.pages import store_pages
 from tests.storage.guards.hung import KEY, eventually
 
 TOO_MUCH = "200TiB"
@@ -117,6 +119,34 @@ def test_tiers_that_cannot_be_put_together_are_closed_and_those_in_use_stay(
     assert [is_closed(tier) for tier in opened] == [False, True]
     assert store.current is before
     assert store.reload(config(timeout="50s")) == ["tier disk: new timeout"]
+
+
+def test_a_new_tier_that_cannot_be_opened_whatever_it_raises_is_a_sentence(
+    config: Callable[..., HicacheExtConfig], store: ReloadableStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str, tier: Any) -> PageStore:
+        raise RuntimeError("of another package")
+
+    before = store.current
+    with monkeypatch.context() as patch:
+        patch.setattr(live_tiers, "open_tier", broken)
+        with pytest.raises(StoreError, match=r"the new tiers cannot be used: RuntimeError.*of another package"):
+            store.reload(config("more", timeout="50s"))
+    assert store.current is before
+
+
+def test_a_capacity_that_cannot_be_changed_leaves_the_guards_in_force_known(
+    config: Callable[..., HicacheExtConfig], store: ReloadableStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reload, "_resize", full)
+        with pytest.raises(OSError, match="the disk"):
+            store.reload(config(timeout="50s"))
+    store.reload(config("more", timeout="60s"))
+    assert store_pages(store.tiers[0], [KEY]) == [SetResult.STORED]
 
 
 def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_not_before(

@@ -1,4 +1,4 @@
-"""Opening a tier whose package is not installed."""
+"""Opening and examining a tier whose package is not installed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.contract.registry import examine_tier, open_tier
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+@pytest.mark.parametrize("use", [open_tier, examine_tier])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(use, monkeypatch):
     for module in [name for name in sys.modules if name.startswith("hicache_ext.storage.tiers.redis")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "redis", None)
     tier = load_config(ExtraConfig.around({"tiers": {"pool": {"type": "redis", "url": "redis://pool"}}})).tiers["pool"]
     with pytest.raises(StoreSetupError) as raised:
-        open_tier("pool", tier)
+        use("pool", tier)
     assert str(raised.value) == (
         "tier 'pool' cannot start: the package 'redis' is not installed; pip install 'hicache-ext[redis]'"
     )

@@ -34,7 +34,7 @@ from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
 from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
-from hicache_ext.storage.tiers.memory import MemoryPageStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore, MemoryTier
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.server import free_port
 from tests.rigs.redis_servers import RedisServer, redis_program
@@ -304,6 +304,32 @@ def test_a_disk_that_hangs_holds_up_nobody_who_looks_at_the_metrics() -> None:
     last.close(10)
 
 
+def test_a_look_that_ends_before_its_caller_goes_on_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    ended = threading.Event()
+    last = LastLook("disk", lambda: {"pages": float(len(looks))}, 0.0)
+    wake, look_now = last._loop.wake, last._look_now
+
+    def look() -> float:
+        looks.append(1)
+        pause = look_now()
+        ended.set()
+        return pause
+
+    def wake_and_lose_the_processor() -> bool:
+        woken = wake()
+        assert ended.wait(30)
+        ended.clear()
+        return woken
+
+    last._loop._step = look
+    monkeypatch.setattr(last._loop, "wake", wake_and_lose_the_processor)
+    for _ in range(3):
+        last.known()
+    assert len(looks) == 3
+    last.close(10)
+
+
 def test_a_look_that_fails_leaves_what_is_known() -> None:
     answers: list[dict[str, float] | None] = [{"pages": 1.0}]
 
@@ -329,6 +355,17 @@ def test_a_store_that_cannot_say_how_it_is_hides_no_other() -> None:
     told = TierReports().sources([silent, other])
     assert [report.tier for report in told] == ["silent", "other"]
     assert told[1].levels()["tier_up", ""] == 1
+
+
+def test_a_type_that_cannot_say_its_series_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(MemoryTier, "series", broken)
+    store, other = MemoryPageStore("mine"), DelegatingStore(MemoryPageStore("other"))
+    told = TierReports().sources([store, other])
+    assert [report.tier for report in told] == ["mine", "other"]
+    assert all(report.snapshot()["get", "hit"] == 0 for report in told)
 
 
 def test_the_age_of_what_is_evicted_is_the_mean_since_the_last_look() -> None:

@@ -27,6 +27,7 @@ from hicache_ext.storage.contract.trial import try_store
 
 logger = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 
@@ -89,7 +90,7 @@ class TierStore(abc.ABC):
             if len(batch.sizes) == 0:
                 return []
             try:
-                results = self._read(batch)
+                results = _for_each(self._read(batch), batch.sizes)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
                 results = self._failed_results(error, "get", GetResult.TIMEOUT, GetResult.ERROR, len(batch.sizes))
         self.metrics.add_many("get", counted(results))
@@ -101,7 +102,7 @@ class TierStore(abc.ABC):
             if len(batch.sizes) == 0:
                 return []
             try:
-                results = self._write(batch)
+                results = _for_each(self._write(batch), batch.sizes)
             except Exception as error:  # noqa: BLE001 - as for get
                 results = self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch.sizes))
         self.metrics.add_many("set", counted(results))
@@ -111,7 +112,7 @@ class TierStore(abc.ABC):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._calls:
             try:
-                return self._has(keys) if len(keys) else []
+                return _for_each(self._has(keys), keys) if len(keys) else []
             except Exception as error:  # noqa: BLE001 - as for get
                 self._note_failed_call(error, "contains")
                 return [False] * len(keys)
@@ -178,6 +179,13 @@ class TierStore(abc.ABC):
         # The place of an error that no medium makes is worth its lines.
         of_medium = isinstance(error, OSError)
         logger.warning("tier %s: %s: %r", self.name, call, error, exc_info=None if of_medium else error)
+
+
+def _for_each(answers: list[_Answer], pages: Sequence[object]) -> list[_Answer]:
+    """The answers of a hook, if there is one for each page: callers put them together with their pages."""
+    if len(answers) != len(pages):
+        raise ValueError(f"{len(answers)} answers for {len(pages)} pages")
+    return answers
 
 
 def error_reason(error: BaseException) -> str:

@@ -15,7 +15,6 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,8 +43,8 @@ class Cleared:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _kept: set[bytes] = field(default_factory=set)
     """Pages stored since."""
-    _writing: Counter[bytes] = field(default_factory=Counter)
-    """Pages under way, and by how many writers."""
+    _writing: set[bytes] = field(default_factory=set)
+    """Pages under way."""
     _removing: frozenset[bytes] = frozenset()
     """Pages in the removal under way: a writer of one waits for it."""
     _finished: set[Hashable] = field(default_factory=set)
@@ -59,7 +58,7 @@ class Cleared:
         with self._changed:
             met = set(keys) - self._kept
             self.found |= {key[:IDENTITY_LENGTH] for key in met}
-            self._removing = frozenset(met - self._writing.keys())
+            self._removing = frozenset(met - self._writing)
             self._skipped = self._skipped or len(self._removing) < len(met)
         try:
             yield self._removing
@@ -138,12 +137,18 @@ class Clearing:
     def writing(self, keys: Collection[bytes], deadline: float = math.inf) -> Iterator[Writing]:
         """Around a write: keeps the removal off these pages. A clear() that begins meanwhile may remove them.
 
-        Waits for the removal under way of one of them. Raises TimeoutError at ``deadline`` (time.monotonic()).
+        Waits for the removal under way of one of them, and for another writer of one: it would take the page that the
+        other stores for the cleared copy. Raises TimeoutError at ``deadline`` (time.monotonic()).
         """
         if not self._waiting:
             yield Writing()
             return
         with self._changed:
+            self._wait_until(
+                lambda: all(cleared._writing.isdisjoint(keys) for cleared, _ in self._waiting),
+                deadline,
+                "these pages are being written",
+            )
             parts = {key: self._part_of(key) for key in keys}
             concerned = [
                 (cleared, [key for key, part in parts.items() if cleared._concerns(key, part)])
@@ -155,22 +160,24 @@ class Clearing:
                 frozenset(key for cleared, under_way in concerned for key in under_way if key not in cleared._kept)
             )
         try:
-            self._wait_for_removals(concerned, deadline)
+            with self._changed:
+                self._wait_until(
+                    lambda: all(cleared._removing.isdisjoint(under_way) for cleared, under_way in concerned),
+                    deadline,
+                    "cleared copies of these pages are being removed",
+                )
             yield writing
         finally:
             with self._changed:
                 for cleared, under_way in concerned:
-                    cleared._writing -= Counter(under_way)
+                    cleared._writing.difference_update(under_way)
                     cleared._kept.update(writing.stored.intersection(under_way))
                 self._changed.notify_all()
 
-    def _wait_for_removals(self, concerned: Sequence[tuple[Cleared, Sequence[bytes]]], deadline: float) -> None:
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: all(cleared._removing.isdisjoint(keys) for cleared, keys in concerned),
-                None if deadline == math.inf else max(0.0, deadline - time.monotonic()),
-            ):
-                raise TimeoutError("cleared copies of these pages are being removed")
+    def _wait_until(self, is_so: Callable[[], bool], deadline: float, otherwise: str) -> None:
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        if not self._changed.wait_for(is_so, left):
+            raise TimeoutError(otherwise)
 
     def try_again(self) -> None:
         """The medium is back: do not wait for the next attempt."""
@@ -184,13 +191,14 @@ class Clearing:
                 self._changed.wait_for(lambda: all(cleared._tried for cleared, _ in self._waiting), timeout)
             return not self._waiting
 
-    def close(self, timeout: float | None = None) -> None:
-        """Let the removal end, for at most ``timeout`` seconds unless one request takes longer."""
+    def close(self, timeout: float | None = None, *, request: float | None = None) -> None:
+        """Let the removal end, for at most ``timeout`` seconds, and the request under way, for at most ``request``
+        seconds (None: it ends by itself)."""
         done = self.wait(timeout)
         with self._changed:
             for cleared, _ in self._waiting:
                 cleared.closing = True
-        self._loop.stop()
+        self._loop.stop(request)
         if not done:
             logger.warning("tier %s: closed before all cleared pages were removed; some are there still", self._name)
 

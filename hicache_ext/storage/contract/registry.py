@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +21,8 @@ from hicache_ext.storage.contract.diagnosis import Diagnosable, Finding
 
 if TYPE_CHECKING:
     from hicache_ext.storage.contract.store import PageStore
+
+logger = logging.getLogger(__name__)
 
 GROUP = "hicache_ext.tiers"
 """The entry point group: name of the type = module:class of its ``TierType``."""
@@ -93,18 +96,27 @@ def tier_type(name: str) -> TierType:
 def open_tier(name: str, tier: Any) -> PageStore:
     """The store of one configured tier. Raises StoreSetupError, TierTypeError or ConfigError with a sentence."""
     kind = tier_type(tier.type)
-    try:
+    with _missing_packages_named(name, kind):
         return kind.open(name, tier)
-    except ModuleNotFoundError as error:
-        if (error.name or "hicache_ext").startswith("hicache_ext"):
-            raise
-        remedies = [kind.install] if kind.install else []
-        raise StoreSetupError(name, f"the package {error.name!r} is not installed", remedies) from None
 
 
 def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
     """``TierType.examine`` of one configured tier. Raises as ``open_tier``."""
-    return tier_type(tier.type).examine(name, tier)
+    kind = tier_type(tier.type)
+    with _missing_packages_named(name, kind):
+        return kind.examine(name, tier)
+
+
+@contextmanager
+def _missing_packages_named(name: str, kind: TierType) -> Iterator[None]:
+    """A package that the store imports and that is not there is a StoreSetupError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "hicache_ext").partition(".")[0] == "hicache_ext":
+            raise
+        remedies = [kind.install] if kind.install else []
+        raise StoreSetupError(name, f"the package {error.name!r} is not installed", remedies) from None
 
 
 def series_of_type(name: str) -> Mapping[str, Sequence[str]]:
@@ -137,8 +149,21 @@ def _entries() -> dict[str, dict[str, EntryPoint]]:
 @functools.lru_cache(maxsize=1)
 def _installed(path: tuple[str, ...]) -> list[tuple[str, EntryPoint]]:
     """With their packages. ``path``: what ``sys.path`` is, where packages are looked for."""
-    entries = importlib.metadata.entry_points(group=GROUP)
-    return [(entry.module if entry.dist is None else entry.dist.name, entry) for entry in entries]
+    try:
+        entries = importlib.metadata.entry_points(group=GROUP)
+    except Exception as error:  # noqa: BLE001 - of any package that is installed: ours need none of them
+        logger.warning("hicache_ext: tier types of other packages cannot be looked for: %s", _words(error))
+        return []
+    return [(_package_of(entry), entry) for entry in entries]
+
+
+def _package_of(entry: EntryPoint) -> str:
+    """Its name, or where its class is: a removal that was cut short leaves entry points without a name."""
+    try:
+        name = None if entry.dist is None else entry.dist.name
+    except Exception:  # noqa: BLE001 - what a parser makes of files that are missing or damaged
+        name = None
+    return name or entry.value
 
 
 @functools.cache

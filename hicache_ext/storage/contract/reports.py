@@ -51,7 +51,7 @@ class TierReports:
             report = self._reports.get(tier.name)
             if report is None:
                 report = TierMetrics(tier.name)
-                report.declare(_series_of(tier), OPERATIONS)
+                report.declare(_declared(tier), OPERATIONS)
             reports[tier.name] = report
             try:
                 known = gauges_of(tier)
@@ -79,7 +79,10 @@ class LastLook:
 
     def known(self) -> Gauges:
         if not self._asked and time.monotonic() - self._looked >= self._interval:
-            self._asked = self._loop.wake()
+            # Before the thread can have looked: it takes this back, and nobody would look again if that came first.
+            self._asked = True
+            if not self._loop.wake():
+                self._asked = False
         return self._known
 
     def _look_now(self) -> float:
@@ -165,6 +168,15 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
     "prefetch": ("fetched", "useful", "wasted", "overtaken", "joined", "failed"),
     "prefetch_bytes": ("fetched", "useful", "wasted"),
 }
+
+
+def _declared(tier: PageStore) -> Mapping[str, Sequence[str]]:
+    try:
+        return _series_of(tier)
+    except Exception:
+        # A type of another package: its mistake must not cost the metrics of all tiers.
+        logger.exception("hicache_ext: tier %s does not say which series it has", tier.name)
+        return OF_EVERY_TIER
 
 
 def _series_of(tier: PageStore) -> dict[str, list[str]]:

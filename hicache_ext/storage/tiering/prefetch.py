@@ -226,6 +226,13 @@ class Prefetcher:
                 self._started += 1
 
     def _run(self) -> None:
+        try:
+            self._fetch_what_is_planned()
+        except Exception:
+            # Nobody asks how this call of the pool has ended.
+            logger.exception("hicache_ext: a thread of the prefetch ended in an error that nobody expected")
+
+    def _fetch_what_is_planned(self) -> None:
         while self._wait_for_work():
             self._gate.wait_for_quiet(_PATIENCE)
             with self._gate.fetch():
@@ -277,6 +284,9 @@ class Prefetcher:
         batch = PageBatch([page.key for page in pages], [[memoryview(target)] for target in memory])
         try:
             results = source.get(batch)
+            if len(results) != len(pages):
+                # Found later, it would leave a foreground read waiting for these pages.
+                raise ValueError(f"{len(results)} answers for {len(pages)} pages")
         except Exception:
             logger.exception("hicache_ext: prefetch from %s", source.name)
             results = [GetResult.ERROR] * len(pages)

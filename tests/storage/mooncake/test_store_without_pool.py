@@ -30,7 +30,7 @@ from hicache_ext.storage.tiers.mooncake.transfers import (
     SCRATCH_BYTES,
     portions,
 )
-from hicache_ext.testing.conformance.pages import HostPages, filled, page_keys, read_pages, store_pages
+from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, filled, page_keys, read_pages, store_pages
 
 
 class RecordingClient:
@@ -532,6 +532,31 @@ def test_a_client_with_a_call_that_never_ends_is_not_closed_under_it(tier, engin
     store.close()
     assert not engine.client.closed
     go_on.set()
+
+
+def test_a_removal_that_never_ends_does_not_hold_close(tier, engine):
+    engine.tier = tier.model_copy(update={"timeout": 0.2})
+    store = MooncakeStore("pool", tier, Attachment("pool", engine, required=True))
+    removing, go_on = threading.Event(), threading.Event()
+
+    def remove(*_):
+        removing.set()
+        go_on.wait(60)
+        return 0
+
+    engine.client.remove_by_regex = remove
+    clearing = threading.Thread(target=store.clear, args=([IDENTITY],))
+    clearing.start()
+    assert removing.wait(60)
+    clearing.join()
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(20)
+    ended = not closing.is_alive()
+    assert not engine.client.closed
+    go_on.set()
+    closing.join()
+    assert ended
 
 
 def test_a_page_that_another_thread_is_writing_is_waited_for(engine, store):

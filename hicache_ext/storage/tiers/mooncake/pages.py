@@ -478,7 +478,8 @@ class MooncakeStore(TierStore):
     def _close(self) -> None:
         self._bad_pages.close()
         # One call of the master: what cannot be removed now stays.
-        self._clearing.close(0)
+        # A removal cannot be ended. It is a call of the attachment, which waits for it as long as for any other.
+        self._clearing.close(0, request=0)
         self._attachment.close()
         self._copying.close()
 
