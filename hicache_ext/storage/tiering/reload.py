@@ -85,23 +85,23 @@ class ReloadableStore(ExchangeableStore):
         wanted = used_tiers(config)
         kept = {name: tier for name, tier in self._live.items() if name in wanted and tier.config == wanted[name]}
         changed = {name: tier for name, tier in self._live.items() if name in wanted and name not in kept}
-        with ExitStack() as undo:
-            opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
-            for tier in opened.values():
-                undo.callback(tier.close)
-            guarded: dict[str, LiveTier] = {}
-            for name, tier in changed.items():
-                guarded[name] = guard(wanted[name], tier.bare, tier)
-                undo.callback(guarded[name].close_guards)
-            live = {name: (kept | opened | guarded)[name] for name in wanted}
-            try:
+        try:
+            with ExitStack() as undo:
+                opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
+                for tier in opened.values():
+                    undo.callback(tier.close)
+                guarded: dict[str, LiveTier] = {}
+                for name, tier in changed.items():
+                    guarded[name] = guard(wanted[name], tier.bare, tier)
+                    undo.callback(guarded[name].close_guards)
+                live = {name: (kept | opened | guarded)[name] for name in wanted}
                 # Guards keep memory of their own: new ones have to be registered like new tiers.
                 self.exchange(arrange(config, live), [tier.store for tier in (*opened.values(), *guarded.values())])
-            except HicacheExtError:
-                raise
-            except Exception as error:
-                raise StoreError(f"the new tiers cannot be used: {error!r}") from error
-            undo.pop_all()
+                undo.pop_all()
+        except HicacheExtError:
+            raise
+        except Exception as error:
+            raise StoreError(f"the new tiers cannot be used: {error!r}") from error
         for name, tier in self._live.items():
             if name in changed:
                 _end(name, tier.close_guards)
