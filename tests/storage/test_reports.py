@@ -304,6 +304,20 @@ def test_a_disk_that_hangs_holds_up_nobody_who_looks_at_the_metrics() -> None:
     last.close(10)
 
 
+def test_a_look_that_ends_before_its_caller_goes_on_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def look() -> dict[str, float]:
+        looks.append(time.monotonic())
+        return {"used_bytes": float(len(looks))}
+
+    last = LastLook("file", look, interval=0.0)
+    monkeypatch.setattr(last._loop, "wake", lambda: last._look_now() == math.inf)  # its thread is that fast
+    last.known()
+    last.known()
+    assert last.known() == {"used_bytes": 3.0}
+
+
 def test_a_look_that_fails_leaves_what_is_known() -> None:
     answers: list[dict[str, float] | None] = [{"pages": 1.0}]
 

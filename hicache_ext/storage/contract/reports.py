@@ -79,7 +79,9 @@ class LastLook:
 
     def known(self) -> Gauges:
         if not self._asked and time.monotonic() - self._looked >= self._interval:
-            self._asked = self._loop.wake()
+            self._asked = True  # before the look, which may have ended when wake() returns
+            if not self._loop.wake():
+                self._asked = False
         return self._known
 
     def _look_now(self) -> float:
