@@ -16,10 +16,11 @@ import pytest
 import yaml
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
-from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
+from hicache_ext.errors import ConfigError, ControlError, StoreClosedError, StoreSetupError
 from hicache_ext.storage.contract.store import PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
+from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 from tests.storage.guards.hung import KEY, eventually
@@ -498,6 +499,18 @@ def test_close_leaves_neither_socket_nor_thread(file: Path, runtime: Path) -> No
     server.close()
     assert list(runtime.iterdir()) == []
     assert set(threading.enumerate()) <= before
+
+
+def test_without_a_thread_there_is_no_socket_that_nobody_answers(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(ControlError, match="no thread"):
+        ControlSocket(lambda request: request)
+    assert list(runtime.iterdir()) == []
 
 
 def test_nonsense_on_the_socket_is_answered_or_dropped(file: Path, runtime: Path, serve: Callable[..., Server]) -> None:
