@@ -202,7 +202,11 @@ class ModelFingerprint:
             self.done.set()
             callbacks = list(self._callbacks)
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                # Not a reason to read the files again, nor to keep the result from others.
+                logger.exception("hicache_ext: telling that the weights in %s are known", self.model_path)
 
     def _digests(self) -> dict[str, bytes]:
         """The digest of every file, by its name."""

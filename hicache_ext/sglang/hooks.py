@@ -84,8 +84,10 @@ def register(features: Collection[Feature] = FEATURES) -> None:
     """Put the hooks of ``features`` into SGLang's registry, as far as this machine wants them. Again is free."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # SGLang's own record, which has no public form: without it only "again" is not free.
+    registered = getattr(HookRegistry, "_hooks", {})
     for hook in _wanted(features):
-        if not any(function is hook.function for _, function, _ in HookRegistry._hooks.get(hook.target, ())):
+        if not any(hook.function in entry for entry in registered.get(hook.target, ())):
             HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
 
 

@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,28 @@ def test_where_to_remember_may_be_said_after_the_reading(tmp_path: Path, reads: 
     reads.clear()
     digest_of(model, records)
     assert SIZE not in reads
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_listener_that_raises_keeps_the_result_from_nobody_and_nothing_is_read_again(
+    tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, heard = threading.Event(), threading.Event()
+    fingerprint = ModelFingerprint(str(make_model(tmp_path / "model")))
+    digests = fingerprint._digests
+    monkeypatch.setattr(fingerprint, "_digests", lambda: reading.wait(60) and digests())
+
+    def fail() -> None:
+        raise RuntimeError("a tier with a bug")
+
+    fingerprint.start()
+    fingerprint.when_done(fail)
+    fingerprint.when_done(heard.set)
+    reading.set()
+    assert heard.wait(10)
+    files = len(reads)
+    time.sleep(1.2)  # longer than the first pause of a loop that tries again
+    assert len(reads) == files
 
 
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, reads: list[int]) -> None:
