@@ -99,12 +99,13 @@ class OurContender:
     def __init__(self, place: Workplace, layout: str, io: str) -> None:
         from hicache_ext.sglang.backend import HiCacheExtBackend
         from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
-        from hicache_ext.testing.host_pools import storage_config
+        from hicache_ext.testing.host_pools import make_storage_config
 
         wait_for_compiled_code()
         tier = _tier(place.directory, place.capacity, place.threads, layout, io)
         section = {"tiers": {"bench": tier}, "model": {"id": "bench", "fingerprint": "off"}}
-        config = storage_config(mla=place.host.geometry == "mla", extra_config=ExtraConfig.around(section))
+        mla = place.host.geometry == "mla"
+        config = make_storage_config(is_mla_model=mla, extra_config=ExtraConfig.around(section))
         self._backend = HiCacheExtBackend(config, {})
         self._backend.register_mem_pool_host(place.host.pool)
 
@@ -156,11 +157,12 @@ class HiCacheFileContender:
     """SGLang's HiCacheFile, driven as ``_generic_page_get`` and ``_generic_page_set`` of its controller do."""
 
     def __init__(self, place: Workplace) -> None:
-        from hicache_ext.testing.host_pools import sglang_file_backend, storage_config
+        from hicache_ext.testing.host_pools import make_storage_config, sglang_file_backend
 
         forget_environment("SGLANG_HICACHE_FILE_BACKEND_")
         self._pool = place.host.pool
-        config = storage_config(mla=place.host.geometry == "mla", extra_config={"max_size": place.capacity})
+        mla = place.host.geometry == "mla"
+        config = make_storage_config(is_mla_model=mla, extra_config={"max_size": place.capacity})
         self._backend = sglang_file_backend(config, place.directory)
 
     def write(self, keys: Sequence[str], batch: HostBatch) -> int:

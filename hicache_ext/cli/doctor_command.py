@@ -10,9 +10,9 @@ import argparse
 import json
 import sys
 
+from hicache_ext.cli.inputs import read_configuration
 from hicache_ext.config import check_document
 from hicache_ext.doctor.examination import Section, examine, worst
-from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError, ConfigErrors
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.diagnosis import Level
