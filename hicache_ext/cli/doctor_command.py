@@ -19,7 +19,6 @@ from hicache_ext.storage.contract.diagnosis import Level
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.epilog = "exit codes: 0 nothing is wrong, 1 an error was found, 2 wrong usage or wrong configuration"
     parser.add_argument(
         "file", metavar="CONFIG", help="a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
