@@ -17,7 +17,6 @@ from typing import Any
 import aiofiles
 
 from hicache_ext.bench.file_contenders import (
-    NO_EVICTION,
     NO_LOOKUP,
     Contender,
     Workplace,
@@ -33,7 +32,7 @@ from hicache_ext.testing.host_pools import make_storage_config
 def rivals(directory: Path) -> list[Contender]:
     """Every rival, those that cannot take part with the reason. ``directory`` is for trying them out."""
     return [
-        Contender("aiofiles", AiofilesContender, cannot={**NO_EVICTION, **NO_LOOKUP}),
+        Contender("aiofiles", AiofilesContender, cannot={"overwrite": "it has no eviction", **NO_LOOKUP}),
         Contender(
             "NIXL POSIX",
             NixlContender,
