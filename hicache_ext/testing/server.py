@@ -145,10 +145,10 @@ class SglangServer(SglangClient):
             self.kill()
             raise
 
-    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
+    def log_tail(self) -> str:
         """The last lines of the log."""
         try:
-            return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+            return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
         except OSError as error:
             return f"(no log: {error})"
 
