@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.access import open_file
 from hicache_ext.runtime.file_lock import lock_within
+from hicache_ext.runtime.liveness import boot_id
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
 
@@ -84,7 +85,7 @@ def measured_device(path: Path) -> Measured:
     Raises OSError. Empty where nothing can be measured: the file system has no unnamed files, or another process has
     been measuring for too long.
     """
-    facts = {"version": _VERSION, "boot": _boot(), "device": path.stat().st_dev}
+    facts = {"version": _VERSION, "boot": boot_id() or "unknown", "device": path.stat().st_dev}
     kept = _kept(path, facts)
     if kept is not None:
         return kept
@@ -259,10 +260,3 @@ def _rates(document: dict[str, dict[str, float]]) -> dict[Mode, dict[int, float]
         for mode in MODES
         if mode in document
     }
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"

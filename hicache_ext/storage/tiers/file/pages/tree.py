@@ -116,9 +116,6 @@ class PageTree:
         """Digests that have pages here."""
         return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
 
-    def load_identity(self, digest: bytes) -> dict[str, Any] | None:
-        return load_document(self.path, digest)
-
     def left_overs(self) -> Iterator[os.DirEntry[str]]:
         """Left-overs of dead processes in tmp/: half-written pages, trees being cleared."""
         for entry in list(entries(self.temporary, TEMPORARY_FILE)):

@@ -42,6 +42,7 @@ from hicache_ext.page import envelope
 from hicache_ext.runtime.access import make_directory, make_tier_directory, open_file
 from hicache_ext.runtime.file_lock import PATIENCE, lock_within, show_progress, try_lock
 from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.liveness import boot_id
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.runtime.whole_file import remove_whole, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.layout_choice import WHY_IN_PLACE
@@ -487,8 +488,4 @@ def _trust_in(path: Path) -> str:
 
 
 def _written_by_this_boot() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = "unknown"
-    return f"boot {boot}, index {INDEX_VERSION}"
+    return f"boot {boot_id() or 'unknown'}, index {INDEX_VERSION}"
