@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from hicache_ext.errors import FormatError, StoreError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.manifest import MANIFEST, check_manifest, format_and_layout, layout_in
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
@@ -191,7 +192,7 @@ class PageFileInspector:
 class PageFileEditor:
     def __init__(self, path: Path) -> None:
         # Without a capacity it never evicts; removals go through the shared usage record.
-        self._store = PageFileStore(str(path), path, capacity=None, threads=1)
+        self._store = PageFileStore(str(path), path, capacity=None, plan=IoPlan(threads=1))
         self._directory = PageDirectory(path, str(path))
 
     def remove(self, keys: list[bytes]) -> int:

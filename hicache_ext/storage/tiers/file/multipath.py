@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 
@@ -30,15 +30,14 @@ from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.abilities import Resizable
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.device_errors import Trouble, is_device_error
-from hicache_ext.storage.tiers.file.fullness import Fullness, gauges_of_paths
 from hicache_ext.storage.tiers.file.path_choice import PathChoice
+from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +54,6 @@ _LOOK_INTERVAL = 5.0
 """Seconds between two looks at how full the paths are, while somebody asks."""
 _SUCCESS = {"get": GetResult.HIT, "set": SetResult.STORED, "contains": True}
 """What a call of each kind says of a page that it moved or found."""
-
-
-class PathStore(PageStore, Resizable, Protocol):
-    """The store of one path."""
-
-    def fullness(self) -> Fullness:
-        """Looks at the disk, which may take as long as the disk likes. Raises what the disk does."""
-
-    def abandon(self) -> None:
-        """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
 
 
 OpenPath = Callable[[Path, Trouble], PathStore]

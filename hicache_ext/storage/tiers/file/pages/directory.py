@@ -24,7 +24,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, settle
@@ -37,7 +36,6 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     PageTree,
     directories,
     occupied,
-    save_document,
 )
 
 _TEMP_NUMBERS = itertools.count()
@@ -172,9 +170,6 @@ class PageDirectory(PageTree):
                     freed += occupied(status.st_size)
             freed += _remove_directory(fan_out.path) or _put_back(fan_out.path, home / fan_out.name, self._access)
         return freed + (_remove_directory(tree) or _put_back(tree, home, self._access))
-
-    def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        save_document(self.path, digest, document)
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""

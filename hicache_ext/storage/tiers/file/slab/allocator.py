@@ -15,7 +15,7 @@ import numpy as np
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.tiers.file.fullness import Fullness
+from hicache_ext.storage.tiers.file.path_store import Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.change import IndexChange
 from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
@@ -83,10 +83,6 @@ class SlotAllocator:
         self._index_size_seen = 0
         self._look_at_index = 0.0
         self._shrink()
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     def fullness(self) -> Fullness:
         """Raises lmdb.Error or OSError."""

@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -48,7 +47,6 @@ from hicache_ext.runtime.whole_file import remove_whole, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.layout_choice import WHY_IN_PLACE
 from hicache_ext.storage.tiers.file.manifest import SLAB_FILE, adopt, check_before_start, is_taken_over, write_manifest
 from hicache_ext.storage.tiers.file.modes import INDEX_FILE
-from hicache_ext.storage.tiers.file.pages.tree import save_document
 from hicache_ext.storage.tiers.file.slab.change import FoundPage
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.mapped import WORD, Words, extend, sync
@@ -253,9 +251,6 @@ class SlabDirectory:
                     os.close(descriptor.fd)
 
     # -- identities ------------------------------------------------------------------------------------------------
-
-    def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        save_document(self.path, digest, document)
 
     def note_cleared(self, digest: bytes) -> None:
         """Note it, so that a rebuild does not bring cleared pages back. It survives a power loss after
