@@ -28,11 +28,10 @@ from pathlib import Path
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, settle
 from hicache_ext.runtime.liveness import writer_name
-from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME, adopt, check_manifest
+from hicache_ext.storage.tiers.file.manifest import adopt, check_manifest
+from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
-    FANOUT_NAME,
-    PAGE_NAME,
     PageTree,
     directories,
     occupied,

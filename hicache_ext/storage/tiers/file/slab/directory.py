@@ -45,8 +45,8 @@ from hicache_ext.runtime.liveness import boot_id
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.runtime.whole_file import remove_whole, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.layout_choice import WHY_IN_PLACE
-from hicache_ext.storage.tiers.file.manifest import SLAB_FILE, adopt, check_before_start, is_taken_over, write_manifest
-from hicache_ext.storage.tiers.file.modes import INDEX_FILE
+from hicache_ext.storage.tiers.file.manifest import adopt, check_before_start, is_taken_over, write_manifest
+from hicache_ext.storage.tiers.file.modes import INDEX_FILE, SLAB_FILE
 from hicache_ext.storage.tiers.file.slab.change import FoundPage
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.mapped import WORD, Words, extend, sync
