@@ -105,6 +105,11 @@ def measured_device(path: Path) -> Measured:
         return measured
 
 
+def flags_of(mode: Mode) -> int:
+    """For preadv2 and pwritev2."""
+    return RWF_DONTCACHE if mode == "dontcache" else 0
+
+
 def takes_direct(path: Path) -> bool:
     """Whether the file system of the existing directory ``path`` does O_DIRECT, tried with one block. Never raises.
 
@@ -153,7 +158,7 @@ class _Probe:
                     opened = direct if mode == "direct" else fd
                     if opened is None:
                         continue
-                    cell = _Cell(pool, self._memory, blocks, threads, opened, mode)
+                    cell = _Cell(pool, self._memory, blocks, threads, opened, flags_of(mode))
                     for direction, rates in (("write", measured.write), ("read", measured.read)):
                         if threads != _MODES_COMPARED_WITH and mode not in rates:
                             continue
@@ -184,19 +189,15 @@ class _Cell:
     blocks: int
     threads: int
     fd: int
-    mode: Mode
+    flags: int
 
     def read(self, buffered: int) -> float | None:
         """Bytes per second; None when the file system lacks this mode."""
         os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
-        return self._run(lambda block, buffer: os.preadv(self.fd, [buffer], block * _BLOCK, self._flags), None)
+        return self._run(lambda block, buffer: os.preadv(self.fd, [buffer], block * _BLOCK, self.flags), None)
 
     def write(self, buffered: int) -> float | None:
-        return self._run(lambda block, buffer: os.pwritev(self.fd, [buffer], block * _BLOCK, self._flags), buffered)
-
-    @property
-    def _flags(self) -> int:
-        return RWF_DONTCACHE if self.mode == "dontcache" else 0
+        return self._run(lambda block, buffer: os.pwritev(self.fd, [buffer], block * _BLOCK, self.flags), buffered)
 
     def _run(self, move: Callable[[int, memoryview], int], sync: int | None) -> float | None:
         """Moves no block twice: it would be in the page cache the second time."""

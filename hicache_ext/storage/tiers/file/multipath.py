@@ -42,6 +42,7 @@ from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 CALLS_BEFORE_OUT = 3
 """Failed calls of one kind in a row after which a path is out of service: one bad block is not a bad device."""
@@ -187,31 +188,16 @@ class SpreadStore:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        with self._calls:
-            only, results = self._only, [GetResult.REJECTED] * len(batch.sizes)
-            if only is None:
-                self._split("get", batch.keys, batch.select, results)
-            else:
-                results = self._call(only, "get", batch, results)
+        results = self._asked("get", batch, batch.keys, batch.select, [GetResult.REJECTED] * len(batch.sizes))
         if rejected := results.count(GetResult.REJECTED):
             self.metrics.add("get", "rejected", rejected)
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        with self._calls:
-            only, results = self._only, [SetResult.REJECTED] * len(batch.sizes)
-            if only is not None:
-                return self._call(only, "set", batch, results)
-            self._split("set", batch.keys, batch.select, results)
-            return results
+        return self._asked("set", batch, batch.keys, batch.select, [SetResult.REJECTED] * len(batch.sizes))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._calls:
-            only, present = self._only, [False] * len(keys)
-            if only is not None:
-                return self._call(only, "contains", keys, present)
-            self._split("contains", keys, partial(_chosen, keys), present)
-            return present
+        return self._asked("contains", keys, keys, partial(_chosen, keys), [False] * len(keys))
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         number = self._only
@@ -263,6 +249,22 @@ class SpreadStore:
         for position, number in enumerate(self._choice.choose(keys, usable)):
             positions.setdefault(number, []).append(position)
         return list(positions.items())
+
+    def _asked(
+        self,
+        kind: str,
+        argument: Any,
+        keys: Sequence[bytes],
+        part_of: Callable[[Sequence[int]], Any],
+        otherwise: list[_Result],
+    ) -> list[_Result]:
+        """The answers of call ``kind``, ``otherwise`` for the pages of paths out of service."""
+        with self._calls:
+            only = self._only
+            if only is not None:
+                return self._call(only, kind, argument, otherwise)
+            self._split(kind, keys, part_of, otherwise)
+            return otherwise
 
     def _split(
         self, kind: str, keys: Sequence[bytes], part_of: Callable[[Sequence[int]], Any], results: list[Any]

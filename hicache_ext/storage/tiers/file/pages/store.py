@@ -23,6 +23,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.file.device_probe import flags_of
 from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
@@ -69,7 +70,8 @@ class PageFileStore(PathStore):
     layout = "pages"
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
-        self._flags = page_io.Flags.of(self._plan)
+        # Headers of 128 bytes exclude O_DIRECT.
+        self._read_flags, self._write_flags = flags_of(self._plan.read), flags_of(self._plan.write)
         self._directory = PageDirectory(path, self.name)
         self._usage = self._open_usage()
         self._resources.callback(self._usage.close)
@@ -132,7 +134,7 @@ class PageFileStore(PathStore):
             return GetResult.CORRUPT
         try:
             status = os.fstat(fd)
-            reason = page_io.read_page(fd, status, key, segments, self._flags.read, oldest_valid_ms(self._ttl))
+            reason = page_io.read_page(fd, status, key, segments, self._read_flags, oldest_valid_ms(self._ttl))
             if reason is None:
                 self._touch(fd, status)
             elif reason != page_io.EXPIRED and page_io.is_page(fd, status, key, segments):
@@ -284,7 +286,7 @@ class PageFileStore(PathStore):
             try:
                 for made in self._directory.create_parent(path):
                     added += made
-                stored = page_io.write_page(self._directory, path, key, segments, self._flags.write)
+                stored = page_io.write_page(self._directory, path, key, segments, self._write_flags)
             except FileNotFoundError as error:
                 # clear() or an eviction took the directory away in between.
                 if attempt == _WRITE_ATTEMPTS:
