@@ -261,8 +261,7 @@ def test_nothing_is_remembered_where_a_ctime_may_be_anything(
 def test_a_record_is_of_one_file_system_and_one_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "model")
     names = {record_name(model)}
-    (tmp_path / "boot_id").write_text("another")
-    monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(module, "boot_id", lambda: "another")
     names.add(record_name(model))
     monkeypatch.setattr(module.os, "statvfs", lambda path: SimpleNamespace(f_fsid=17))
     names.add(record_name(model))
@@ -324,7 +323,7 @@ def test_what_another_process_reads_is_left_to_it_and_taken_from_its_record(tmp_
     expected = digest_of(model)
     fingerprint = ModelFingerprint(str(model))
     reads.clear()
-    with module.RememberedDigests(records).claim(record_name(model)) as record:
+    with module.claimed(records, record_name(model)) as record:
         assert record is not None
         fingerprint.start(records)
         assert not fingerprint.done.wait(1)
@@ -340,7 +339,7 @@ def test_a_stopped_process_that_holds_a_record_delays_nobody_for_ever(
 ) -> None:
     monkeypatch.setattr(module, "_LONGEST_TURN", 0.5)
     model, records = make_model(tmp_path / "model"), tmp_path / "records"
-    with module.RememberedDigests(records).claim(record_name(model)):
+    with module.claimed(records, record_name(model)):
         digest_of(model, records)
 
 

@@ -33,7 +33,7 @@ from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
-from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
+from hicache_ext.storage.tiers.file.slab.allocator import ClockTimes
 from hicache_ext.storage.tiers.memory import MemoryPageStore, MemoryTier
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.server import free_port

@@ -619,7 +619,7 @@ def describe_pages(
 ) -> None:
     """Write the records of pages of one slot size, which stay pending: page ``keys[positions[n]]`` is in slot
     ``rows[n]`` and was written at ``created[n]`` (one value: all at that time). Pages at consecutive positions are a
-    chain (``EvictionPolicy.inserted_chain``); without ``linked``, each page is a chain of its own."""
+    chain (``PageByPage.inserted``); without ``linked``, each page is a chain of its own."""
     oldest = max(0, remembered[0] - ghost_limit)
     inserts, distance_sum, reuses = clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES]
     distance = _reuse_distance(capacity, distance_sum, reuses)
@@ -685,7 +685,7 @@ def touch_chain(
     clocks: Words,
     capacities: Words,
 ) -> int:
-    """Note a use of the leading pages of a chain (``EvictionPolicy.renewed``); returns how many got another rank.
+    """Note a use of the leading pages of a chain (``PageByPage.renewed``); returns how many got another rank.
     ``clocks``: a row per slot size; ``capacities``: the slots of each."""
     changed = 0
     before = -1
