@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -56,13 +55,8 @@ class IoPriority:
         self._wait(lambda: not self._reads and not self._fetches, patience)
 
     def _wait(self, condition: Callable[[], bool], patience: float) -> None:
-        deadline = time.monotonic() + patience
         with self._condition:
-            while not condition() and not self._open_for_good:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return
-                self._condition.wait(left)
+            self._condition.wait_for(lambda: condition() or self._open_for_good, patience)
 
     def close(self) -> None:
         """Let all waiters go on: the store is being closed."""
