@@ -45,7 +45,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         check_sglang_version()
-        self._storage_config = storage_config
         self._facts = read_launch_facts()
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
         self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
