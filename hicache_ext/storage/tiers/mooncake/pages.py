@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page import envelope
@@ -30,6 +30,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment
 from hicache_ext.storage.tiers.mooncake.bad_copies import MooncakeMedium
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.transfers import (
     FIRST_PIECES,
     HEADER_LENGTH,
@@ -39,9 +40,6 @@ from hicache_ext.storage.tiers.mooncake.transfers import (
     ScratchPool,
     portions,
 )
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 logger = logging.getLogger(__name__)
 

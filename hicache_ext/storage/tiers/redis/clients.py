@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import ssl
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
-
-if TYPE_CHECKING:
-    import redis
 
 SHORT_CALL = 1.0
 """Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""
@@ -47,10 +48,6 @@ def admin_client(
 
     Nothing is sent until it is used. Raises ConfigError when the secret cannot be read.
     """
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
     limit = short_call(tier) if timeout is None else timeout
     options: dict[str, Any] = {
         "db": tier.database if database is None else database,
