@@ -137,28 +137,25 @@ class MooncakeStore(TierStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
+        results = [GetResult.REJECTED] * len(batch)
         deadline = self._deadline()
         with self._attachment.client() as client:
-            return self._get(client, batch, deadline)
-
-    def _get(self, client: Any, batch: PageBatch, deadline: float) -> list[GetResult]:
-        results = [GetResult.REJECTED] * len(batch)
-        if client is None:
-            self.metrics.add("rejected", "away", len(batch))
-            return results
-        positions = []
-        for position in range(len(batch)):
-            if self._clearing.hides(batch.keys[position]):
-                results[position] = GetResult.MISS
-            elif batch.sizes[position]:
-                positions.append(position)
-        if not positions:
-            return results
-        with self._scratch.lent(max(batch.sizes)) as scratch:
-            for chosen in _without_repeats(batch.keys, positions):
-                for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pieces()):
-                    if not self._get_portion(client, batch, portion, scratch, deadline, results):
-                        return results
+            if client is None:
+                self.metrics.add("rejected", "away", len(batch))
+                return results
+            positions = []
+            for position in range(len(batch)):
+                if self._clearing.hides(batch.keys[position]):
+                    results[position] = GetResult.MISS
+                elif batch.sizes[position]:
+                    positions.append(position)
+            if not positions:
+                return results
+            with self._scratch.lent(max(batch.sizes)) as scratch:
+                for chosen in _without_repeats(batch.keys, positions):
+                    for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pieces()):
+                        if not self._get_portion(client, batch, portion, scratch, deadline, results):
+                            return results
         return results
 
     def _first_pieces(self) -> int:
