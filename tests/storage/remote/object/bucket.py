@@ -14,6 +14,7 @@ import obstore.store
 import pytest
 
 from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.storage.media import RawMedium
@@ -52,6 +53,7 @@ class Objects(RawMedium):
 
     type = "object"
     shared = False
+    tier = ObjectTierConfig(url="file:///test", timeout=60.0, concurrency=8)
     keeps_identities = True
     clears_at_once = False
 
@@ -67,7 +69,7 @@ class Objects(RawMedium):
         return self._open_over(self._client())
 
     def _open_over(self, client: Any) -> PageStore:
-        store = ObjectPageStore("cold", client, url="test", shared=self.shared, timeout=60.0, concurrency=8)
+        store = ObjectPageStore("cold", self.tier, lambda: client)
         self._opened.append(store)
         return store
 
@@ -111,6 +113,7 @@ class ObjectsInADirectory(Objects):
 
 class ObjectsOnS3(Objects):
     shared = True
+    tier = ObjectTierConfig(url="s3://test", timeout=60.0, concurrency=8)
 
     def __init__(self, client: Callable[[], Any], damaging: Callable[[ExitStack], Any]) -> None:
         """``damaging`` makes a client whose path damages half of what it reads, until the stack ends."""
