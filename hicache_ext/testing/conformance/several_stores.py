@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,6 @@ class SeveralStoresCases(PageStoreCases):
         settle(store)
         for key in keys:
             medium.write(key, (medium.read(key) or b"")[:-1] + bad)
-        count, waiting = TierMetrics.add, [*keys]
         writers: list[threading.Thread] = []
         replaced: list[list[SetResult]] = []
 
@@ -117,15 +117,18 @@ class SeveralStoresCases(PageStoreCases):
             other.remove(keys)
             replaced.append(store_pages(other, keys))
 
-        def add(metrics: TierMetrics, event: str, reason: str = "", amount: int = 1) -> None:
-            count(metrics, event, reason, amount)
-            if event == "corrupt" and waiting:
-                waiting.clear()
-                writers.append(threading.Thread(target=replace, daemon=True))
-                writers[0].start()
-                writers[0].join(_IN_THE_WAY)
+        def then_replace(count: Callable[..., None]) -> Callable[..., None]:
+            def add(metrics: TierMetrics, event: str, *amount: Any, **named: Any) -> None:
+                count(metrics, event, *amount, **named)
+                if event == "corrupt" and not writers:
+                    writers.append(threading.Thread(target=replace, daemon=True))
+                    writers[0].start()
+                    writers[0].join(_IN_THE_WAY)
 
-        monkeypatch.setattr(TierMetrics, "add", add)
+            return add
+
+        for name in ("add", "add_many"):
+            monkeypatch.setattr(TierMetrics, name, then_replace(getattr(TierMetrics, name)))
         read_pages(store, keys)
         monkeypatch.undo()
         for writer in writers:

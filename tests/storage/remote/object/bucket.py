@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -57,7 +58,8 @@ class Objects(RawMedium):
 
     def __init__(self, client: Callable[[], Any]) -> None:
         self._client = client
-        self._opened: list[ObjectPageStore] = []
+        # A store that nobody has any more has let go of its connections.
+        self._opened: weakref.WeakSet[ObjectPageStore] = weakref.WeakSet()
         self.raw = RawBucket(client(), self._settle)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,14 +70,14 @@ class Objects(RawMedium):
 
     def _open_over(self, client: Any) -> PageStore:
         store = ObjectPageStore("cold", client, url="test", shared=self.shared, timeout=60.0, concurrency=8)
-        self._opened.append(store)
+        self._opened.add(store)
         return store
 
     def open_elsewhere(self) -> PageStore:
         return self._open_over(obstore.store.MemoryStore())
 
     def _settle(self) -> None:
-        for store in self._opened:
+        for store in list(self._opened):
             assert store.wait_until_cleared(60)
 
     @contextmanager
@@ -89,7 +91,7 @@ class Objects(RawMedium):
             yield
 
     def close(self) -> None:
-        for store in self._opened:
+        for store in list(self._opened):
             store.close()
 
 
