@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -59,7 +60,8 @@ class Objects(RawMedium):
 
     def __init__(self, client: Callable[[], Any]) -> None:
         self._client = client
-        self._opened: list[ObjectPageStore] = []
+        # A store that nobody has any more has let go of its connections.
+        self._opened: weakref.WeakSet[ObjectPageStore] = weakref.WeakSet()
         self.raw = RawBucket(client(), self._settle)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,14 +72,14 @@ class Objects(RawMedium):
 
     def _open_over(self, client: Any) -> PageStore:
         store = ObjectPageStore("cold", self.tier, lambda: client)
-        self._opened.append(store)
+        self._opened.add(store)
         return store
 
     def open_elsewhere(self) -> PageStore:
         return self._open_over(obstore.store.MemoryStore())
 
     def _settle(self) -> None:
-        for store in self._opened:
+        for store in list(self._opened):
             assert store.wait_until_cleared(60)
 
     @contextmanager
@@ -91,7 +93,7 @@ class Objects(RawMedium):
             yield
 
     def close(self) -> None:
-        for store in self._opened:
+        for store in list(self._opened):
             store.close()
 
 
