@@ -779,13 +779,13 @@ def test_code_is_compiled_also_where_its_cache_is_broken(tmp_path, broken):
     assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"
 
 
-def _says_done(*arguments: Any) -> None:
-    results, taken = arguments[13:]
+def _says_done(moves: Any) -> None:
+    results, taken = moves[13:]
     results[:], taken[1] = 0, len(results)
 
 
 def _counts_nothing(move: Callable[..., None]) -> Callable[..., None]:
-    return lambda *arguments: move(*arguments[:-1], np.zeros(2, np.int64))
+    return lambda moves: move((*moves[:-1], np.zeros(2, np.int64)))
 
 
 @pytest.mark.parametrize("name", ["read_pages", "write_pages"])

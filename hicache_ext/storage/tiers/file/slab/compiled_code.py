@@ -136,7 +136,7 @@ class CompiledCode:
         def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
             facts[self._at_once], results, taken = at_once, np.full(1, LEFT, np.int64), np.zeros(2, np.int64)
             arrays = *at, key_words([of_key]).view(np.uint64), seals, scratch.headers, scratch.vectors
-            move(self.functions, facts, *arrays, scratch.state.address, results, taken)
+            move((self.functions, facts, *arrays, scratch.state.address, results, taken))
             if taken[1] != (results == 0).sum():
                 raise ImportError("it does not count its pages: remove the files of numba's cache")
             return not results.any()

@@ -183,23 +183,9 @@ def _taken(facts: Any, results: Any, taken: Any) -> Any:
     return begin, min(begin + step, len(results))
 
 
-def _read_pages(
-    functions: Any,
-    facts: Any,
-    slabs: Any,
-    slots: Any,
-    positions: Any,
-    opened: Any,
-    addresses: Any,
-    segments: Any,
-    keys: Any,
-    seals: Any,
-    headers: Any,
-    vectors: Any,
-    state: Any,
-    results: Any,
-    taken: Any,
-) -> None:
+def _read_pages(moves: Any) -> None:
+    functions, facts, slabs, slots, positions, opened, addresses, segments, keys, seals = moves[:10]
+    headers, vectors, state, results, taken = moves[10:]
     done = 0
     end = begin = 0
     while True:
@@ -235,23 +221,9 @@ def _read_pages(
     fetch_add(taken.ctypes.data + 8, done)
 
 
-def _write_pages(
-    functions: Any,
-    facts: Any,
-    slabs: Any,
-    slots: Any,
-    positions: Any,
-    opened: Any,
-    addresses: Any,
-    segments: Any,
-    keys: Any,
-    seals: Any,
-    headers: Any,
-    vectors: Any,
-    state: Any,
-    results: Any,
-    taken: Any,
-) -> None:
+def _write_pages(moves: Any) -> None:
+    functions, facts, slabs, slots, positions, opened, addresses, segments, keys, seals = moves[:10]
+    headers, vectors, state, results, taken = moves[10:]
     done = 0
     end = begin = 0
     while True:
@@ -292,13 +264,13 @@ def _write_pages(
 
 
 _SIGNATURE = (
-    "void(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64[:, ::1], int64[::1], "
-    "uint64[:, ::1], uint64[:, ::1], uint64[::1], int64[::1], int64, int64[::1], int64[::1])"
+    "void(Tuple((int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64[:, ::1], int64[::1], "
+    "uint64[:, ::1], uint64[:, ::1], uint64[::1], int64[::1], int64, int64[::1], int64[::1])))"
 )
 
 read_pages = compiled(_SIGNATURE, _read_pages)
-"""``(functions, facts, slabs, slots, positions, opened, addresses, segments, keys, seals, headers, vectors, state,
-results, taken)``
+"""``((functions, facts, slabs, slots, positions, opened, addresses, segments, keys, seals, headers, vectors, state,
+results, taken))``
 
 Read all pages, together with the other threads that do the same: each takes some at a time; ``taken[0]`` says
 how many are taken and ``taken[1]``, once all threads have ended, how many are DONE. Page ``n`` is in slot ``slots[n]``

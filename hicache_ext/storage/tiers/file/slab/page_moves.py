@@ -163,7 +163,7 @@ class PageMoves:
             # Kept by this frame: a thread that the interpreter leaves behind at its end still moves.
             scratch = code.scratch
             state = scratch.state
-            move(code.functions, *arrays, scratch.headers, scratch.vectors, state.address, results, taken)
+            move((code.functions, *arrays, scratch.headers, scratch.vectors, state.address, results, taken))
 
         return Moving(found, others, results, taken, min(threads, -(-count // at_once)), move_some, release)
 
