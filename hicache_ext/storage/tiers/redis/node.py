@@ -170,10 +170,13 @@ class Node:
             self._address = resolve(self.endpoint)
             deadline = time.monotonic() + self._settings.short_call
             connection = open_connection(self._settings, self.endpoint, self._address, self._tls, deadline)
-        except (OSError, ProtocolError, ConfigError) as error:
+        except Exception as error:
+            # Kept whatever it is: without a problem the node would pass for one that was reached.
             self._problem = error
             self._tried.set()
-            return False
+            if isinstance(error, (OSError, ProtocolError, ConfigError)):
+                return False
+            raise
         if self._breaker.closing:
             connection.close()
         else:
