@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,36 @@ def test_where_to_remember_may_be_said_after_the_reading(tmp_path: Path, reads: 
     reads.clear()
     digest_of(model, records)
     assert SIZE not in reads
+
+
+def test_weights_are_read_once_whatever_is_done_with_their_digest(
+    tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random, "uniform", lambda *_: 0.01)  # the pause of a loop after a failure
+    fingerprint = ModelFingerprint(str(make_model(tmp_path / "model")))
+    called: list[int] = []
+
+    def callback() -> None:
+        called.append(1)
+        raise RuntimeError("it must not raise")
+
+    fingerprint.when_done(callback)
+    fingerprint.start()
+    assert fingerprint.done.wait(60)
+    read = len(reads)
+    time.sleep(0.3)
+    assert len(reads) == read and called == [1]
+
+
+def test_a_machine_without_threads_leaves_a_model_unidentified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fingerprint = ModelFingerprint(str(make_model(tmp_path / "model")))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    fingerprint.start()
+    assert fingerprint.done.is_set() and fingerprint.digest is None
+    assert "no thread" in str(fingerprint.problem)
 
 
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, reads: list[int]) -> None:
