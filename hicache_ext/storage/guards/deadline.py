@@ -191,7 +191,10 @@ class DeadlineStore(DelegatingStore):
         Raises TooLateError and NotBegunError, which settle the lease, and StoreClosedError.
         """
         try:
-            return self._ended(work, deadline, lease)
+            answers = self._ended(work, deadline, lease)
+            if len(answers) != len(otherwise):
+                raise ValueError(f"{len(answers)} answers for {len(otherwise)} pages")
+            return answers
         except (TooLateError, NotBegunError):
             raise
         except StoreClosedError:

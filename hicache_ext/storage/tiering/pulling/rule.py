@@ -21,7 +21,7 @@ from functools import partial
 
 from hicache_ext.config.pd import PullConfig
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import PageBatch, PageStore
 from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
@@ -214,7 +214,7 @@ class PullRule:
             finally:
                 self._probing.release()
 
-        if not BackgroundLoop("hicache-ext-pull-probe", measure).wake():
+        if not once_in_background("hicache-ext-pull-probe", measure):
             self._probing.release()
 
     def _measure(self, tier: MeasuredStore, keys: list[bytes], asked: Asked) -> None:

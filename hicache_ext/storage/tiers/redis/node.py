@@ -171,10 +171,13 @@ class Node:
             self._address = resolve(self.endpoint)
             deadline = time.monotonic() + short_call(self._tier)
             connection = open_connection(self._tier, self.endpoint, self._address, self._tls, deadline)
-        except (OSError, ProtocolError, ConfigError) as error:
+        except Exception as error:
+            # Kept whatever it is: without a problem the node would pass for one that was reached.
             self._problem = error
             self._tried.set()
-            return False
+            if isinstance(error, (OSError, ProtocolError, ConfigError)):
+                return False
+            raise
         if self._breaker.closing:
             connection.close()
         else:
