@@ -63,10 +63,11 @@ class Offload(Protocol):
     def queue_copy(self, request: Any, piece: Piece) -> None:
         """Copy the piece's pages with the next ``start_copies``."""
 
-    def start_copies(self) -> list[Piece]:
-        """Start all queued copies as one operation, which costs the scheduler once.
+    def start_copies(self) -> Iterator[Piece]:
+        """Start all queued copies as one operation, which costs the scheduler once; nothing happens before the first
+        ``next``.
 
-        Returns the pieces of refused copies: these have ended and hold no memory.
+        The pieces of refused copies: these have ended, and their bytes are nowhere. Releases finished requests.
         """
 
     def copying(self) -> Iterable[Piece]:

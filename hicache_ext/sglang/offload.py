@@ -99,18 +99,19 @@ class ManagerOffload:
         manager.ongoing_offload[self._copies_made] = (request, piece)
         manager._mark_offload_started(request)
 
-    def start_copies(self) -> list[Piece]:
+    def start_copies(self) -> Iterator[Piece]:
         controller = self._manager.cache_controller
         if not controller.write_queue:
-            return []
+            return
         numbers = [number for operation in controller.write_queue for number in operation.node_ids]
         try:
             controller.start_writing()
         except Exception:
             logger.exception("hicache_ext: copies to host memory were refused, their pages will not be written")
             controller.write_queue.clear()
-            return [self._take(number) for number in numbers]
-        return []
+        else:
+            return
+        yield from self._take(numbers)
 
     def copying(self) -> Iterable[Piece]:
         return (piece for _, piece in self._manager.ongoing_offload.values())
@@ -126,8 +127,7 @@ class ManagerOffload:
     def take_copies(self, operations: int) -> Iterator[Piece]:
         queue = self._manager.cache_controller.ack_write_queue
         for _ in range(operations):
-            for number in queue.pop(0).node_ids:
-                yield self._take(number)
+            yield from self._take(queue.pop(0).node_ids)
 
     def wait(self) -> int:
         acks = self._manager.cache_controller.ack_write_queue
@@ -135,14 +135,15 @@ class ManagerOffload:
             ack.finish_event.synchronize()
         return len(acks)
 
-    def _take(self, number: int) -> Piece:
+    def _take(self, numbers: Sequence[int]) -> Iterator[Piece]:
         manager = self._manager
-        request, piece = manager.ongoing_offload.pop(number)
-        manager._mark_offload_finished(request)
-        if request.finished() and not manager._has_inflight_offload(request):
-            manager._release_finished_req(request)
-        taken: Piece = piece
-        return taken
+        for number in numbers:
+            request, piece = manager.ongoing_offload.pop(number)
+            manager._mark_offload_finished(request)
+            # Before the release, which may raise: the piece holds host memory.
+            yield piece
+            if request.finished() and not manager._has_inflight_offload(request):
+                manager._release_finished_req(request)
 
 
 def options_of(request: Any) -> RequestOptions:

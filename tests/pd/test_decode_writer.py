@@ -356,6 +356,25 @@ def test_a_copy_that_is_refused_leaks_nothing_and_keeps_no_request(node_of: Call
     assert not node.pool.calls
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_release_that_raises_costs_no_host_memory(node_of: Callable[..., Node], refused: bool) -> None:
+    node = node_of()
+    node.manager.cache_controller.copies_end = False
+    request = node.prefilled(FakeRequest([7] * 8, 1))
+    node.generate(request, 30, finish=True)
+    node.manager.cache_controller.copies_end = True
+    node.manager.cache_controller.raises = refused
+
+    def fail(req: Any) -> None:
+        raise RuntimeError("a bug of the scheduler's")
+
+    node.manager._release_finished_req = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        node.writer.step()
+    node.settle()
+    assert node.host.available_size() == node.host.size
+
+
 def test_pages_are_written_several_at_a_time(node_of: Callable[..., Node]) -> None:
     node = node_of(stride=32)
     node.generate(node.prefilled(FakeRequest([7] * 8, 1)), 33, finish=True)
