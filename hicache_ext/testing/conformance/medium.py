@@ -44,6 +44,9 @@ class Medium(ABC):
     clears_at_once: bool = True
     """clear() takes an identity out of every process's sight in one step, also if it is killed then."""
 
+    killed_writes_end_after: float = 0.0
+    """Seconds for which a page that a killed process was writing may be refused (REJECTED), at most."""
+
     copies: int = 1
     """How many of the store's tiers keep, and count, each page."""
 

@@ -42,7 +42,9 @@ def network() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def servers(network, tmp_path_factory) -> Iterator[MooncakeServers]:
-    with MooncakeServers(tmp_path_factory.mktemp("mooncake"), lease_ms=2000) as servers:
+    with MooncakeServers(
+        tmp_path_factory.mktemp("mooncake"), lease_ms=2000, master_arguments=["--put_start_discard_timeout_sec=2"]
+    ) as servers:
         yield servers
 
 
@@ -137,6 +139,7 @@ class Pool(RawMedium):
     type = "mooncake"
     shared = True
     clears_at_once = False
+    killed_writes_end_after = PATIENCE
     # The servers are in the network of this thread.
     start_method = "spawn"
 

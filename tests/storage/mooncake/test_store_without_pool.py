@@ -261,7 +261,7 @@ def test_every_code_of_a_read_is_a_result_and_counted(engine, store, code, resul
 
 @pytest.mark.parametrize(
     ("code", "result"),
-    [(0, SetResult.STORED), (-705, SetResult.EXISTS), (-200, SetResult.REJECTED), (-901, SetResult.TIMEOUT)]
+    [(0, SetResult.STORED), (-705, SetResult.REJECTED), (-200, SetResult.REJECTED), (-901, SetResult.TIMEOUT)]
     + [(code, SetResult.ERROR) for code in (-800, -900, -600, -12345)],
 )
 def test_every_code_of_a_write_is_a_result(engine, store, code, result):
@@ -557,6 +557,21 @@ def test_a_removal_that_never_ends_does_not_hold_close(tier, engine):
     go_on.set()
     closing.join()
     assert ended
+
+
+@pytest.mark.parametrize(("code", "result"), [(0, SetResult.STORED), (-705, SetResult.EXISTS)])
+@pytest.mark.parametrize("looks", [1, 3, 10**9], ids=["at once", "a moment later", "never"])
+def test_a_page_that_another_process_is_writing_counts_as_stored_once_it_can_be_read(
+    engine, store, code, result, looks
+):
+    """The library answers success, or that it exists, as soon as anybody has begun to write the page."""
+    client, asked = engine.client, itertools.count()
+    client.batch_put_from_multi_buffers = lambda names, *_: [code] * len(names)
+    client.batch_is_exist = lambda names: [int(next(asked) >= looks)] * len(names)
+    if looks == 10**9:
+        result = SetResult.REJECTED
+    assert store_pages(store, page_keys(1)) == [result]
+    assert store.metrics.value("rejected", "unconfirmed") == (result is SetResult.REJECTED)
 
 
 def test_a_page_that_another_thread_is_writing_is_waited_for(engine, store):

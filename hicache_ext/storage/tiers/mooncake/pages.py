@@ -48,6 +48,9 @@ T = TypeVar("T")
 _FULL_ATTEMPTS = 3
 _FULL_PAUSE = 0.02
 """Seconds between two attempts of a page for which there was no room: the master evicts meanwhile."""
+_WRITTEN_ELSEWHERE = 0.1
+"""Seconds for which pages that another process is writing are waited for, looking every _LOOK_AGAIN."""
+_LOOK_AGAIN = 0.005
 _NO_SPACE_PAUSE = 1.0
 """Seconds without writes after the pool was full in spite of that."""
 _SLOW_FAILURE = 0.5
@@ -334,7 +337,8 @@ class MooncakeStore(TierStore):
     ) -> None:
         """Write the pages at ``positions``. A page that another thread is writing is waited for instead.
 
-        The library answers a put of an object that somebody else is still writing with success, before it can be read.
+        The library answers a put of an object that somebody else is still writing with success, before it can be read,
+        and for 30 s also where its writer has died (put_start_discard_timeout_sec of the master).
         """
         with self._writing_ended:
             mine = [position for position in positions if batch.keys[position] not in self._writing]
@@ -356,8 +360,24 @@ class MooncakeStore(TierStore):
                 self._writing_ended.wait_for(
                     lambda: self._writing.isdisjoint(keys), max(0.0, deadline - time.monotonic())
                 )
-            for position, present in zip(others, self._contains(client, keys, deadline), strict=True):
-                results[position] = SetResult.EXISTS if present else SetResult.REJECTED
+            for position in others:
+                results[position] = SetResult.EXISTS
+        written = [position for position in positions if results[position].durable]
+        for position in self._not_readable(client, batch, written, deadline):
+            results[position] = SetResult.REJECTED
+            self.metrics.add("rejected", "unconfirmed")
+
+    def _not_readable(self, client: Any, batch: PageBatch, positions: list[int], deadline: float) -> list[int]:
+        """Of the pages at ``positions`` those that are not in the pool, also not a moment later."""
+        end = min(deadline, time.monotonic() + _WRITTEN_ELSEWHERE)
+        while positions:
+            present = self._contains(client, [batch.keys[position] for position in positions], deadline)
+            positions = [position for position, there in zip(positions, present, strict=True) if not there]
+            if time.monotonic() >= end:
+                break
+            if positions:
+                time.sleep(_LOOK_AGAIN)
+        return positions
 
     def _set_portion(
         self,
