@@ -178,6 +178,12 @@ class SqliteMedium(Medium):
         yield
         self._run("ALTER TABLE away RENAME TO pages")
 
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        self._run("CREATE TRIGGER full BEFORE INSERT ON pages BEGIN SELECT RAISE(FAIL, 'disk is full'); END")
+        yield
+        self._run("DROP TRIGGER full")
+
     def _run(self, statement: str, *values: bytes) -> list[Any]:
         with sqlite3.connect(self._file) as database:
             rows = database.execute(statement, values).fetchall()

@@ -27,6 +27,7 @@ from hicache_ext.storage.contract.trial import try_store
 
 logger = logging.getLogger(__name__)
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 
@@ -103,7 +104,7 @@ class TierStore(abc.ABC):
             try:
                 results = self._write(batch)
             except Exception as error:  # noqa: BLE001 - as for get
-                results = self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch.sizes))
+                results = self._refused_or_failed(error, len(batch.sizes))
         self.metrics.add_many("set", counted(results))
         self.metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
         return results
@@ -164,6 +165,13 @@ class TierStore(abc.ABC):
     def count_error(self, error: BaseException, pages: int = 1) -> None:
         """Count ``error`` under ``error/<reason>``: the name of its errno where it has one."""
         self.metrics.add("error", error_reason(error), pages)
+
+    def _refused_or_failed(self, error: Exception, pages: int) -> list[SetResult]:
+        """The results of a write that raised. A medium that is full is no error."""
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            self.metrics.add("rejected", "capacity", pages)
+            return [SetResult.REJECTED] * pages
+        return self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, pages)
 
     def _failed_results(
         self, error: Exception, call: str, timed_out: _Result, failed: _Result, pages: int

@@ -44,6 +44,9 @@ class Medium(ABC):
     clears_at_once: bool = True
     """clear() takes an identity out of every process's sight in one step, also if it is killed then."""
 
+    largest_page: int = 32 << 20
+    """Bytes of payload. Less where the store refuses smaller pages than this."""
+
     copies: int = 1
     """How many of the store's tiers keep, and count, each page."""
 
@@ -83,6 +86,11 @@ class Medium(ABC):
     @abstractmethod
     def failing(self) -> AbstractContextManager[object]:
         """While entered, every read and write of the medium fails (I/O error, connection lost) for the open stores."""
+
+    @abstractmethod
+    def full(self) -> AbstractContextManager[object]:
+        """While entered, the medium takes no page more from the open stores (no space on the device, a quota, a limit
+        of memory); what is there can be read."""
 
     def close(self) -> None:  # noqa: B027 - most media are taken away with the test's directory
         """Take the medium away; called once, after every store over it was closed."""
