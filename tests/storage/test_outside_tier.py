@@ -254,7 +254,7 @@ def test_a_configuration_of_one_type_imports_no_other(tmp_path: Path) -> None:
     assert printed.splitlines() == ["[]", str([f"hicache_ext.storage.tiers.redis{end}" for end in mine])]
 
 
-def test_the_page_about_writing_a_tier_shows_code_that_is_tested() -> None:
+def test_the_page_about_writing_a_tier_shows_code_that_is_tested(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "write-a-tier.md").read_text()
     package = ROOT / "tests" / "outside_tier"
     code = "".join(
@@ -263,5 +263,8 @@ def test_the_page_about_writing_a_tier_shows_code_that_is_tested() -> None:
     )
     shown = re.findall(r"```(?:python|text)\n(.*?)```", page, re.DOTALL)
     assert len(shown) == 5
+    (configuration,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "hicache.yaml").write_text(configuration)
+    assert main(["config", "check", str(tmp_path / "hicache.yaml")]) == 0
     for block in shown:
         assert re.sub(r"\n\n+", "\n", block) in code, block

@@ -183,9 +183,9 @@ class TierStore(abc.ABC):
         if isinstance(error, StoreClosedError):
             raise error
         self.count_error(error, pages)
-        # The place of an error that no medium makes is worth its lines.
-        of_medium = isinstance(error, OSError)
-        logger.warning("tier %s: %s: %r", self.name, call, error, exc_info=None if of_medium else error)
+        # The place of an error that no medium makes is worth its lines; who writes a tier asks for that of others, too.
+        in_short = isinstance(error, OSError) and not logger.isEnabledFor(logging.DEBUG)
+        logger.warning("tier %s: %s: %r", self.name, call, error, exc_info=None if in_short else error)
 
 
 def error_reason(error: BaseException) -> str:

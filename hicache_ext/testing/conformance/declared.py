@@ -109,7 +109,7 @@ class DeclaredCases(PageStoreCases):
     @pytest.mark.parametrize("call", ["get", "set", "contains", "count_leading", "remove", "clear", "identity"])
     def test_a_medium_that_fails_is_a_result_and_no_error(self, store: PageStore, medium: Medium, call: str) -> None:
         keys, new = page_keys(4), page_keys(4, "new")
-        store_pages(store, keys)
+        assert store_pages(store, keys) == [SetResult.STORED] * 4
         settle(store)
         with medium.failing():
             before = self._troubles(store)
