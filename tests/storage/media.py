@@ -29,11 +29,14 @@ class BreakableDict(dict):
     """Memory that fails while ``broken``."""
 
     broken = False
+    full = False
 
     def _used(name: str) -> Callable[..., Any]:
         def use(self, *arguments):
             if self.broken:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if self.full and name == "__setitem__":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return getattr(dict, name)(self, *arguments)
 
         return use
@@ -86,6 +89,12 @@ class Memory(RawMedium):
         yield
         self.objects.broken = False
 
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        self.objects.full = True
+        yield
+        self.objects.full = False
+
 
 class Over(Medium):
     """The medium of the stores that ``wrap`` makes of those over ``inner``; ``declared`` is what it changes."""
@@ -116,11 +125,23 @@ class Over(Medium):
     def failing(self) -> AbstractContextManager[object]:
         return self.inner.failing()
 
+    def full(self) -> AbstractContextManager[object]:
+        return self.inner.full()
+
     def close(self) -> None:
         self.inner.close()
 
 
-_DECLARED = ("type", "shared", "between_processes", "keeps_identities", "writes_later", "clears_at_once", "copies")
+_DECLARED = (
+    "type",
+    "shared",
+    "between_processes",
+    "keeps_identities",
+    "writes_later",
+    "clears_at_once",
+    "copies",
+    "largest_page",
+)
 
 
 class OfDirectory(RawMedium):
@@ -148,6 +169,10 @@ class OfDirectory(RawMedium):
 
     def failing(self) -> AbstractContextManager[object]:
         return DiskFaults(self.directory, rate=1.0, errors=[errno.EIO], short=False)
+
+    def full(self) -> AbstractContextManager[object]:
+        # Some bytes may still find a place: a write moves fewer than it was given.
+        return DiskFaults(self.directory, rate=1.0, errors=[errno.ENOSPC], calls=("pwritev", "link", "mkdir"))
 
     def close(self) -> None:
         if self._own:

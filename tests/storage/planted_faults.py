@@ -81,7 +81,7 @@ class TestWithoutAMedium(PageStoreTests):
 
 class _WithoutWrite(Medium):
     type, shared = "memory", False
-    open = open_elsewhere = read = keys = failing = None
+    open = open_elsewhere = read = keys = failing = full = None
 
 
 class TestMediumWithoutWrite(PageStoreTests):
@@ -386,16 +386,19 @@ class LosesRaces(PageStoreWrapper):
 
     def __init__(self, inner):
         super().__init__(inner)
-        self._both = threading.Barrier(2)
+        # As many as the case has writers: nobody sees what another has written before all have written.
+        self._all = threading.Barrier(4)
+        self._one_by_one = threading.Lock()
 
     def set(self, batch):
         before = dict(self.inner.objects)
-        self._both.wait(30)
+        self._all.wait(30)
         results = super().set(batch)
         written = {key: self.inner.objects[key] for key in batch.keys if key in self.inner.objects}
-        self._both.wait(30)
-        self.inner.objects.clear()
-        self.inner.objects.update(before | written)
+        self._all.wait(30)
+        with self._one_by_one:
+            self.inner.objects.clear()
+            self.inner.objects.update(before | written)
         return results
 
 
@@ -812,6 +815,26 @@ class StoresOnNoMedium(PageStoreWrapper):
         return [SetResult.STORED if result is SetResult.ERROR else result for result in super().set(batch)]
 
 
+@caught_by("test_a_medium_that_is_full_refuses_pages_and_keeps_what_it_has")
+class StoresInNoSpace(PageStoreWrapper):
+    """STORED when the medium is full"""
+
+    def set(self, batch):
+        return [SetResult.STORED if result is SetResult.REJECTED else result for result in super().set(batch)]
+
+
+@caught_by("test_a_medium_that_is_full_refuses_pages_and_keeps_what_it_has", _in_place_of_memory)
+class StoresWhatFits(MemoryPageStore):
+    """half a page under its name when the medium is full"""
+
+    def _write_page(self, key, segments):
+        try:
+            return super()._write_page(key, segments)
+        except OSError:
+            dict.__setitem__(self.objects, key, bytes(200))
+            raise
+
+
 class _PassesErrorsOver(PageStoreWrapper):
     """The trouble that the inner store has counted is taken back."""
 
@@ -1043,6 +1066,19 @@ class LeavesAFileOpen(PageStoreWrapper):
     def __init__(self, inner):
         super().__init__(inner)
         self._left.append(open(os.devnull, "rb"))  # noqa: SIM115 - the fault
+
+
+@caught_by("test_calls_leave_no_file_open")
+class LeavesFilesOpen(PageStoreWrapper):
+    """a read leaves a file or connection open"""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._left = []
+
+    def get(self, batch):
+        self._left += [open(os.devnull, "rb") for _ in batch.keys]  # noqa: SIM115 - the fault
+        return super().get(batch)
 
 
 @caught_by("test_close_leaves_no_thread_behind")

@@ -86,6 +86,15 @@ def test_a_hook_with_too_few_or_too_many_answers_has_failed(answers):
     assert store.metrics.value("error", "raised") == 7
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_medium_that_is_full_rejects_pages_and_is_no_error(code):
+    store, keys = BrokenStore(), page_keys(3)
+    store.error = OSError(code, "full")
+    assert store_pages(store, keys) == [SetResult.REJECTED] * 3
+    assert store.metrics.value("rejected", "capacity") == 3
+    assert store.metrics.total("error") == 0
+
+
 def test_results_and_bytes_are_counted():
     store, keys = MemoryPageStore(), page_keys(3)
     store_pages(store, keys[:2], [700, 300])

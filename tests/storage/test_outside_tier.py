@@ -178,6 +178,12 @@ class SqliteMedium(Medium):
         yield
         self._run("ALTER TABLE away RENAME TO pages")
 
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        self._run("CREATE TRIGGER full BEFORE INSERT ON pages BEGIN SELECT RAISE(FAIL, 'disk is full'); END")
+        yield
+        self._run("DROP TRIGGER full")
+
     def _run(self, statement: str, *values: bytes) -> list[Any]:
         with sqlite3.connect(self._file) as database:
             rows = database.execute(statement, values).fetchall()
@@ -271,7 +277,7 @@ def test_a_configuration_of_one_type_imports_no_other(tmp_path: Path) -> None:
     assert printed.splitlines() == ["[]", str([f"hicache_ext.storage.tiers.redis{end}" for end in mine])]
 
 
-def test_the_page_about_writing_a_tier_shows_code_that_is_tested() -> None:
+def test_the_page_about_writing_a_tier_shows_code_that_is_tested(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "write-a-tier.md").read_text()
     package = ROOT / "tests" / "outside_tier"
     code = "".join(
@@ -280,5 +286,8 @@ def test_the_page_about_writing_a_tier_shows_code_that_is_tested() -> None:
     )
     shown = re.findall(r"```(?:python|text)\n(.*?)```", page, re.DOTALL)
     assert len(shown) == 5
+    (configuration,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "hicache.yaml").write_text(configuration)
+    assert main(["config", "check", str(tmp_path / "hicache.yaml")]) == 0
     for block in shown:
         assert re.sub(r"\n\n+", "\n", block) in code, block

@@ -28,6 +28,7 @@ from hicache_ext.storage.contract.trial import try_store
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 
@@ -86,10 +87,10 @@ class TierStore(abc.ABC):
         return StoreInfo(self.name, self.type_name, self.shared, self.details())
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        return self._moved("get", self._read, batch, GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
+        return self._moved("get", self._read, batch, GetResult.HIT)
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        return self._moved("set", self._write, batch, SetResult.STORED, SetResult.TIMEOUT, SetResult.ERROR)
+        return self._moved("set", self._write, batch, SetResult.STORED)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._answer("contains", self._has_each, keys, [False] * len(keys))
@@ -128,13 +129,7 @@ class TierStore(abc.ABC):
     # -- calls of the hooks ------------------------------------------------------------------------------------------
 
     def _moved(
-        self,
-        call: str,
-        hook: Callable[[PageBatch], list[_Result]],
-        batch: PageBatch,
-        moved: _Result,
-        timed_out: _Result,
-        failed: _Result,
+        self, call: str, hook: Callable[[PageBatch], list[_Result]], batch: PageBatch, moved: _Result
     ) -> list[_Result]:
         """The results of a batch, counted."""
         pages = len(batch.sizes)
@@ -144,11 +139,18 @@ class TierStore(abc.ABC):
             try:
                 results = _for_each(hook(batch), pages)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
-                self._note_failed_call(error, call, pages)
-                results = [timed_out if isinstance(error, TimeoutError) else failed] * pages
+                results = [type(moved)[self._became_of_pages(error, call, pages)]] * pages
         self.metrics.add_many(call, counted(results))
         self.metrics.add("bytes", call, batch.bytes_of(moved, results))
         return results
+
+    def _became_of_pages(self, error: Exception, call: str, pages: int) -> str:
+        """The name of the result of all pages of a call that raised. A medium that is full is no error."""
+        if call == "set" and isinstance(error, OSError) and error.errno in _NO_SPACE:
+            self.metrics.add("rejected", "capacity", pages)
+            return "REJECTED"
+        self._note_failed_call(error, call, pages)
+        return "TIMEOUT" if isinstance(error, TimeoutError) else "ERROR"
 
     def _answer(
         self, call: str, hook: Callable[[Any], _Answer], asked: Sequence[bytes] | None, none: _Answer
@@ -170,9 +172,9 @@ class TierStore(abc.ABC):
         if isinstance(error, StoreClosedError):
             raise error
         self.count_error(error, pages)
-        # The place of an error that no medium makes is worth its lines.
-        of_medium = isinstance(error, OSError)
-        logger.warning("tier %s: %s: %r", self.name, call, error, exc_info=None if of_medium else error)
+        # The place of an error that no medium makes is worth its lines; who writes a tier asks for that of others, too.
+        in_short = isinstance(error, OSError) and not logger.isEnabledFor(logging.DEBUG)
+        logger.warning("tier %s: %s: %r", self.name, call, error, exc_info=None if in_short else error)
 
 
 def _for_each(answers: list[_Answer], pages: int) -> list[_Answer]:

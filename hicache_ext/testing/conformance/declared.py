@@ -22,6 +22,7 @@ from hicache_ext.testing.conformance.pages import (
 )
 
 _TROUBLE = (GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED)
+_LARGE = (300_000, 700_000)
 _DOCUMENTS: dict[bytes, dict[str, Any]] = {
     IDENTITY: {"model": {"id": "org/model", "revision": "ä"}, "pool": {"name": "kv", "segments": [1024, 512]}},
     OTHER_IDENTITY: {"model": {"id": "org/other"}, "pool": {"name": "kv"}},
@@ -108,7 +109,7 @@ class DeclaredCases(PageStoreCases):
     @pytest.mark.parametrize("call", ["get", "set", "contains", "count_leading", "remove", "clear", "identity"])
     def test_a_medium_that_fails_is_a_result_and_no_error(self, store: PageStore, medium: Medium, call: str) -> None:
         keys, new = page_keys(4), page_keys(4, "new")
-        store_pages(store, keys)
+        assert store_pages(store, keys) == [SetResult.STORED] * 4
         settle(store)
         with medium.failing():
             before = self._troubles(store)
@@ -141,6 +142,22 @@ class DeclaredCases(PageStoreCases):
                 case "identity":
                     store.register_identity(IDENTITY, {"model": {"id": "a/b"}})
             assert store.describe().name == store.name
+        self._works_again(store)
+
+    def test_a_medium_that_is_full_refuses_pages_and_keeps_what_it_has(self, store: PageStore, medium: Medium) -> None:
+        keys, new = page_keys(4), page_keys(6, "new")
+        store_pages(store, keys, _LARGE)
+        settle(store)
+        with medium.full():
+            before = self._troubles(store)
+            written = store_pages(store, new, _LARGE)
+            assert medium.writes_later or not any(result.durable for result in written), written
+            settle(store)
+            assert self._troubles(store) > before, "the trouble is not counted"
+            assert_hits(store, keys, _LARGE)
+            results, _ = read_pages(store, keys + new, _LARGE)
+            assert results[4:] == [GetResult.MISS] * 6, "half a page has the name of a whole one"
+        assert sorted(medium.keys()) == sorted(keys)
         self._works_again(store)
 
     def _troubles(self, store: PageStore) -> int:

@@ -17,6 +17,8 @@ from hicache_ext.storage.contract.store import PageStore
 class Medium(ABC):
     """One fresh, empty medium with room for 64 MiB of pages, and the stores over it. Used on one thread.
 
+    tests/storage/test_outside_tier.py has a whole one.
+
     It is pickled to be used in another process, where only ``open`` is called: leave open stores and connections out
     (``__getstate__``).
     """
@@ -47,6 +49,9 @@ class Medium(ABC):
     killed_writes_end_after: float = 0.0
     """Seconds for which a page that a killed process was writing may be refused (REJECTED), at most."""
 
+    largest_page: int = 32 << 20
+    """Bytes of payload. Less where the store refuses smaller pages than this."""
+
     copies: int = 1
     """How many of the store's tiers keep, and count, each page."""
 
@@ -61,7 +66,7 @@ class Medium(ABC):
     @abstractmethod
     def open_elsewhere(self) -> PageStore:
         """A store as another machine opens it with the same configuration: over the same medium if that is shared,
-        over one of that machine's own if not."""
+        over one of that machine's own if not (another directory, for instance)."""
 
     def open_over_a_damaging_path(self) -> PageStore:
         """A store of another machine over the same medium whose path damages about half of the pages that it reads,
@@ -77,15 +82,22 @@ class Medium(ABC):
 
     @abstractmethod
     def write(self, key: bytes, stored: bytes) -> None:
-        """Put these bytes under ``key`` without the store, whatever was there."""
+        """Put these bytes under ``key`` without the store, whatever was there; also where no page was stored yet."""
 
     @abstractmethod
     def keys(self) -> list[bytes]:
-        """The keys of all objects that a reader would find, without the store."""
+        """The keys of all objects that a reader would find, without the store: none that is hidden, half written or
+        cleared."""
 
     @abstractmethod
     def failing(self) -> AbstractContextManager[object]:
-        """While entered, every read and write of the medium fails (I/O error, connection lost) for the open stores."""
+        """While entered, every read and write of the medium fails (I/O error, connection lost) for the open stores;
+        then it is as before. Root may read what is forbidden: put something else in its place, or patch the calls."""
+
+    @abstractmethod
+    def full(self) -> AbstractContextManager[object]:
+        """While entered, the medium takes no page more from the open stores (no space on the device, a quota, a limit
+        of memory); what is there can be read. Where none can be made small enough, patch the call that writes."""
 
     def close(self) -> None:  # noqa: B027 - most media are taken away with the test's directory
         """Take the medium away; called once, after every store over it was closed."""

@@ -5,7 +5,7 @@ A store's test file::
     class MyMedium(Medium):
         type = "mine"
         shared = False
-        ...  # open, open_elsewhere, read, write, keys, failing
+        ...  # open, open_elsewhere, read, write, keys, failing, full
 
 
     class TestMyStore(PageStoreTests):

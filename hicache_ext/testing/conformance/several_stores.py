@@ -16,6 +16,7 @@ from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     OTHER_IDENTITY,
     assert_hits,
+    cut,
     page_key,
     page_keys,
     payload_of,
@@ -24,7 +25,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 
-_LARGE = (3_000_000, 5_000_000)
+_LARGE = 8_000_000
 _IN_THE_WAY = 1.0
 """Seconds after which another store that has not written is taken to wait for a lock of the reader."""
 
@@ -72,8 +73,9 @@ class SeveralStoresCases(PageStoreCases):
         for each in (store, other):
             assert read_pages(each, keys)[0] == [GetResult.MISS] * 10
 
-    def test_a_page_is_absent_until_it_is_whole(self, store: PageStore, other: PageStore) -> None:
+    def test_a_page_is_absent_until_it_is_whole(self, store: PageStore, other: PageStore, medium: Medium) -> None:
         """What a reader sees meanwhile is what a kill -9 would leave."""
+        sizes = cut(min(_LARGE, medium.largest_page), 2)
         for number in range(4):
             key = page_key(f"large {number}")
             seen: set[GetResult] = set()
@@ -83,20 +85,20 @@ class SeveralStoresCases(PageStoreCases):
                 last = False
                 while not last:
                     last = written.is_set()
-                    results, payloads = read_pages(other, [key], _LARGE)
+                    results, payloads = read_pages(other, [key], sizes)
                     seen.add(results[0])
-                    assert results[0] is not GetResult.HIT or payloads[0] == payload_of(key, sum(_LARGE))
+                    assert results[0] is not GetResult.HIT or payloads[0] == payload_of(key, sum(sizes))
 
             def write(key: bytes = key, written: threading.Event = written) -> None:
                 try:
-                    assert store_pages(store, [key], _LARGE) == [SetResult.STORED]
+                    assert store_pages(store, [key], sizes) == [SetResult.STORED]
                     settle(store)
                 finally:
                     written.set()
 
             self.in_threads(read, write)
             assert seen <= {GetResult.MISS, GetResult.HIT}
-            assert_hits(store, [key], _LARGE)
+            assert_hits(store, [key], sizes)
 
     @pytest.mark.parametrize("bad", [b"?", b"??"], ids=["of the same length", "of another length"])
     def test_a_good_copy_that_replaced_a_bad_one_stays(

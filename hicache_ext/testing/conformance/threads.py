@@ -174,6 +174,19 @@ class ThreadCases(PageStoreCases):
         counts = [files_open_after_another() for _ in range(8)]
         assert counts[-1] - counts[0] < 7, f"open files, store by store: {counts}"
 
+    def test_calls_leave_no_file_open(self, store: PageStore) -> None:
+        def files_open_after_calls(name: str) -> int:
+            keys = page_keys(100, name)
+            for begin in range(0, 100, 5):
+                store_pages(store, keys[begin : begin + 5])
+                assert_hits(store, keys[begin : begin + 5])
+                store.contains(keys)
+            store.remove(keys)
+            return len(os.listdir("/proc/self/fd"))
+
+        counts = [files_open_after_calls(f"round {number}") for number in range(3)]
+        assert counts[-1] - counts[0] < 50, f"open files: {counts}"
+
     @pytest.fixture
     def threads_before(self) -> set[threading.Thread]:
         return set(threading.enumerate())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from hicache_ext.storage.contract.store import PageStore
@@ -52,6 +54,10 @@ class TestDeadlineWithLittleMemory(_OverMemory):
     def guard(self, store):
         return DeadlineStore(store, LONG, 4 * MIB)
 
+    @pytest.fixture
+    def medium(self):
+        return Over(Memory(), self.guard, largest_page=4 * MIB)
+
 
 class TestRetry(_OverMemory):
     def guard(self, store):
@@ -80,7 +86,28 @@ class TestExistsBudget(_OverMemory):
         return ExistsBudgetStore(store, LONG)
 
 
+class _MovesOn(ExistsBudgetStore):
+    """Its clock moves on by an hour with every removal: what is remembered of pages that another store took away is a
+    hint, whose life is over soon."""
+
+    hours = 0
+
+    def __init__(self, inner):
+        super().__init__(inner, LONG, clock=lambda: time.monotonic() + 3600 * _MovesOn.hours)
+
+    def remove(self, keys):
+        _MovesOn.hours += 1
+        return super().remove(keys)
+
+    def clear(self, digests):
+        _MovesOn.hours += 1
+        return super().clear(digests)
+
+
 class TestExistsBudgetOnTheSchedulersThread(TestExistsBudget):
+    def guard(self, store):
+        return _MovesOn(store)
+
     @pytest.fixture(autouse=True)
     def _scheduler(self):
         with answering_at_once():

@@ -14,7 +14,7 @@ import pytest
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, Engine
+from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, NO_SPACE, Engine
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import NetworkUnavailable, own_network
@@ -116,7 +116,7 @@ def open_quickly(servers, library_client) -> Callable[..., MooncakeStore]:
 
 
 class FailingClient:
-    """The library's client, which while ``broken`` finds no master."""
+    """The library's client, which while ``broken`` finds no master, and no space while ``full``."""
 
     _ANSWERS = ("batch_get_into_multi_buffers", "batch_put_from_multi_buffers", "batch_is_exist", "batch_remove")
     _ANSWER = ("remove_by_regex", "is_exist", "get_size")
@@ -124,10 +124,13 @@ class FailingClient:
     def __init__(self, client: Any) -> None:
         self._client = client
         self.broken = False
+        self.full = False
 
     def __getattr__(self, name: str) -> Any:
         if self.broken and name in self._ANSWERS:
             return lambda names, *others: [MASTER_LOST[0]] * len(names)
+        if self.full and name == "batch_put_from_multi_buffers":
+            return lambda names, *others: [NO_SPACE] * len(names)
         if self.broken and name in self._ANSWER:
             return lambda *others: MASTER_LOST[0]
         return getattr(self._client, name)
@@ -170,6 +173,12 @@ class Pool(RawMedium):
         self._client.broken = True
         yield
         self._client.broken = False
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        self._client.full = True
+        yield
+        self._client.full = False
 
     def close(self) -> None:
         self.raw.empty()

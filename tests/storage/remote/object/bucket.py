@@ -92,6 +92,15 @@ class Objects(RawMedium):
                 patch.setattr(obstore, call, fail)
             yield
 
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            raise OSError("Server returned non-2xx status code: 507 Insufficient Storage: quota exceeded")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(obstore, "put", refuse)
+            yield
+
     def close(self) -> None:
         for store in list(self._opened):
             store.close()

@@ -130,6 +130,14 @@ class Values(RawMedium):
                 server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             yield
 
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        for server in self._servers:
+            server.command("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1")
+        yield
+        for server in self._servers:
+            server.command("CONFIG", "SET", "maxmemory", "0")
+
     def close(self) -> None:
         self._patch.undo()
         self.raw.close()
