@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hicache_ext.bench.harness import fresh_directory
@@ -71,9 +70,7 @@ class RigTarget(Target):
         self._server = self._start(self._stack)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server = None
         self._stack.close()
 

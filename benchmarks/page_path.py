@@ -14,11 +14,9 @@ figure is its lower quartile: on a machine with other work the upper half measur
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,11 +27,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+# A script: its directory is on the path, whichever checkout's package is measured.
+from checkouts import Checkout, in_turns, roots, serve
+
 PAGES = 128
 PAGE_SIZE = 16
 LAYERS, HEADS, HEAD_DIM = 4, 4, 32
 """With 2 bytes a number: 32 KiB a page."""
-_HERE = Path(__file__).resolve().parent.parent
 _WARM_UP = 20
 _CALLS_A_ROUND = 50
 
@@ -188,83 +188,51 @@ def _wait_for_compiled_code() -> None:
 
 
 def _serve(directory: Path, *, watched: bool) -> None:
-    """One checkout: answers each line of its input with a line of JSON."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """One checkout: "hands", or the name of a call to time."""
     bench = _Bench(directory, watched=watched)
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        word = line.strip()
-        answer: Any
-        if word == "hands":
-            answer = bench.hands_of()
-        else:
-            answer = statistics.quantiles(bench.seconds_of(getattr(bench, word), _CALLS_A_ROUND))[0]
-        print(json.dumps(answer), file=answers, flush=True)
+    serve(
+        lambda question: (
+            bench.hands_of()
+            if question == "hands"
+            else statistics.quantiles(bench.seconds_of(getattr(bench, question), _CALLS_A_ROUND))[0]
+        )
+    )
     bench.backend.close()
 
 
-class _Checkout:
-    """The process of one checkout."""
-
-    def __init__(self, root: Path, directory: Path, *, watched: bool) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(root)}
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(directory)]
-        command += ["--watched"] if watched else []
-        self._process = subprocess.Popen(
-            command, env=environment, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._answer()
-
-    def ask(self, word: str) -> Any:
-        assert self._process.stdin is not None
-        print(word, file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a checkout's process ended: {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._process.communicate()
+def _start(root: Path, directory: Path, *, watched: bool) -> Checkout:
+    return Checkout(root, __file__, ["--serve", str(directory), *(["--watched"] if watched else [])])
 
 
-def _report_hands(roots: dict[str, Path], place: Path, functions: bool) -> None:
+def _report_hands(checked_out: dict[str, Path], place: Path, functions: bool) -> None:
     hands: dict[str, dict[str, Any]] = {}
-    for name, root in roots.items():
-        checkout = _Checkout(root, place / f"{name}-watched", watched=True)
+    for name, root in checked_out.items():
+        checkout = _start(root, place / f"{name}-watched", watched=True)
         hands[name] = checkout.ask("hands")
         checkout.close()
     print("| call | checkout | calls | files | depth | all Python calls |\n|---|---|--:|--:|--:|--:|")
-    for call in hands[_HERE.name]:
+    for call in next(iter(hands.values())):
         for name, found in hands.items():
             row = found[call]
             print(f"| {call} | {name} | {row['calls']} | {row['files']} | {row['depth']} | {row['all']} |")
     if functions:
-        for call, found in hands[_HERE.name].items():
+        for call, found in list(hands.values())[-1].items():
             print(f"\n{call}:")
             for function, count in found["functions"].items():
                 print(f"{count:5} {function}")
 
 
-def _report_times(roots: dict[str, Path], place: Path, rounds: int) -> None:
-    checkouts: dict[str, _Checkout] = {}
+def _report_times(checked_out: dict[str, Path], place: Path, rounds: int) -> None:
+    checkouts: dict[str, Checkout] = {}
     try:
-        for name, root in roots.items():
-            checkouts[name] = _Checkout(root, place / name, watched=False)
+        for name, root in checked_out.items():
+            checkouts[name] = _start(root, place / name, watched=False)
         print(f"\n| call of {PAGES} pages | " + " | ".join(f"{name}, us" for name in checkouts) + " | ratio |")
         print("|---|" + "--:|" * (len(checkouts) + 1))
         for call in ("get", "exists", "set"):
-            times: dict[str, list[float]] = {name: [] for name in checkouts}
-            for number in range(rounds):
-                order = list(checkouts.items())
-                for name, checkout in order if number % 2 == 0 else reversed(order):
-                    times[name].append(checkout.ask(call))
+            times = in_turns(checkouts, call, rounds)
             cells = " | ".join(f"{statistics.median(found) * 1e6:.0f}" for found in times.values())
-            ratios = [one[0] / one[-1] for one in zip(*times.values(), strict=True)]
+            ratios = [one[-1] / one[0] for one in zip(*times.values(), strict=True)]
             print(f"| {call} | {cells} | {statistics.median(ratios):.3f} |", flush=True)
     finally:
         for checkout in checkouts.values():
@@ -284,13 +252,11 @@ def main() -> None:
         _serve(arguments.serve, watched=arguments.watched)
         return
     place = Path(tempfile.mkdtemp(prefix="hicache-page-path-", dir=arguments.directory))
-    roots = {_HERE.name: _HERE}
-    if arguments.against is not None:
-        roots[arguments.against.resolve().name] = arguments.against.resolve()
+    checked_out = roots(arguments.against)
     try:
-        _report_hands(roots, place, arguments.functions)
+        _report_hands(checked_out, place, arguments.functions)
         if arguments.rounds:
-            _report_times(roots, place, arguments.rounds)
+            _report_times(checked_out, place, arguments.rounds)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

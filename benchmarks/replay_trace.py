@@ -9,7 +9,7 @@ written (a present one beyond a gap counts as used, not as served). Reported is 
 trace, from an empty cache, first uses included.
 
 Policies:
-  ours         hicache_ext.storage.tiers.file.eviction, the file tier's own code, with its ghost list
+  ours         the file tier's policy (eviction_policy.py), with its ghost list
   ours -ghost  the same without the ghost list
   LRU          blocks used in chain order: the heads of a chain are its oldest blocks
   LRU tails    of the blocks of one request the tail is the oldest
@@ -37,8 +37,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.eviction_policy import Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy, Ghost, Rank
+from hicache_ext.storage.tiers.file.eviction import Clock
 from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
@@ -67,7 +68,7 @@ class OurCache:
     """The tier's policy over a heap of priorities, which stands for the index's ordered database."""
 
     def __init__(self, capacity: int, *, ghosts: bool = True) -> None:
-        self.policy = EvictionPolicy(capacity)
+        self.policy = PageByPage(capacity)
         self.clock = Clock()
         self.ranks: dict[int, Rank] = {}
         self.renewals = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import sys
 
@@ -37,6 +38,14 @@ def package_behind(error: ImportError) -> MissingPackageError | None:
     if isinstance(error, ModuleNotFoundError) and error.name == package:
         return missing_package(package)
     return missing_package(package, f"which cannot be imported ({error})")
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package by the name that pip knows, or None; imports nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def need(*packages: str) -> None:

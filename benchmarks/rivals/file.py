@@ -17,7 +17,6 @@ from typing import Any
 import aiofiles
 
 from hicache_ext.bench.file_contenders import (
-    NO_EVICTION,
     NO_LOOKUP,
     Contender,
     Workplace,
@@ -27,13 +26,13 @@ from hicache_ext.bench.file_contenders import (
 from hicache_ext.bench.file_memory import HostBatch
 from hicache_ext.bench.file_raw import RawContender, Run
 from hicache_ext.page.envelope import payload_checksum
-from hicache_ext.testing.host_pools import storage_config
+from hicache_ext.testing.host_pools import make_storage_config
 
 
 def rivals(directory: Path) -> list[Contender]:
     """Every rival, those that cannot take part with the reason. ``directory`` is for trying them out."""
     return [
-        Contender("aiofiles", AiofilesContender, cannot={**NO_EVICTION, **NO_LOOKUP}),
+        Contender("aiofiles", AiofilesContender, cannot={"overwrite": "it has no eviction", **NO_LOOKUP}),
         Contender(
             "NIXL POSIX",
             NixlContender,
@@ -144,7 +143,7 @@ def _open_nixl(directory: Path, geometry: str) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     logging.getLogger("nixl").setLevel(logging.ERROR)
     settings = {"plugin": {"posix": {"active": True}}, "use_direct_io": False, "l3_cleaner_enabled": False}
-    return HiCacheNixl(storage_config(mla=geometry == "mla", extra_config=settings), str(directory))
+    return HiCacheNixl(make_storage_config(is_mla_model=geometry == "mla", extra_config=settings), str(directory))
 
 
 def _missing_nixl(directory: Path) -> str | None:

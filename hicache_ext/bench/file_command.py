@@ -70,7 +70,6 @@ virtual machine can cost more than all the rest. GB are 10^9 bytes of payload. R
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument(
         "--directory",
         type=Path,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,7 +72,6 @@ class Contender:
     """One of the attempts whose best is the raw limit."""
 
 
-NO_EVICTION = {"overwrite": "it has no eviction"}
 NO_LOOKUP = {"exists": "it has no index"}
 
 LAYOUTS: dict[str, tuple[str, str]] = {
@@ -85,8 +85,12 @@ LAYOUTS: dict[str, tuple[str, str]] = {
 def all_ours(directory: Path) -> list[Contender]:
     """Our layouts, those that cannot take part with the reason. ``directory`` is for trying them out."""
     return [
-        Contender(f"hicache_ext {name}", _opener_of_layout(name), missing=_missing_layout(name, directory / name))
-        for name in LAYOUTS
+        Contender(
+            f"hicache_ext {name}",
+            partial(OurContender, layout=layout, io=io),
+            missing=_missing_layout(layout, io, directory / name),
+        )
+        for name, (layout, io) in LAYOUTS.items()
     ]
 
 
@@ -99,12 +103,13 @@ class OurContender:
     def __init__(self, place: Workplace, layout: str, io: str) -> None:
         from hicache_ext.sglang.backend import HiCacheExtBackend
         from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
-        from hicache_ext.testing.host_pools import storage_config
+        from hicache_ext.testing.host_pools import make_storage_config
 
         wait_for_compiled_code()
-        tier = _tier(place.directory, place.capacity, place.threads, layout, io)
+        tier = _tier(place.directory, capacity=place.capacity, threads=place.threads, layout=layout, io=io)
         section = {"tiers": {"bench": tier}, "model": {"id": "bench", "fingerprint": "off"}}
-        config = storage_config(mla=place.host.geometry == "mla", extra_config=ExtraConfig.around(section))
+        mla = place.host.geometry == "mla"
+        config = make_storage_config(is_mla_model=mla, extra_config=ExtraConfig.around(section))
         self._backend = HiCacheExtBackend(config, {})
         self._backend.register_mem_pool_host(place.host.pool)
 
@@ -121,25 +126,14 @@ class OurContender:
         self._backend.close()
 
 
-def _opener_of_layout(name: str) -> Callable[[Workplace], FileContender]:
-    layout, io = LAYOUTS[name]
-    return lambda place: OurContender(place, layout, io)
-
-
-def _tier(directory: Path, capacity: int, threads: int, layout: str, io: str) -> dict[str, Any]:
+def _tier(directory: Path, **settings: object) -> dict[str, Any]:
     """The configuration of a file tier."""
-    return {
-        "type": "file",
-        "path": str(directory),
-        "capacity": capacity,
-        "threads": threads,
-        "layout": layout,
-        "io": io,
-    }
+    return {"type": "file", "path": str(directory), **settings}
 
 
-def _missing_layout(name: str, directory: Path) -> str | None:
-    document = ExtraConfig.around({"tiers": {"bench": _tier(directory, 64 << 20, 1, *LAYOUTS[name])}})
+def _missing_layout(layout: str, io: str, directory: Path) -> str | None:
+    tier = _tier(directory, capacity=64 << 20, threads=1, layout=layout, io=io)
+    document = ExtraConfig.around({"tiers": {"bench": tier}})
     try:
         open_tier("bench", load_config(document).tiers["bench"]).close()
     except ConfigError as error:
@@ -156,11 +150,12 @@ class HiCacheFileContender:
     """SGLang's HiCacheFile, driven as ``_generic_page_get`` and ``_generic_page_set`` of its controller do."""
 
     def __init__(self, place: Workplace) -> None:
-        from hicache_ext.testing.host_pools import sglang_file_backend, storage_config
+        from hicache_ext.testing.host_pools import make_storage_config, sglang_file_backend
 
         forget_environment("SGLANG_HICACHE_FILE_BACKEND_")
         self._pool = place.host.pool
-        config = storage_config(mla=place.host.geometry == "mla", extra_config={"max_size": place.capacity})
+        mla = place.host.geometry == "mla"
+        config = make_storage_config(is_mla_model=mla, extra_config={"max_size": place.capacity})
         self._backend = sglang_file_backend(config, place.directory)
 
     def write(self, keys: Sequence[str], batch: HostBatch) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.errors import BenchmarkError
+from hicache_ext.page.hashes import page_hashes
 
 if TYPE_CHECKING:
     import torch
@@ -114,9 +114,4 @@ class HostBuffers:
 
 def page_keys(name: str, count: int) -> list[str]:
     """``count`` keys as SGLang makes them: a chain of SHA-256, in hex."""
-    keys: list[str] = []
-    previous = name.encode()
-    for _ in range(count):
-        previous = hashlib.sha256(previous).digest()
-        keys.append(previous.hex())
-    return keys
+    return [page_hash.hex() for page_hash in page_hashes(range(count), 1, name.encode())]

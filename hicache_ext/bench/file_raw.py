@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from hicache_ext.bench.file_contenders import NO_LOOKUP, TRANSFER_MODES, Contender, FileContender, Workplace, leading
+from hicache_ext.bench.file_contenders import NO_LOOKUP, TRANSFER_MODES, Contender, Workplace, leading
 from hicache_ext.bench.file_memory import HostBatch
 from hicache_ext.runtime import vectored
 
@@ -22,7 +23,9 @@ def all_raw() -> list[Contender]:
     only_lookup = dict.fromkeys(TRANSFER_MODES, "it only answers whether a page is there")
     return [
         *(
-            Contender(f"raw, {n} thread{'s' if n > 1 else ''}", _opener_of_raw(n), cannot=NO_LOOKUP, raw=True)
+            Contender(
+                f"raw, {n} thread{'s' if n > 1 else ''}", partial(RawContender, threads=n), cannot=NO_LOOKUP, raw=True
+            )
             for n in _THREADS
         ),
         Contender("os.stat", StatContender, cannot=only_lookup, raw=True),
@@ -103,10 +106,6 @@ class RawContender:
     def close(self) -> None:
         self._executor.shutdown()
         os.close(self._fd)
-
-
-def _opener_of_raw(threads: int) -> Callable[[Workplace], FileContender]:
-    return lambda place: RawContender(place, threads)
 
 
 class StatContender:

@@ -19,7 +19,6 @@ _PACKAGES = ("hicache-ext", "sglang", "torch")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     add_arguments(parser)
     parser.set_defaults(run=run)
 

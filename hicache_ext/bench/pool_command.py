@@ -35,7 +35,6 @@ time. What was read is compared byte for byte outside the timed part. CPU is thi
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="a configuration; its tiers are written to and cleaned again"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.packages import need
+from hicache_ext.packages import installed_version, need
 from hicache_ext.runtime.file_systems import file_system_of
 
 # -- the arguments that name files to write ----------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def machine_facts(directory: Path, packages: Sequence[str] = ()) -> dict[str, An
         "kernel": platform.release(),
         "file_system": file_system_of(directory).type,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": {name: installed_version(name) for name in packages},
     }
 
 
@@ -224,13 +223,6 @@ def _cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def today() -> str:

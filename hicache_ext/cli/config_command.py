@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hicache_ext.cli.inputs import read_configuration
 from hicache_ext.config import ExtraConfig, check_document, example_config, json_schema
 from hicache_ext.config.render import as_inline_json, as_yaml, launch_flags
 from hicache_ext.config.sources import read_text
-from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.tiering.tier_use import tier_use
 

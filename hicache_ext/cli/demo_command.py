@@ -21,6 +21,7 @@ from hicache_ext.config.render import as_yaml, launch_flags
 from hicache_ext.errors import ServerError
 from hicache_ext.packages import need
 from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 
 TURNS = 6
@@ -36,7 +37,6 @@ _START_TIMEOUT = 1800
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument(
         "--model", help="a model directory or name that SGLang can load (default: a tiny one, made here)"
     )
@@ -54,11 +54,7 @@ class Turn:
     """One turn of the conversation: the whole prompt and the answer."""
 
     prompt: tuple[int, ...]
-    output: tuple[int, ...]
-    device: int
-    host: int
-    storage: int
-    time_to_first_token: float
+    answer: Generation
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,13 +99,14 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
     with closing(open_inspector(storage)) as inspector:
         pages = sum(1 for _ in inspector.pages())
     print(f"\n{pages} pages of {PAGE_SIZE} tokens are stored in {storage}; the servers' logs are in {directory}.")
-    different = [number for number, (a, b) in enumerate(zip(plain, cached, strict=True), 1) if a.output != b.output]
+    pairs = enumerate(zip(plain, cached, strict=True), 1)
+    different = [number for number, (a, b) in pairs if a.answer.output_ids != b.answer.output_ids]
     if different:
         print(f"The answers of turns {different} differ from those computed without a cache.")
         if arguments.model is None:
             return 1
         print(_ROUNDING)
-    if not cached[RESTART_AFTER].storage:
+    if not cached[RESTART_AFTER].answer.cached.storage:
         print("Nothing came back from storage after the restart; `hicache-ext config check` and the logs may tell why.")
         return 1
     if not different:
@@ -169,19 +166,12 @@ def _warm_up(server: SglangServer) -> None:
 
 def _ask(server: SglangServer, prompt: Sequence[int]) -> Turn:
     answer = server.generate(prompt, max_new_tokens=ANSWER_TOKENS, sampling={"ignore_eos": True}, timeout=600)
-    return Turn(
-        prompt=tuple(prompt),
-        output=answer.output_ids,
-        device=answer.cached.device,
-        host=answer.cached.host,
-        storage=answer.cached.storage,
-        time_to_first_token=answer.time_to_first_token,
-    )
+    return Turn(tuple(prompt), answer)
 
 
 def _next_prompt(turns: Sequence[Turn], number: int) -> list[int]:
     """The conversation so far, the last answer, and the user's next message (tokens that every tokenizer has)."""
-    before = [*turns[-1].prompt, *turns[-1].output] if turns else []
+    before = [*turns[-1].prompt, *turns[-1].answer.output_ids] if turns else []
     generator = random.Random(number)
     return [*before, *(generator.randrange(10, 250) for _ in range(USER_TOKENS))]
 
@@ -208,10 +198,12 @@ def _print_table(plain: Sequence[Turn], cached: Sequence[Turn]) -> None:
     for number, (turn, reference) in enumerate(zip(cached, plain, strict=True), 1):
         if number == RESTART_AFTER + 1:
             print("----- the server was restarted " + "-" * 70)
+        answer, without_cache = turn.answer, reference.answer
+        tokens = answer.cached
         print(
-            f"{number:4}  {len(turn.prompt):13}  {turn.device:11}  {turn.host:9}  {turn.storage:12}"
-            f"  {turn.time_to_first_token * 1e3:9.0f} ms  {reference.time_to_first_token * 1e3:11.0f} ms"
-            f"  {'yes' if turn.output == reference.output else 'NO'}"
+            f"{number:4}  {len(turn.prompt):13}  {tokens.device:11}  {tokens.host:9}  {tokens.storage:12}"
+            f"  {answer.time_to_first_token * 1e3:9.0f} ms  {without_cache.time_to_first_token * 1e3:11.0f} ms"
+            f"  {'yes' if answer.output_ids == without_cache.output_ids else 'NO'}"
         )
 
 

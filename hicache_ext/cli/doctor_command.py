@@ -10,16 +10,15 @@ import argparse
 import json
 import sys
 
+from hicache_ext.cli.inputs import read_configuration
 from hicache_ext.config import check_document
 from hicache_ext.doctor.examination import Section, examine, worst
-from hicache_ext.doctor.reading import read_configuration
 from hicache_ext.errors import ConfigError, ConfigErrors
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.diagnosis import Level
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.epilog = "exit codes: 0 nothing is wrong, 1 an error was found, 2 wrong usage or wrong configuration"
     parser.add_argument(
         "file", metavar="CONFIG", help="a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"

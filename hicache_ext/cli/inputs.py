@@ -1,4 +1,4 @@
-"""What commands read: prompts, and what a request has beside its tokens."""
+"""What commands read: configurations, prompts, and what a request has beside its tokens."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hicache_ext.config import read_document
+from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError
 from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+def read_configuration(file: str) -> Mapping[str, Any]:
+    """The raw document in a file, in inline JSON, or on standard input ('-'). Raises ConfigError."""
+    if file != "-":
+        return read_document(file)
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError:
+        raise ConfigError("standard input", "is not UTF-8 text") from None
+    return read_text(text, "standard input")
 
 
 def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:

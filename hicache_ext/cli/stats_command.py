@@ -87,7 +87,6 @@ def read_samples(text: str) -> Samples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
     parser.add_argument("--interval", default="2s", metavar="DURATION", help="between two looks (default: %(default)s)")
     parser.add_argument("--once", action="store_true", help="print the totals since the server's start, once")

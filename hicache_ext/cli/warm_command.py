@@ -13,7 +13,6 @@ from hicache_ext.storage.serving.warming import read_identities, warm_prompts
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(

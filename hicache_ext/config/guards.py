@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field, WithJsonSchema
 
 from hicache_ext.config.problems import refuse
-from hicache_ext.config.schema import Allowed, ConfigModel, checked
+from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, checked
 from hicache_ext.config.values import NO_LIMIT, duration, or_auto, or_off, size, whole_number
 
 MOST_RETRIES = 10
@@ -22,8 +22,6 @@ _RETRIES_ALLOWED = f"0 to {MOST_RETRIES}, or auto"
 _SWITCH_ALLOWED = "true, false, or auto"
 _CONCURRENCY_ALLOWED = f"1 to {MOST_CALLS}, or auto"
 _BOUNCE_ALLOWED = "a size of at least 1MiB, such as 256MiB"
-
-_DURATION_SCHEMA = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
 
 
 def _switch(value: object) -> bool:
@@ -64,28 +62,28 @@ class GuardsConfig(ConfigModel):
         Field(description="a call that takes longer counts as bad; its bytes at 100 MB/s come on top"),
         Allowed(_SLOW_ALLOWED),
         checked(duration(0.001, 3600, _SLOW_ALLOWED)),
-        _DURATION_SCHEMA,
+        DURATION_SCHEMA,
     ] = 0.5
     probe_interval: Annotated[
         float,
         Field(description="how soon a tier that was given up is tried again; doubles up to 30s"),
         Allowed(_PROBE_ALLOWED),
         checked(duration(0.01, 3600, _PROBE_ALLOWED)),
-        _DURATION_SCHEMA,
+        DURATION_SCHEMA,
     ] = 1.0
     slow_start: Annotated[
         float,
         Field(description="how long a tier that came back gets only a growing share of the calls"),
         Allowed(_SLOW_START_ALLOWED),
         checked(duration(0, 3600, _SLOW_START_ALLOWED)),
-        _DURATION_SCHEMA,
+        DURATION_SCHEMA,
     ] = 5.0
     negative_cache: Annotated[
         float | None,
         Field(description="how long a page that was not there is not asked for", json_schema_extra={"default": "auto"}),
         Allowed(_NEGATIVE_ALLOWED),
         checked(or_auto(or_off(0.0, duration(0.001, 60, _NEGATIVE_ALLOWED)))),
-        _DURATION_SCHEMA,
+        DURATION_SCHEMA,
     ] = None
     concurrency: Annotated[
         int | None,
@@ -101,7 +99,7 @@ class GuardsConfig(ConfigModel):
         ),
         Allowed(_BUDGET_ALLOWED),
         checked(or_auto(or_off(math.inf, duration(0.001, 1, _BUDGET_ALLOWED)))),
-        _DURATION_SCHEMA,
+        DURATION_SCHEMA,
     ] = None
     bounce_memory: Annotated[
         int,

@@ -68,7 +68,7 @@ def bind_secrets(model: BaseModel, location: tuple[str, ...] = ()) -> None:
 
 def _bind(value: object, location: tuple[str, ...]) -> None:
     if isinstance(value, Secret):
-        value.bind(key_path(location))
+        value.key = key_path(location)
     elif isinstance(value, BaseModel):
         bind_secrets(value, location)
     elif isinstance(value, dict):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator
+from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.kernels import KernelsConfig
@@ -28,11 +28,10 @@ from hicache_ext.config.tiering import (
     PrefetchConfig,
     StorePolicy,
     parse_policies,
-    refuse_unknown_tiers,
 )
 from hicache_ext.config.tiers import AnyTier, tier_types
 from hicache_ext.config.units import LONGEST_DURATION
-from hicache_ext.config.values import directory_relation
+from hicache_ext.config.values import NO_LIMIT, directory_relation, number, whole_number
 from hicache_ext.errors import ConfigError
 
 BACKEND_NAME = "hicache_ext"
@@ -49,6 +48,9 @@ _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' 
 _NAMES_ALLOWED = "a list of tier names"
 _INTERFACE_ALLOWED = "1 or true"
 _INTERFACE_REASON = "without it SGLang never uses the zero-copy calls that this backend serves"
+_TOKENS_ALLOWED = "a whole number of tokens"
+_SECONDS_ALLOWED = "a number of seconds"
+_TP_LCM_ALLOWED = "a positive whole number"
 _DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 _DTYPE_ALLOWED = "a logical dtype such as bfloat16 or fp8_e4m3"
 _SHORT_DTYPES = {
@@ -73,8 +75,6 @@ def _optional_text(value: object) -> str | None:
 
 
 PROMOTE_NOTHING = "off"
-_PROMOTE_ALLOWED = "the name of a tier, or off"
-_PROMOTE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]})
 
 
 def _promote_to(value: object) -> str:
@@ -112,22 +112,8 @@ def _interface_v1(value: object) -> int:
     raise ConfigError("", problem, _INTERFACE_ALLOWED)
 
 
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise refuse(value, "a whole number of tokens")
-    return value
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_DURATION:
-        raise refuse(value, "a number of seconds")
-    return float(value)
-
-
 def _tp_lcm_size(value: object) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise refuse(value, "a positive whole number")
-    return value
+    return None if value is None else whole_number(1, NO_LIMIT, _TP_LCM_ALLOWED)(value)
 
 
 def _check_tier_name(name: str) -> str:
@@ -166,9 +152,6 @@ class ModelConfig(ConfigModel):
     ] = "0"
 
 
-_LOCATIONS_SCHEMA = WithJsonSchema({"type": "array", "items": {"type": "string"}})
-
-
 def _names(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise refuse(value, _NAMES_ALLOWED)
@@ -178,32 +161,36 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+_Locations = Annotated[
+    tuple[str, ...], Allowed(_NAMES_ALLOWED), WithJsonSchema({"type": "array", "items": {"type": "string"}})
+]
+_Policies = Annotated[dict[str, StorePolicy], Allowed(POLICIES_ALLOWED), checked(parse_policies)]
+_PromoteTo = Annotated[
+    str | None,
+    Allowed("the name of a tier, or off"),
+    checked(_promote_to),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]}),
+]
+_Seconds = Annotated[float | None, Allowed(_SECONDS_ALLOWED), checked(number(0, LONGEST_DURATION, _SECONDS_ALLOWED))]
+
+
 class RoleConfig(ConfigModel):
     """What is different on the servers of one role; what is left out is as for all of them."""
 
-    retrieve_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED), checked(_names), _LOCATIONS_SCHEMA] = ()
-    store_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED), checked(_names), _LOCATIONS_SCHEMA] = ()
-    store_policies: Annotated[
-        dict[str, StorePolicy], Field(default_factory=dict), Allowed(POLICIES_ALLOWED), checked(parse_policies)
-    ]
-    promote_to: Annotated[str | None, Allowed(_PROMOTE_ALLOWED), checked(_promote_to), _PROMOTE_SCHEMA] = None
-    kernels: Annotated[KernelsConfig, Allowed("a mapping with " + listed(KernelsConfig.model_fields))] = KernelsConfig()
-    prefetch: Annotated[PrefetchConfig, Allowed("a mapping with " + listed(PrefetchConfig.model_fields))] = (
-        PrefetchConfig()
-    )
-    background: Annotated[BackgroundConfig, Allowed("a mapping with " + listed(BackgroundConfig.model_fields))] = (
-        BackgroundConfig()
-    )
+    retrieve_locations: Annotated[_Locations, checked(_names)] = ()
+    store_locations: Annotated[_Locations, checked(_names)] = ()
+    store_policies: Annotated[_Policies, Field(default_factory=dict)]
+    promote_to: _PromoteTo = None
+    kernels: KernelsConfig = KernelsConfig()
+    prefetch: PrefetchConfig = PrefetchConfig()
+    background: BackgroundConfig = BackgroundConfig()
 
 
 class HicacheExtConfig(ConfigModel):
     """Everything under ``hicache_ext:``, checked, with names, sizes and templates resolved."""
 
     role: Annotated[
-        Role,
-        Field(description="what this server does in a disaggregated pair; auto: as SGLang was launched"),
-        Allowed("auto, prefill, decode, both"),
-        one_of("auto", "prefill", "decode", "both"),
+        Role, Field(description="what this server does in a disaggregated pair; auto: as SGLang was launched")
     ] = "auto"
     tiers: Annotated[
         dict[Annotated[str, AfterValidator(_check_tier_name)], AnyTier],
@@ -211,45 +198,31 @@ class HicacheExtConfig(ConfigModel):
         Allowed("a mapping of names to tiers, such as nvme: {type: file, path: /mnt/nvme0/hicache, capacity: 512GiB}"),
     ]
     retrieve_locations: Annotated[
-        tuple[str, ...],
+        _Locations,
         Field(
             description="tiers in the order in which they are read; left out: all, as written", default_factory=tuple
         ),
-        Allowed(_NAMES_ALLOWED),
-        _LOCATIONS_SCHEMA,
     ]
     store_locations: Annotated[
-        tuple[str, ...],
-        Field(description="tiers that a write goes to; left out: all", default_factory=tuple),
-        Allowed(_NAMES_ALLOWED),
-        _LOCATIONS_SCHEMA,
+        _Locations, Field(description="tiers that a write goes to; left out: all", default_factory=tuple)
     ]
     store_policies: Annotated[
-        dict[str, StorePolicy],
+        _Policies,
         Field(
             description="sync: a write waits for the tier and counts; async: it goes there in the background; left out:"
             " async for shared tiers behind a private one, except on decode nodes",
             default_factory=dict,
         ),
-        Allowed(POLICIES_ALLOWED),
-        checked(parse_policies),
     ]
     promote_to: Annotated[
-        str | None,
+        _PromoteTo,
         Field(
             description="the tier to which pages found further out are written back, or off; left out: the nearest"
             " private one that is read and written"
         ),
-        Allowed(_PROMOTE_ALLOWED),
-        checked(_promote_to),
-        _PROMOTE_SCHEMA,
     ] = None
-    model: Annotated[ModelConfig, Allowed("a mapping with " + listed(ModelConfig.model_fields))] = ModelConfig()
-    pd: Annotated[
-        PdConfig,
-        Field(description="prefill/decode disaggregation"),
-        Allowed("a mapping with " + listed(PdConfig.model_fields)),
-    ] = PdConfig()
+    model: ModelConfig = ModelConfig()
+    pd: Annotated[PdConfig, Field(description="prefill/decode disaggregation")] = PdConfig()
     kv_dtype: Annotated[
         str | None,
         Field(description="the logical dtype of the KV cache, where SGLang's is not the right one"),
@@ -257,18 +230,11 @@ class HicacheExtConfig(ConfigModel):
         checked(_dtype),
     ] = None
     watch_config: Annotated[
-        bool,
-        Field(description="true: take over changes of the configuration file as they are written"),
-        Allowed("true or false"),
-        checked(true_or_false),
+        bool, Field(description="true: take over changes of the configuration file as they are written")
     ] = False
-    kernels: Annotated[KernelsConfig, Allowed("a mapping with " + listed(KernelsConfig.model_fields))] = KernelsConfig()
-    prefetch: Annotated[PrefetchConfig, Allowed("a mapping with " + listed(PrefetchConfig.model_fields))] = (
-        PrefetchConfig()
-    )
-    background: Annotated[BackgroundConfig, Allowed("a mapping with " + listed(BackgroundConfig.model_fields))] = (
-        BackgroundConfig()
-    )
+    kernels: KernelsConfig = KernelsConfig()
+    prefetch: PrefetchConfig = PrefetchConfig()
+    background: BackgroundConfig = BackgroundConfig()
     roles: Annotated[
         dict[ServerRole, RoleConfig],
         Field(
@@ -292,10 +258,10 @@ class HicacheExtConfig(ConfigModel):
             self.role if self.role != "auto" else role, {name: getattr(self, name) for name in _SHARED}, self.roles
         )
 
+    @model_validator(mode="before")
     @classmethod
-    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``values`` where a location list that was left out holds every tier in written order."""
-        tiers = values.get("tiers")
+    def _lists_that_were_left_out_hold_every_tier(cls, values: Any) -> Any:
+        tiers = values.get("tiers") if isinstance(values, Mapping) else None
         names = list(tiers) if isinstance(tiers, Mapping) else []
         return {"retrieve_locations": names, "store_locations": names, **values} if names else values
 
@@ -359,8 +325,10 @@ class HicacheExtConfig(ConfigModel):
     @field_validator("store_policies", mode="after")
     @classmethod
     def _policies_of_known_tiers(cls, value: dict[str, StorePolicy], info: ValidationInfo) -> dict[str, StorePolicy]:
-        if (error := refuse_unknown_tiers(value, _tier_names(info))) is not None:
-            raise as_pydantic_error(error)
+        tiers = _tier_names(info)
+        for name in value:
+            if tiers and name not in tiers:
+                raise as_pydantic_error(_no_such_tier(name, tiers, ""))
         return value
 
     @field_validator("pd", mode="after")
@@ -464,18 +432,20 @@ class ExtraConfig(ConfigModel):
 
     required_because: ClassVar[Mapping[str, str]] = {"interface_v1": f"required: {_INTERFACE_REASON}"}
 
-    backend_name: Annotated[Literal["hicache_ext"], Allowed(BACKEND_NAME), one_of(BACKEND_NAME)]
-    module_path: Annotated[Literal["hicache_ext.storage.backend"], Allowed(MODULE_PATH), one_of(MODULE_PATH)]
-    class_name: Annotated[Literal["HiCacheExtBackend"], Allowed(CLASS_NAME), one_of(CLASS_NAME)]
+    backend_name: Literal["hicache_ext"]
+    module_path: Literal["hicache_ext.storage.backend"]
+    class_name: Literal["HiCacheExtBackend"]
     interface_v1: Annotated[
         int, Allowed(_INTERFACE_ALLOWED), checked(_interface_v1), WithJsonSchema({"enum": [1, True]})
     ]
-    hicache_ext: Annotated[HicacheExtConfig, Allowed("a mapping with " + listed(HicacheExtConfig.model_fields))]
-    prefetch_threshold: Annotated[int | None, Allowed("a whole number of tokens"), checked(_count)] = None
-    prefetch_timeout_base: Annotated[float | None, Allowed("a number of seconds"), checked(_seconds)] = None
-    prefetch_timeout_per_ki_token: Annotated[float | None, Allowed("a number of seconds"), checked(_seconds)] = None
+    hicache_ext: HicacheExtConfig
+    prefetch_threshold: Annotated[
+        int | None, Allowed(_TOKENS_ALLOWED), checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED))
+    ] = None
+    prefetch_timeout_base: _Seconds = None
+    prefetch_timeout_per_ki_token: _Seconds = None
     hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false"), checked(true_or_false)] = None
-    tp_lcm_size: Annotated[int | None, Allowed("a positive whole number"), checked(_tp_lcm_size)] = None
+    tp_lcm_size: Annotated[int | None, Allowed(_TP_LCM_ALLOWED), checked(_tp_lcm_size)] = None
     allocator: Annotated[
         Literal["shm"] | None,
         Field(description="page-aligned host memory; SGLang honours it only in inline JSON, and on decode nodes"),

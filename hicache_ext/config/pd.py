@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
-from hicache_ext.config.problems import listed, refuse
-from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error, checked, one_of, true_or_false
+from hicache_ext.config.problems import refuse
+from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_pydantic_error, checked
 from hicache_ext.config.units import DURATION_ALLOWED, parse_duration
-from hicache_ext.config.values import NO_LIMIT, whole_number
+from hicache_ext.config.values import NO_LIMIT, number, whole_number
 from hicache_ext.errors import ConfigError
 
 DropPolicy = Literal["oldest", "shortest"]
@@ -24,7 +24,6 @@ _STRIDE_ALLOWED = f"{_TOKENS_ALLOWED} from 1"
 _IN_FLIGHT_ALLOWED = f"{_COUNT_ALLOWED} of pages from 1"
 _RATE_ALLOWED = "tokens per second, such as 8000"
 _SHARE_ALLOWED = "a number from 0 to 0.9"
-_ANY_DURATION = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
 
 
 def _interval(value: object) -> float:
@@ -48,27 +47,21 @@ def _rate(value: object) -> float | None:
     return float(value)
 
 
-def _share(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 0.9:
-        raise refuse(value, _SHARE_ALLOWED)
-    return float(value)
-
-
 def _no_ttl(value: object) -> None:
     if value is not None:
         problem = "the writer cannot expire single pages; where the tier has a ttl, set that in the decode node's file"
         raise ConfigError("", problem, "nothing")
 
 
+_Tokens = Annotated[int, Allowed(_TOKENS_ALLOWED), checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED))]
+_Duration = Annotated[float, Allowed(DURATION_ALLOWED), checked(parse_duration), DURATION_SCHEMA]
+_Interval = Annotated[float, Allowed(DURATION_ALLOWED), checked(_interval), DURATION_SCHEMA]
+
+
 class WriteConfig(ConfigModel):
     """``pd.write``: how a decode node writes the KV of what it generated."""
 
-    enabled: Annotated[
-        bool,
-        Field(description="false: SGLang's own decode offload, unchanged"),
-        Allowed("true or false"),
-        checked(true_or_false),
-    ] = True
+    enabled: Annotated[bool, Field(description="false: SGLang's own decode offload, unchanged")] = True
     stride: Annotated[
         int,
         Field(description="generated tokens between two copies of a running request; rounded to pages, at least one"),
@@ -76,16 +69,10 @@ class WriteConfig(ConfigModel):
         checked(whole_number(1, NO_LIMIT, _STRIDE_ALLOWED)),
     ] = 256
     min_tokens: Annotated[
-        int,
-        Field(description="requests that generate fewer tokens than this are not written"),
-        Allowed(_TOKENS_ALLOWED),
-        checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED)),
+        _Tokens, Field(description="requests that generate fewer tokens than this are not written")
     ] = 0
     flush_on_abort: Annotated[
-        bool,
-        Field(description="write what an aborted request had generated; a user who stops an answer often goes on"),
-        Allowed("true or false"),
-        checked(true_or_false),
+        bool, Field(description="write what an aborted request had generated; a user who stops an answer often goes on")
     ] = True
     missing_prefix: Annotated[
         MissingPrefix,
@@ -93,21 +80,14 @@ class WriteConfig(ConfigModel):
             description="when the pages of the prompt are not in the pool: skip the continuation, complete it with"
             " the prompt's pages, or write it without looking"
         ),
-        Allowed("skip, complete, write"),
-        one_of("skip", "complete", "write"),
     ] = "skip"
     prefix_grace: Annotated[
-        float,
+        _Duration,
         Field(description="how long the prefill node may take to write the prompt before it counts as missing"),
-        Allowed(DURATION_ALLOWED),
-        checked(parse_duration),
-        _ANY_DURATION,
     ] = 5.0
     drop: Annotated[
         DropPolicy,
         Field(description="which waiting continuation goes first when host memory is full, within the lowest priority"),
-        Allowed("oldest, shortest"),
-        one_of("oldest", "shortest"),
     ] = "oldest"
     retries: Annotated[
         int,
@@ -115,13 +95,7 @@ class WriteConfig(ConfigModel):
         Allowed(_COUNT_ALLOWED),
         checked(whole_number(0, NO_LIMIT, _COUNT_ALLOWED)),
     ] = 3
-    retry_within: Annotated[
-        float,
-        Field(description="no retry later than this after the first attempt"),
-        Allowed(DURATION_ALLOWED),
-        checked(parse_duration),
-        _ANY_DURATION,
-    ] = 30.0
+    retry_within: Annotated[_Duration, Field(description="no retry later than this after the first attempt")] = 30.0
     pages_in_flight: Annotated[
         int,
         Field(description="pages handed to the storage thread at once; the others wait where they can be dropped"),
@@ -134,8 +108,6 @@ class WriteConfig(ConfigModel):
             description="with EAGLE or MTP: refuse to start, or write the target model's pages without the draft's,"
             " which only helps prefill nodes that keep no draft KV in HiCache"
         ),
-        Allowed("refuse, target_only"),
-        one_of("refuse", "target_only"),
     ] = "refuse"
     ttl: Annotated[
         None,
@@ -151,15 +123,8 @@ class PullConfig(ConfigModel):
     mode: Annotated[
         PullMode,
         Field(description="off: always pull; fixed: from min_tokens on; adaptive: when measured to be cheaper"),
-        Allowed("off, fixed, adaptive"),
-        one_of("off", "fixed", "adaptive"),
     ] = "off"
-    min_tokens: Annotated[
-        int,
-        Field(description="shorter prefixes are computed (modes fixed and adaptive)"),
-        Allowed(_TOKENS_ALLOWED),
-        checked(whole_number(0, NO_LIMIT, _TOKENS_ALLOWED)),
-    ] = 256
+    min_tokens: Annotated[_Tokens, Field(description="shorter prefixes are computed (modes fixed and adaptive)")] = 256
     prefill_rate: Annotated[
         float | None,
         Field(description="tokens per second this node computes; left out: measured"),
@@ -170,14 +135,10 @@ class PullConfig(ConfigModel):
         float,
         Field(description="after a tier was too slow, pull again only when it is cheaper by this share"),
         Allowed(_SHARE_ALLOWED),
-        checked(_share),
+        checked(number(0, 0.9, _SHARE_ALLOWED)),
     ] = 0.2
     probe_interval: Annotated[
-        float,
-        Field(description="how often a tier that is not used is measured in the background"),
-        Allowed(DURATION_ALLOWED),
-        checked(parse_duration),
-        _ANY_DURATION,
+        _Duration, Field(description="how often a tier that is not used is measured in the background")
     ] = 10.0
 
     @model_validator(mode="after")
@@ -193,10 +154,7 @@ class HintsConfig(ConfigModel):
     tier before the next turn arrives."""
 
     enabled: Annotated[
-        bool,
-        Field(description="true: decode nodes send hints, prefill nodes follow them into promote_to"),
-        Allowed("true or false"),
-        checked(true_or_false),
+        bool, Field(description="true: decode nodes send hints, prefill nodes follow them into promote_to")
     ] = False
     over: Annotated[
         str | None,
@@ -207,13 +165,7 @@ class HintsConfig(ConfigModel):
         Allowed("the name of a tier"),
         checked(_tier_name),
     ] = None
-    interval: Annotated[
-        float,
-        Field(description="how often a prefill node looks for hints"),
-        Allowed(DURATION_ALLOWED),
-        checked(_interval),
-        _ANY_DURATION,
-    ] = 0.5
+    interval: Annotated[_Interval, Field(description="how often a prefill node looks for hints")] = 0.5
     max_pages: Annotated[
         int,
         Field(description="pages that one hint names at most, from the first page of the conversation on"),
@@ -227,17 +179,13 @@ class HintsConfig(ConfigModel):
         checked(whole_number(1, 10_000, _KEEP_ALLOWED)),
     ] = 256
     lifetime: Annotated[
-        float,
-        Field(description="older hints are ignored; the nodes' clocks must agree better than this"),
-        Allowed(DURATION_ALLOWED),
-        checked(_interval),
-        _ANY_DURATION,
+        _Interval, Field(description="older hints are ignored; the nodes' clocks must agree better than this")
     ] = 60.0
 
 
 class PdConfig(ConfigModel):
     """``pd``: prefill/decode disaggregation. See docs/pd.md."""
 
-    write: Annotated[WriteConfig, Allowed("a mapping with " + listed(WriteConfig.model_fields))] = WriteConfig()
-    pull: Annotated[PullConfig, Allowed("a mapping with " + listed(PullConfig.model_fields))] = PullConfig()
-    hints: Annotated[HintsConfig, Allowed("a mapping with " + listed(HintsConfig.model_fields))] = HintsConfig()
+    write: WriteConfig = WriteConfig()
+    pull: PullConfig = PullConfig()
+    hints: HintsConfig = HintsConfig()

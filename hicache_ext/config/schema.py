@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from hicache_ext.config.problems import config_error, did_you_mean, key_path, kind_of, listed, refuse, shown
@@ -18,10 +26,15 @@ from hicache_ext.errors import ConfigError
 
 _OUR_ERROR = "hicache_ext"
 
+DURATION_SCHEMA = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
+
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a field takes, in the words that end its error sentences. Every field of ours carries one."""
+    """What a field takes, in the words that end its error sentences.
+
+    A field of type bool, ``Literal`` or a ``ConfigModel`` needs none: its type says it.
+    """
 
     text: str
 
@@ -74,18 +87,16 @@ class ConfigModel(BaseModel):
         """Where the unknown ``key`` belongs, or None; overridden by models that have such neighbours."""
         return None
 
-    @classmethod
-    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``values`` with the defaults that depend on other keys filled in."""
-        return values
-
     @model_validator(mode="wrap")
     @classmethod
     def _translate_errors(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(cls.completed(values) if isinstance(values, Mapping) else values)
+            return handler(values)
         except ValidationError as error:
-            lines = [_line(cls, details) for details in error.errors(include_url=False)]
+            lines: list[InitErrorDetails] = [
+                {"type": _translated(cls, details), "loc": details["loc"], "input": None}
+                for details in error.errors(include_url=False)
+            ]
             raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=True) from None
 
 
@@ -105,19 +116,23 @@ def as_config_error(error: ValidationError) -> ConfigError:
 
 
 def allowed_for(model: type[BaseModel], field: str) -> str:
-    """The ``Allowed`` text of a field; "" of one that another package has left without."""
-    return next((note.text for note in model.model_fields[field].metadata if isinstance(note, Allowed)), "")
+    """The ``Allowed`` text of a field, or what its type says; "" of one that another package has left without."""
+    found = model.model_fields[field]
+    for note in found.metadata:
+        if isinstance(note, Allowed):
+            return note.text
+    kind = found.annotation
+    if kind is bool:
+        return "true or false"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "a mapping with " + listed(kind.model_fields)
+    return listed(_words(model, field))
 
 
 def _custom_error(problem: str, allowed: str | None, below: str = "") -> PydanticCustomError:
     sentence = str(ConfigError("", problem, allowed))
     facts = {"sentence": sentence, "problem": problem, "allowed": allowed or "", "below": below}
     return PydanticCustomError(_OUR_ERROR, "{sentence}", facts)
-
-
-def _line(model: type[ConfigModel], details: ErrorDetails) -> InitErrorDetails:
-    location = details["loc"]
-    return {"type": _translated(model, details), "loc": location, "input": None}
 
 
 def _translated(model: type[ConfigModel], details: ErrorDetails) -> PydanticCustomError:
@@ -135,4 +150,11 @@ def _translated(model: type[ConfigModel], details: ErrorDetails) -> PydanticCust
         if not place:
             problem += did_you_mean(field, model.model_fields)
         return _custom_error(problem, listed(model.model_fields))
-    return _custom_error(f"{shown(value, field)} is not accepted", allowed_for(model, field))
+    nearest = did_you_mean(value, _words(model, field)) if isinstance(value, str) else ""
+    return _custom_error(f"{shown(value, field)} is not accepted{nearest}", allowed_for(model, field))
+
+
+def _words(model: type[BaseModel], field: str) -> tuple[str, ...]:
+    """The words that a field of type ``Literal`` takes; no other field has any."""
+    kind = model.model_fields[field].annotation
+    return get_args(kind) if get_origin(kind) is Literal else ()

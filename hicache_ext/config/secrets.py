@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _LARGEST_SECRET = 64 * 1024
 _KINDS = ("env", "file")
 
 
+@dataclass(slots=True, unsafe_hash=True, repr=False)
 class Secret:
     """Where a secret value is found. The value is read by ``reveal()`` each time and kept nowhere.
 
@@ -32,12 +34,9 @@ class Secret:
     while the configuration is loaded. May be used as the type of a field of a tier.
     """
 
-    __slots__ = ("_key", "_kind", "_name")
-
-    def __init__(self, kind: str, name: str, key: str = "") -> None:
-        self._kind = kind
-        self._name = name
-        self._key = key
+    kind: str
+    name: str
+    key: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, value: object, key: str = "") -> Secret:
@@ -66,70 +65,41 @@ class Secret:
                 raise ConfigError(key, "file does not hold an absolute path", SECRET_ALLOWED)
         return cls(kind, name, key)
 
-    @property
-    def kind(self) -> str:
-        return self._kind
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def key(self) -> str:
-        return self._key
-
     def reference(self) -> dict[str, str]:
         """The reference as it is written in the configuration."""
-        return {self._kind: self._name}
+        return {self.kind: self.name}
 
     def reveal(self) -> str:
         """The secret value, read now; one newline at the end of a file is dropped.
 
         Raises ``ConfigError`` naming the key path if the variable is not set, the file cannot be read, or it is empty.
         """
-        value = os.environ.get(self._name) if self._kind == "env" else self._read_file()
+        value = os.environ.get(self.name) if self.kind == "env" else self._read_file()
         if value is None:
-            raise ConfigError(self._key, f"the environment variable {self._name} is not set")
+            raise ConfigError(self.key, f"the environment variable {self.name} is not set")
         if not value:
-            place = f"environment variable {self._name}" if self._kind == "env" else f"file {quoted(self._name)}"
-            raise ConfigError(self._key, f"the {place} is empty")
+            place = f"environment variable {self.name}" if self.kind == "env" else f"file {quoted(self.name)}"
+            raise ConfigError(self.key, f"the {place} is empty")
         return value
 
     def _read_file(self) -> str:
         try:
-            with Path(self._name).open("rb") as file:
+            with Path(self.name).open("rb") as file:
                 raw = file.read(_LARGEST_SECRET + 1)
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            raise ConfigError(self._key, f"the file {quoted(self._name)} cannot be read ({reason})") from None
+            raise ConfigError(self.key, f"the file {quoted(self.name)} cannot be read ({reason})") from None
         if len(raw) > _LARGEST_SECRET:
-            raise ConfigError(self._key, f"the file {quoted(self._name)} is larger than 64KiB")
+            raise ConfigError(self.key, f"the file {quoted(self.name)} is larger than 64KiB")
         try:
             text = raw.decode()
         except UnicodeDecodeError:
             # "from None" and no detail: the original error carries the bytes of the secret.
-            raise ConfigError(self._key, f"the file {quoted(self._name)} is not UTF-8 text") from None
+            raise ConfigError(self.key, f"the file {quoted(self.name)} is not UTF-8 text") from None
         return text.removesuffix("\n").removesuffix("\r")
 
-    def bind(self, key: str) -> None:
-        """Say under which key path this reference stands; called once, by ``load_config``."""
-        self._key = key
-
     def __repr__(self) -> str:
-        return f"Secret({self._kind}={quoted(self._name)})"
-
-    __str__ = __repr__
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Secret):
-            return NotImplemented
-        return (self._kind, self._name) == (other._kind, other._name)
-
-    def __hash__(self) -> int:
-        return hash((self._kind, self._name))
-
-    def __reduce__(self) -> tuple[type[Secret], tuple[str, str, str]]:
-        return (type(self), (self._kind, self._name, self._key))
+        return f"Secret({self.kind}={quoted(self.name)})"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:

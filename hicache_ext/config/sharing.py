@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.runtime.mounts import MOUNTINFO
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +24,8 @@ class Sharing:
         return f"{'shared' if self.shared else 'private'} ({self.reason})"
 
 
-def sharing_of_directories(paths: Sequence[str], mountinfo: Path = MOUNTINFO) -> Sharing:
+def sharing_of_directories(paths: Sequence[str]) -> Sharing:
     """Of a tier whose pages may be in any of these directories: all of them must be shared. Asks no server."""
-    found = [file_system_of(Path(path), mountinfo) for path in paths]
+    found = [file_system_of(Path(path)) for path in paths]
     decisive = next((one for one in found if not one.shared), found[0])
     return Sharing(decisive.shared, decisive.reason)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
 from hicache_ext.config.guards import GuardsConfig
-from hicache_ext.config.problems import listed
-from hicache_ext.config.schema import Allowed, ConfigModel, checked, true_or_false
+from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, checked
 from hicache_ext.config.sharing import Sharing, sharing_of_directories
 from hicache_ext.config.values import duration, or_auto, or_off
 
@@ -27,12 +26,7 @@ class TierConfig(ConfigModel):
     """What every type of tier has. ``type`` picks the class; the tier's name is its key in ``tiers``."""
 
     type: Annotated[str, Allowed("the type of a tier")]
-    required: Annotated[
-        bool,
-        Field(description="false: the server starts even if this tier cannot"),
-        Allowed("true or false"),
-        checked(true_or_false),
-    ] = True
+    required: Annotated[bool, Field(description="false: the server starts even if this tier cannot")] = True
     timeout: Annotated[
         float | None,
         Field(
@@ -41,9 +35,9 @@ class TierConfig(ConfigModel):
         ),
         Allowed(_OPTIONAL_TIMEOUT_ALLOWED),
         checked(or_auto(or_off(math.inf, duration(0.001, 3600, _OPTIONAL_TIMEOUT_ALLOWED)))),
-        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
+        DURATION_SCHEMA,
     ] = None
-    guards: Annotated[GuardsConfig, Allowed("a mapping with " + listed(GuardsConfig.model_fields))] = GuardsConfig()
+    guards: GuardsConfig = GuardsConfig()
 
     keeps_timeout: ClassVar[bool] = False
     """Whether the store of this type ends each call within ``timeout`` by itself, on every path, and then leaves the
@@ -98,7 +92,7 @@ class RemoteTierConfig(TierConfig):
         ),
         Allowed(_REMOTE_TIMEOUT_ALLOWED),
         checked(or_auto(duration(0.001, 3600, _REMOTE_TIMEOUT_ALLOWED))),
-        WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]}),
+        DURATION_SCHEMA,
     ] = None
 
     @property

@@ -32,6 +32,17 @@ def whole_number(least: int, most: float, allowed: str) -> Parser[int]:
     return parse
 
 
+def number(least: float, most: float, allowed: str) -> Parser[float]:
+    """A number from ``least`` to ``most``, with or without a fraction."""
+
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise refuse(value, allowed)
+        return float(value)
+
+    return parse
+
+
 def size(least: int, most: float, allowed: str, *, or_none: bool = False, units: str = "") -> Parser[int]:
     """Bytes from ``least`` to ``most``, written as a whole number or with a unit; with ``or_none`` also 0.
 

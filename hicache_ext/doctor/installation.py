@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterator
 
 from hicache_ext import __version__
+from hicache_ext.packages import installed_version
 from hicache_ext.sglang.releases import TESTED_SGLANG
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types
@@ -21,7 +22,7 @@ def installation_findings() -> Iterator[Finding]:
     yield Finding("hicache_ext", Level.OK, __version__)
     yield Finding("python", Level.OK, platform.python_version())
     yield _sglang()
-    torch = _version("torch")
+    torch = installed_version("torch")
     if torch is None:
         yield Finding("torch", Level.ERROR, "not installed", "install it with SGLang")
     else:
@@ -32,7 +33,7 @@ def installation_findings() -> Iterator[Finding]:
 
 
 def _sglang() -> Finding:
-    found = _version("sglang")
+    found = installed_version("sglang")
     if found == TESTED_SGLANG:
         return Finding("sglang", Level.OK, found)
     if found is None:
@@ -66,10 +67,3 @@ def _plugin() -> Finding:
             "see docs/troubleshooting.md",
         )
     return Finding("plugin", Level.OK, "the hooks can be imported")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

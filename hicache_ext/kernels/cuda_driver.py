@@ -85,39 +85,24 @@ class Rectangle(ctypes.Structure):
     )
 
 
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_FAIL_INDEX = _STREAM = _POINTER
+_BATCH = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
+"""Destinations, sources, sizes, how many; attributes, their first copies, how many."""
 BATCH_TYPES = {
-    Form.WITH_FAIL_INDEX: (
-        *(ctypes.c_void_p,) * 3,  # destinations, sources, sizes
-        ctypes.c_size_t,
-        *(ctypes.c_void_p,) * 2,  # attributes, their first copies
-        ctypes.c_size_t,
-        ctypes.c_void_p,  # failIdx
-        ctypes.c_void_p,  # stream
-    ),
-    Form.WITHOUT_FAIL_INDEX: (
-        *(ctypes.c_void_p,) * 3,
-        ctypes.c_size_t,
-        *(ctypes.c_void_p,) * 2,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ),
+    Form.WITH_FAIL_INDEX: (*_BATCH, _FAIL_INDEX, _STREAM),
+    Form.WITHOUT_FAIL_INDEX: (*_BATCH, _STREAM),
 }
 RECTANGLE_TYPES = {
-    Form.WITH_FAIL_INDEX: (
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-        ctypes.c_void_p,  # failIdx
-        ctypes.c_ulonglong,
-        ctypes.c_void_p,
-    ),
-    Form.WITHOUT_FAIL_INDEX: (ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p),
+    Form.WITH_FAIL_INDEX: (_SIZE, _POINTER, _FAIL_INDEX, ctypes.c_ulonglong, _STREAM),
+    Form.WITHOUT_FAIL_INDEX: (_SIZE, _POINTER, ctypes.c_ulonglong, _STREAM),
 }
 
 
 class CudaDriver:
     """Batches of copies between page-locked host memory and the current device.
 
-    ``batch`` and ``rectangles`` are ctypes functions of the given forms (``rectangles`` may be missing). One thread at
+    ``batch`` and ``rectangles`` are ctypes functions of the given form (``rectangles`` may be missing). One thread at
     a time. With ``prefer_overlap`` the driver is told that copies should run beside compute.
     """
 
@@ -127,13 +112,11 @@ class CudaDriver:
         form: Form,
         *,
         rectangles: Callable[..., int] | None = None,
-        rectangles_form: Form = Form.WITH_FAIL_INDEX,
         prefer_overlap: bool = True,
     ) -> None:
         self.form = form
         self._batch = batch
         self._rectangles = rectangles
-        self._rectangles_form = rectangles_form
         self.flags = _PREFER_OVERLAP_WITH_COMPUTE if prefer_overlap else 0
         # These live as long as the driver, so that no call can outlive them.
         self._attributes = Attributes(source_access_order=_SOURCE_IN_STREAM_ORDER, flags=self.flags)
@@ -179,7 +162,7 @@ class CudaDriver:
         """``count`` :class:`Rectangle` structures from address ``rectangles`` on, as ``copy_batch``."""
         if self._rectangles is None:
             raise CopyError("this driver has no batches of rectangles")
-        if self._rectangles_form is Form.WITH_FAIL_INDEX:
+        if self.form is Form.WITH_FAIL_INDEX:
             code = self._rectangles(count, rectangles, self._failed_at, 0, stream)
         else:
             code = self._rectangles(count, rectangles, 0, stream)
@@ -205,7 +188,7 @@ def reaches_registered_memory(device_index: int) -> bool:
 
 
 def fill_rectangle_constants(array: Any, driver: CudaDriver) -> None:
-    """What is the same in every rectangle of a numpy array with the dtype of :data:`RECTANGLE_DTYPE`'s fields."""
+    """What is the same in every rectangle of a numpy array with the fields of :class:`Rectangle`."""
     for operand in ("source", "destination"):
         array[operand]["type"] = _OPERAND_IS_POINTER
     array["depth"] = 1
@@ -223,7 +206,7 @@ def open_driver(*, prefer_overlap: bool = True) -> CudaDriver:
         batch = _entry_point(library, "cuMemcpyBatchAsync", version, BATCH_TYPES[form])
         if batch is not None:
             rectangles = _entry_point(library, "cuMemcpy3DBatchAsync", version, RECTANGLE_TYPES[form])
-            return CudaDriver(batch, form, rectangles=rectangles, rectangles_form=form, prefer_overlap=prefer_overlap)
+            return CudaDriver(batch, form, rectangles=rectangles, prefer_overlap=prefer_overlap)
     return open_runtime(prefer_overlap=prefer_overlap)
 
 

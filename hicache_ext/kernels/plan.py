@@ -28,7 +28,6 @@ class CopyPlan:
     host: Offsets
     device: Offsets
     sizes: Offsets
-    total_bytes: int
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -59,7 +58,7 @@ def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) 
         raise ValueError(f"{len(host_indices)} host tokens, but {len(device_indices)} device tokens")
     if len(host_indices) == 0:
         nothing = np.empty(0, dtype=np.int64)
-        return CopyPlan(nothing, nothing, nothing, 0)
+        return CopyPlan(nothing, nothing, nothing)
     shape = _with_joined_segments(shape)
     pages = _whole_pages(shape.page_size, host_indices, device_indices)
     if pages is not None:
@@ -193,9 +192,8 @@ def _in_host_order(host: Offsets, device: Offsets) -> tuple[Offsets, Offsets]:
 
 def _joined(host: Offsets, device: Offsets, size: int) -> CopyPlan:
     """Runs of ``size`` bytes, neighbours on both sides made one."""
-    total = len(host) * size
     apart = (np.diff(host) != size) | (np.diff(device) != size)
     if apart.all():
-        return CopyPlan(host, device, np.full(len(host), size, dtype=np.int64), total)
+        return CopyPlan(host, device, np.full(len(host), size, dtype=np.int64))
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return CopyPlan(host[first], device[first], np.diff(first, append=len(host)) * size, total)
+    return CopyPlan(host[first], device[first], np.diff(first, append=len(host)) * size)

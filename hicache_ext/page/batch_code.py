@@ -5,9 +5,14 @@ Without numba these functions are not called: numpy and ``bytes`` are faster the
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from hicache_ext.runtime.jit import helper, kernel
+
+Words = npt.NDArray[np.int64]
 
 _EACH: Final = 0x0101010101010101
 """Multiplied by a byte: that byte eight times."""
@@ -19,7 +24,7 @@ SEPARATOR: Final = 8 * " "
 
 
 @helper
-def _decode(digits: Any) -> Any:
+def _decode(digits: int) -> tuple[int, int]:
     """Eight characters below 128, given as a word. Returns the four bytes that they spell in hexadecimal, and a word
     that is 0 only if each character is a lower-case hexadecimal digit."""
     letters = digits >> 6 & _EACH
@@ -33,7 +38,7 @@ def _decode(digits: Any) -> Any:
 
 
 @kernel("int64(int64[::1], int64[::1], int64[:, ::1])")
-def decode_hashes(text: Any, identity: Any, keys: Any) -> Any:
+def decode_hashes(text: Words, identity: Words, keys: Words) -> int:
     """Writes ``identity`` and a page hash of ``text`` into each row of ``keys``; returns 0 when ``text`` is malformed.
 
     ``text``: one page hash per row, 64 lower-case hexadecimal digits each, SEPARATOR between them; characters below
@@ -57,7 +62,7 @@ def decode_hashes(text: Any, identity: Any, keys: Any) -> Any:
 
 
 @kernel("void(int64[::1], int64[::1], int64[::1], int64[:, ::1])")
-def address_pages(numbers: Any, starts: Any, strides: Any, addresses: Any) -> None:
+def address_pages(numbers: Words, starts: Words, strides: Words, addresses: Words) -> None:
     """Sets ``addresses[n, m]`` to where run ``m`` of page ``numbers[n]`` begins; page 0 has it at ``starts[m]``."""
     for page in range(len(numbers)):
         for run in range(len(starts)):
@@ -65,7 +70,7 @@ def address_pages(numbers: Any, starts: Any, strides: Any, addresses: Any) -> No
 
 
 @kernel("int64(int64[::1], int64, int64, int64[::1])")
-def number_pages(indices: Any, page_size: Any, page_count: Any, numbers: Any) -> Any:
+def number_pages(indices: Words, page_size: int, page_count: int, numbers: Words) -> int:
     """Sets ``numbers[n]`` to the page in which the ``n``th group of ``page_size`` token indices begins, in a pool of
     ``page_count`` pages. Returns how many groups are exactly the tokens of their page, in order."""
     sound = 0

@@ -46,7 +46,7 @@ _HEADER_CHECKSUM = struct.Struct("<16s")
 _FIELDS_BEFORE_CHECKSUM = FIELDS_LENGTH - _HEADER_CHECKSUM.size
 assert _FIELDS.size == _FIELDS_BEFORE_CHECKSUM
 
-_RESERVED = bytes(16)
+_NO_CHECKSUM = _RESERVED = bytes(16)
 
 Buffer = bytes | bytearray | memoryview
 Segments = Sequence[memoryview]
@@ -78,50 +78,31 @@ def payload_checksum(segments: Segments) -> bytes:
     return state.digest()
 
 
-def encode_header(
-    key: bytes,
-    segments: Segments,
-    *,
-    header_length: int = FIELDS_LENGTH,
-    checksum: bool = True,
-    created_ms: int | None = None,
-) -> bytes:
-    """The header for the page ``key`` (identity digest + page hash, 48 bytes) whose payload is ``segments``.
+def encode_header(key: bytes, segments: Segments, *, checksum: bool = True, created_ms: int | None = None) -> bytes:
+    """The header, 128 bytes, of the page ``key`` (identity digest + page hash, 48 bytes) whose payload is ``segments``.
 
-    Raises ValueError on a key or header_length that the format does not allow; both are programming errors.
+    Raises ValueError on another key, a programming error.
     """
     if len(key) != KEY_LENGTH:
         raise ValueError(f"a page key has {KEY_LENGTH} bytes, got {len(key)}")
-    if not FIELDS_LENGTH <= header_length <= MAX_HEADER_LENGTH:
-        raise ValueError(f"header_length must be {FIELDS_LENGTH}..{MAX_HEADER_LENGTH}, got {header_length}")
-    fields = _encoded(
-        key,
-        FLAG_PAYLOAD_CHECKSUM if checksum else 0,
-        header_length,
-        sum([segment.nbytes for segment in segments]),
-        payload_checksum(segments) if checksum else bytes(16),
-        int(time.time() * 1000) if created_ms is None else created_ms,
-    )
-    return fields.ljust(header_length, b"\0")
+    payload_length = sum([segment.nbytes for segment in segments])
+    created_ms = int(time.time() * 1000) if created_ms is None else created_ms
+    return encode_page(key, segments, payload_length, created_ms, checksum=checksum)
 
 
-def encode_page(key: bytes, segments: Segments, payload_length: int, created_ms: int) -> bytes:
-    """``encode_header`` with 128 bytes and no checks, for stores that do it per page: the caller has checked the
-    arguments and counted the payload."""
-    checksum = payload_checksum(segments)
-    return _encoded(key, FLAG_PAYLOAD_CHECKSUM, FIELDS_LENGTH, payload_length, checksum, created_ms)
-
-
-def _encoded(key: bytes, flags: int, header_length: int, length: int, checksum: bytes, created_ms: int) -> bytes:
+def encode_page(
+    key: bytes, segments: Segments, payload_length: int, created_ms: int, *, checksum: bool = True
+) -> bytes:
+    """``encode_header`` without a check, for stores that do it per page and have counted the payload."""
     fields = _FIELDS.pack(
         MAGIC,
         FORMAT_VERSION,
-        flags,
-        header_length,
+        FLAG_PAYLOAD_CHECKSUM if checksum else 0,
+        FIELDS_LENGTH,
         key[:IDENTITY_LENGTH],
         key[IDENTITY_LENGTH:],
-        length,
-        checksum,
+        payload_length,
+        payload_checksum(segments) if checksum else _NO_CHECKSUM,
         created_ms,
         _RESERVED,
     )

@@ -25,15 +25,18 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hicache_ext.errors import WeightsError
 from hicache_ext.runtime.access import make_directory, open_file
 from hicache_ext.runtime.background import once_in_background
+from hicache_ext.runtime.file_lock import try_lock
 from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.liveness import boot_id
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.runtime.vectored import read_into
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,6 @@ _TICK = 0.1
 _KEEPS_CTIME = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "nfs", "nfs4", "lustre", "ceph"}
 )
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
 _OTHERS_TURN = 0.2
 _LONGEST_TURN = 60.0
@@ -111,7 +113,7 @@ class ModelFingerprint:
         self._lock = threading.Lock()
         self._started = False
         self._callbacks: list[Callable[[], None]] = []
-        self._records: RememberedDigests | None = None
+        self._records: Path | None = None
         self._read: dict[_File, bytes] = {}
         self._seconds = 0.0
         self._files: list[_File] = []
@@ -128,8 +130,7 @@ class ModelFingerprint:
     def start(self, remember_in: Path | None = None) -> None:
         """Begin to read, once; a later call may still set where to remember. Does not wait."""
         with self._lock:
-            if self._records is None and remember_in is not None:
-                self._records = RememberedDigests(remember_in)
+            self._records = self._records or remember_in
             first, self._started = not self._started, True
         if first and self.problem is None:
             if not once_in_background("hicache-weights", self._run):
@@ -204,7 +205,11 @@ class ModelFingerprint:
             self.done.set()
             callbacks = list(self._callbacks)
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                # Not a reason to read the files again, nor to keep the result from others.
+                logger.exception("hicache_ext: telling that the weights in %s are known", self.model_path)
 
     def _digests(self) -> dict[str, bytes]:
         """The digest of every file, by its name."""
@@ -230,7 +235,7 @@ class ModelFingerprint:
         name = None if self._records is None else _record_name(file)
         if self._records is None or name is None:
             return self._read_whole(file)
-        with self._records.claim(name) as record:
+        with claimed(self._records, name) as record:
             if record is None:
                 return None if patient else self._read_whole(file)
             digest = record.read()
@@ -258,7 +263,7 @@ class ModelFingerprint:
             name = _record_name(file)
             if self._records is None or name is None or not file.facts.settled(_SETTLED + self._seconds):
                 continue
-            with self._records.claim(name) as record:
+            with claimed(self._records, name) as record:
                 if record is not None and record.read() is None:
                     record.write(digest)
 
@@ -287,47 +292,40 @@ def _record_name(file: _File) -> str | None:
     if file.facts.size <= PIECE or file_system_of(file.path.resolve()).type not in _KEEPS_CTIME:
         return None
     try:
-        place = (os.statvfs(file.path).f_fsid, _BOOT_ID.read_text().strip())
+        file_system = os.statvfs(file.path).f_fsid
     except OSError:
         return None
-    return hashlib.sha256(repr((file.facts, place)).encode()).hexdigest()[:32]
+    boot = boot_id()
+    if boot is None:
+        return None
+    return hashlib.sha256(repr((file.facts, (file_system, boot))).encode()).hexdigest()[:32]
 
 
-class RememberedDigests:
-    """Records of file digests in a directory, shared by processes. Errors of the medium mean: nothing remembered.
+@contextmanager
+def claimed(directory: Path, name: str) -> Iterator[_Record | None]:
+    """The record of a file's digest, locked by this process; None while another process has it.
 
-    A record is one small file, locked by the process that reads the weights file. The kernel releases the lock when
-    that process dies. A torn or damaged record fails its check and counts as empty.
+    The process that reads the weights file locks it. The kernel releases the lock when that process dies.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    @contextmanager
-    def claim(self, name: str) -> Iterator[_Record | None]:
-        """The record of a file, locked by this process; None while another process has it."""
-        try:
-            make_directory(self._directory)
-            fd = open_file(self._directory / name, os.O_RDWR)
-        except OSError as error:
-            logger.debug("digests of weight files are not remembered in %s: %s", self._directory, error)
-            yield _Record(None, name)
-            return
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield None
-                return
-            except OSError:
-                pass  # a file system without locks: two ranks may read the same file
-            yield _Record(fd, name)
-        finally:
-            os.close(fd)
+    try:
+        make_directory(directory)
+        fd = open_file(directory / name, os.O_RDWR)
+    except OSError as error:
+        logger.debug("digests of weight files are not remembered in %s: %s", directory, error)
+        yield _Record(None, name)
+        return
+    try:
+        ours = True
+        with suppress(OSError):  # a file system without locks: two ranks may read the same file
+            ours = try_lock(fd, fcntl.LOCK_EX)
+        yield _Record(fd, name) if ours else None
+    finally:
+        os.close(fd)
 
 
 class _Record:
-    """``<digest, 64 hex digits> <check, 16 hex digits>``; the check covers the record's name, too."""
+    """A small file: ``<digest, 64 hex digits> <check, 16 hex digits>``; the check covers the record's name, too. One
+    that is torn or damaged counts as empty. Errors of the medium mean: nothing remembered."""
 
     _LENGTH = 64 + 1 + 16
 
@@ -390,12 +388,8 @@ def digest_of_file(fd: int, size: int) -> bytes:
 
 
 def _fill(fd: int, piece: memoryview, offset: int) -> None:
-    filled = 0
-    while filled < len(piece):
-        count = os.preadv(fd, [piece[filled:]], offset + filled)
-        if count == 0:
-            raise WeightsError("a file of weights became shorter while it was read")
-        filled += count
+    if read_into(fd, [piece], offset) < len(piece):
+        raise WeightsError("a file of weights became shorter while it was read")
 
 
 def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_File]:

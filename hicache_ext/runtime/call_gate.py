@@ -1,4 +1,4 @@
-"""Calls under way are counted, so that close() can wait for them."""
+"""The gate of a store's calls."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 Function = Callable[..., Any]
+_Marked = TypeVar("_Marked", bound=Function)
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -58,25 +59,25 @@ def compiled(signature: str, function: Function) -> Function:
     return compiled_function
 
 
-def helper(function: Function) -> Function:
+def helper(function: _Marked) -> _Marked:
     """Marks a function that kernels call."""
     if _compiling is None:
         return function
     import numba
 
     # Inlined: a call counts references of every array, which costs more than most helpers.
-    made: Function = numba.njit(forceinline=True, **_OPTIONS)(function)
+    made: _Marked = numba.njit(forceinline=True, **_OPTIONS)(function)
     return made
 
 
-def kernel(signature: str) -> Callable[[Function], Function]:
+def kernel(signature: str) -> Callable[[_Marked], _Marked]:
     """Marks a function that Python calls."""
 
-    def decorate(function: Function) -> Function:
+    def decorate(function: _Marked) -> _Marked:
         if _compiling is None:
             return function
-        _compiling[function.__name__] = compiled(signature, function)
-        return _compiling[function.__name__]
+        made = _compiling[function.__name__] = compiled(signature, function)
+        return cast("_Marked", made)
 
     return decorate
 

@@ -1,4 +1,5 @@
-"""Names by which processes of several machines know each other in files, and whether such a process still runs."""
+"""Names by which processes of several machines know each other in files, whether such a process still runs, and which
+boot of this machine it is."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FOREIGN_WRITER_SILENCE = 600.0
 """Seconds without a sign of life after which a writer of another machine counts as dead."""
 
@@ -23,6 +25,14 @@ def writer_alive(writer: str, last_change: float) -> bool:
     if host != _host():
         return time.time() - last_change < _FOREIGN_WRITER_SILENCE
     return rest.isdigit() and writer_name(int(rest)) == writer
+
+
+def boot_id() -> str | None:
+    """The kernel's name of this boot of the machine; None where it does not tell."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return None
 
 
 def _host() -> str:

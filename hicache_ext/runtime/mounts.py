@@ -157,20 +157,9 @@ def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
     return mount is not None and mount.is_network
 
 
-@dataclass(frozen=True, slots=True)
-class RootFileSystem:
-    """The file system of ``/``, for a directory on it that should be on a disk of its own."""
-
-    type: str
-
-    def __str__(self) -> str:
-        if self.type == "overlay":
-            return "the root file system (overlay): a container's own, which is gone with it, or its host's"
-        return f"the root file system ({self.type})"
-
-
-def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> RootFileSystem | None:
-    """The file system of ``/`` if the absolute ``path`` is, or will be, on it; None if not, or if that is unknown.
+def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> str | None:
+    """Words for the file system of ``/`` if the absolute ``path`` is, or will be, on it; None if not, or if that is
+    unknown.
 
     Bind mounts of that file system count. Symbolic links are followed; no server is asked.
     """
@@ -181,8 +170,10 @@ def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> RootFileSyste
     mount, root = mount_of(followed(path, mounts), mounts), mount_of("/", mounts)
     if mount is None or root is None:
         return None
-    same = mount.point == "/" or (mount.device == root.device and mount.device != "")
-    return RootFileSystem(root.type) if same else None
+    if mount.point != "/" and (mount.device != root.device or not mount.device):
+        return None
+    words = f"the root file system ({root.type})"
+    return f"{words}: a container's own, which is gone with it, or its host's" if root.type == "overlay" else words
 
 
 def _directory(point: str) -> str:

@@ -65,10 +65,10 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_LORA}.load_lora_weights", "after", adapters.after_load, ADAPTERS),
     Hook(f"{_LORA}.load_lora_weights_from_tensors", "after", adapters.after_load, ADAPTERS),
     Hook(f"{_REQUEST}.__init__", "after", adapters.after_request, ADAPTERS),
-    Hook(f"{_MHA}.load_to_device_per_layer", "around", kernel_hooks.load_mha_layer, COPIES),
-    Hook(f"{_MHA}.backup_from_device_all_layer", "around", kernel_hooks.back_up_mha_layers, COPIES),
-    Hook(f"{_MLA}.load_to_device_per_layer", "around", kernel_hooks.load_mla_layer, COPIES),
-    Hook(f"{_MLA}.backup_from_device_all_layer", "around", kernel_hooks.back_up_mla_layers, COPIES),
+    Hook(f"{_MHA}.load_to_device_per_layer", "around", kernel_hooks.load_layer, COPIES),
+    Hook(f"{_MHA}.backup_from_device_all_layer", "around", kernel_hooks.back_up_layers, COPIES),
+    Hook(f"{_MLA}.load_to_device_per_layer", "around", kernel_hooks.load_layer, COPIES),
+    Hook(f"{_MLA}.backup_from_device_all_layer", "around", kernel_hooks.back_up_layers, COPIES),
     Hook(f"{_DECODE}.__init__", "around", pd_hooks.around_init, DECODE_WRITER),
     Hook(f"{_DECODE}.offload_kv_cache", "around", pd_hooks.around_offload, DECODE_WRITER),
     Hook(f"{_DECODE}.check_offload_progress", "around", pd_hooks.around_check, DECODE_WRITER),
@@ -84,8 +84,10 @@ def register(features: Collection[Feature] = FEATURES) -> None:
     """Put the hooks of ``features`` into SGLang's registry, as far as this machine wants them. Again is free."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # SGLang's own record, which has no public form: without it only "again" is not free.
+    registered = getattr(HookRegistry, "_hooks", {})
     for hook in _wanted(features):
-        if not any(function is hook.function for _, function, _ in HookRegistry._hooks.get(hook.target, ())):
+        if not any(hook.function in entry for entry in registered.get(hook.target, ())):
             HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
 
 

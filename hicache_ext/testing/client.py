@@ -119,8 +119,7 @@ class SglangClient:
 
     def get(self, path: str, timeout: float = 30) -> str:
         """Body of a GET request, for instance of ``/server_info`` or ``/metrics``."""
-        with self._open("GET", path, None, timeout) as response:
-            return str(response.read(), "utf-8", "replace")
+        return self.request("GET", path, timeout=timeout)
 
     def request(
         self,

@@ -5,7 +5,6 @@ Call :func:`hicache_ext.testing.sglang_cpu.prepare_process` before the first use
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,23 +125,24 @@ def page_indices(page_size: int, pages: list[int]) -> torch.Tensor:
     return torch.cat([torch.arange(page * page_size, (page + 1) * page_size) for page in pages]).to(torch.int64)
 
 
-def storage_config(*, mla: bool, extra_config: Mapping[str, Any]) -> Any:
-    """What SGLang gives a storage backend: its HiCacheStorageConfig of a plain single-rank model."""
+def make_storage_config(**overrides: Any) -> Any:
+    """What SGLang gives a storage backend: its HiCacheStorageConfig of a plain single-rank MHA model."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-    return HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=mla,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="bench",
-        extra_config=dict(extra_config),
-    )
+    facts: dict[str, Any] = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "tiny",
+        "extra_config": {},
+    }
+    return HiCacheStorageConfig(**{**facts, **overrides})
 
 
 def sglang_file_backend(config: Any, directory: Path) -> Any:

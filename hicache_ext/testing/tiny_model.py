@@ -17,7 +17,7 @@ import torch
 
 VOCABULARY_SIZE = 512
 _RECIPE_FILE = "hicache_ext_tiny_model.json"
-# Raised when the files written for the same recipe change, so that an old directory is made anew.
+# Raised when the files written for the same recipe change, so that an old directory is not taken for this one.
 _RECIPE_VERSION = 1
 
 
@@ -26,13 +26,11 @@ class TinyModelRecipe:
     """What a tiny model is made of; equal recipes give equal bytes."""
 
     seed: int = 0
-    revision: str | None = None
     layers: int = 2
     hidden_size: int = 128
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    max_position_embeddings: int = 32768
     version: int = _RECIPE_VERSION
 
 
@@ -40,21 +38,18 @@ def make_tiny_model(
     path: str | os.PathLike[str],
     *,
     seed: int = 0,
-    revision: str | None = None,
     layers: int = 2,
     hidden_size: int = 128,
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 32,
-    max_position_embeddings: int = 32768,
 ) -> Path:
     """Make the model in directory ``path`` and return that path; a directory that already holds it is left alone.
 
-    ``revision`` changes nothing but the recipe file and ``config.json``'s ``_commit_hash``: two "versions" of a model
-    whose weights differ need different seeds. The directory appears whole or not at all, also with several makers at
-    once. Raises ``FileExistsError`` when ``path`` holds something else.
+    The directory appears whole or not at all, also with several makers at once. Raises ``FileExistsError`` when
+    ``path`` holds something else.
     """
-    recipe = TinyModelRecipe(seed, revision, layers, hidden_size, heads, kv_heads, head_dim, max_position_embeddings)
+    recipe = TinyModelRecipe(seed, layers, hidden_size, heads, kv_heads, head_dim)
     target = Path(path)
     if _holds(target, recipe):
         return target
@@ -76,8 +71,8 @@ def make_tiny_model(
 
 def _holds(path: Path, recipe: TinyModelRecipe) -> bool:
     try:
-        return bool(json.loads((path / _RECIPE_FILE).read_text()) == asdict(recipe))
-    except (OSError, ValueError):
+        return bool(json.loads((path / _RECIPE_FILE).read_text()).items() >= asdict(recipe).items())
+    except (OSError, ValueError, AttributeError):
         return False
 
 
@@ -92,7 +87,7 @@ def _write(directory: Path, recipe: TinyModelRecipe) -> None:
 
 
 def _config(recipe: TinyModelRecipe) -> dict[str, object]:
-    config: dict[str, object] = {
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": recipe.hidden_size,
@@ -102,7 +97,7 @@ def _config(recipe: TinyModelRecipe) -> dict[str, object]:
         "num_key_value_heads": recipe.kv_heads,
         "head_dim": recipe.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": recipe.max_position_embeddings,
+        "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "vocab_size": VOCABULARY_SIZE,
@@ -111,9 +106,6 @@ def _config(recipe: TinyModelRecipe) -> dict[str, object]:
         "eos_token_id": 257,
         "torch_dtype": "bfloat16",
     }
-    if recipe.revision is not None:
-        config["_commit_hash"] = recipe.revision
-    return config
 
 
 def _weights(recipe: TinyModelRecipe) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.testing.conformance.storage_backend import make_storage_config
+from hicache_ext.testing.host_pools import make_storage_config
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.backend.test_conformance import extra_config
 

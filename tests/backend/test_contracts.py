@@ -37,7 +37,7 @@ class BrokenStore:
         return broken
 
 
-def transfer(pool_name: Any, keys: list[str] | None, host_indices: torch.Tensor | None) -> Any:
+def transfer(pool_name: Any, keys: list[Any] | None, host_indices: torch.Tensor | None) -> Any:
     from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
     return PoolTransfer(name=pool_name, keys=keys, host_indices=host_indices)
@@ -130,6 +130,14 @@ def test_an_unknown_pool_is_a_miss(open_backend: Callable[..., Any]) -> None:
     moves = [transfer("never_registered", KEYS, indices(0, 1, 2))]
     assert backend.batch_get_v2(moves) == {"never_registered": [False] * 3}
     assert backend.batch_exists_v2(KEYS, moves).kv_hit_pages == 0
+
+
+def test_a_transfer_that_fails_does_not_spoil_those_of_other_pools(open_backend: Callable[..., Any]) -> None:
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    backend.register_mem_host_pool_v2(mha_pools(page_size=PAGE_SIZE).host, "sidecar")
+    moves = [transfer("kv", KEYS, indices(0, 1, 2)), transfer("sidecar", [*KEYS[:2], None], indices(0, 1, 2))]
+    assert backend.batch_set_v2(moves) == {"kv": [True] * 3, "sidecar": [False] * 3}
+    assert backend.batch_get_v2(moves[::-1]) == {"kv": [True] * 3, "sidecar": [False] * 3}
 
 
 def test_nothing_works_after_close_and_nothing_raises(open_backend: Callable[..., Any]) -> None:

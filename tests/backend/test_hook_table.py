@@ -6,6 +6,8 @@ import inspect
 import pkgutil
 import subprocess
 import sys
+from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 prepare_process()
 
 from hicache_ext.sglang import hooks  # noqa: E402
-from hicache_ext.sglang.hooks import ADAPTERS, COPIES, FEATURES, HOOKS, Hook  # noqa: E402
+from hicache_ext.sglang.hooks import ADAPTERS, COPIES, FEATURES, HOOKS, WEIGHTS_UPDATES, Hook  # noqa: E402
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.split(".", 3)[-1])
@@ -43,6 +45,28 @@ def test_a_feature_without_a_hook_is_told_in_one_sentence(monkeypatch: pytest.Mo
 def test_a_target_that_this_sglang_lacks_is_not_in_force() -> None:
     assert not hooks._is_hooked("sglang.srt.no_such_module.Thing.call")
     assert not hooks._is_hooked("sglang.srt.managers.scheduler.Scheduler.no_such_call")
+
+
+def test_hooks_are_registered_once_and_also_where_sglang_keeps_them_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    taken: list[str] = []
+    register = HookRegistry.register
+
+    def counting(target: str, *hook: Any) -> None:
+        taken.append(target)
+        register(target, *hook)
+
+    monkeypatch.setattr(HookRegistry, "register", counting)
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    hooks.register([ADAPTERS])
+    hooks.register([ADAPTERS])
+    assert taken == [hook.target for hook in HOOKS if hook.feature is ADAPTERS]
+    # What begins with an underscore may be another thing in the next release.
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: taken.append(target))
+    monkeypatch.delattr(HookRegistry, "_hooks")
+    hooks.register([WEIGHTS_UPDATES])
+    assert [hook.target for hook in HOOKS if hook.feature is WEIGHTS_UPDATES] == taken[4:]
 
 
 AS_A_SERVER_STARTS = """

@@ -11,7 +11,7 @@ import torch
 from benchmarks import bench_kernels
 from benchmarks.kernels.report import OUTSTANDING
 from benchmarks.kernels.submit import LAYOUTS, SubmitCase, measure
-from hicache_ext.bench import kernel_run
+from hicache_ext.bench import kernel_calibrate, kernel_command
 from hicache_ext.cli.main import main
 from hicache_ext.kernels.calibration import Calibration, Measurement, Situation, read_calibration
 from hicache_ext.kernels.engine import Direction
@@ -51,7 +51,7 @@ def test_what_was_measured_is_shown_written_and_kept_for_servers_only_when_asked
 ) -> None:
     where = Situation(Direction.LOAD, "page_first_direct", True, 65536, 1 << 20)
     found = Calibration("a GPU", "570", "today", (Measurement(where, {"sglang": 2e-4, "batched_dma": 1e-4}),))
-    monkeypatch.setattr(kernel_run, "calibrate", lambda *_: found)
+    monkeypatch.setattr(kernel_calibrate, "calibrate", lambda *_: found)
     kept, page, figures = tmp_path / "kept.json", tmp_path / "kernels.md", tmp_path / "kernels.json"
     monkeypatch.setenv("HICACHE_EXT_KERNEL_CALIBRATION", str(kept))
     assert main(["bench", "kernels", "--markdown", str(page), "--json", str(figures)]) == 0
@@ -60,5 +60,5 @@ def test_what_was_measured_is_shown_written_and_kept_for_servers_only_when_asked
     assert not kept.exists()
     assert main(["bench", "kernels", "--calibrate"]) == 0
     assert read_calibration(kept).measurements == found.measurements
-    (panel,) = kernel_run._drawn(found.measurements)[1]
+    (panel,) = kernel_command._drawn(found.measurements)[1]
     assert panel.lines["batched_dma"] == [("1MiB in runs of 64KiB", *([pytest.approx(100)] * 3))]

@@ -34,6 +34,7 @@ from pathlib import Path
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
@@ -73,7 +74,7 @@ class Findings:
 
 
 def open_store(place: Path) -> SlabStore:
-    return SlabStore("disk", place, capacity=CAPACITY, threads=2)
+    return SlabStore("disk", place, capacity=CAPACITY, plan=IoPlan(threads=2))
 
 
 def some_keys(chance: random.Random, most: int) -> list[bytes]:

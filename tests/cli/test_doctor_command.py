@@ -155,7 +155,7 @@ def test_what_sglang_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(("version", "level"), [("0.5.23", "ok"), ("0.5.22", "error"), (None, "error")])
 def test_sglang_must_be_the_tested_one(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
-    monkeypatch.setattr(installation, "_version", lambda package: version)
+    monkeypatch.setattr(installation, "installed_version", lambda package: version)
     found = {finding.subject: finding for finding in installation.installation_findings()}
     assert found["sglang"].level.value == level
 

@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
@@ -56,9 +55,7 @@ class DiskFaults:
             setattr(os, call, self._faulty(call, self._originals[call]))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for call, original in self._originals.items():
             setattr(os, call, original)
         self._originals.clear()

@@ -108,7 +108,7 @@ class FakeDriver(CudaDriver):
             ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_TYPES[form])(self._copy_batch),
             ctypes.CFUNCTYPE(ctypes.c_int, *RECTANGLE_TYPES[form])(self._copy_rectangles),
         )
-        super().__init__(self._callbacks[0], form, rectangles=self._callbacks[1], rectangles_form=form)
+        super().__init__(self._callbacks[0], form, rectangles=self._callbacks[1])
 
     def current_stream(self, device: torch.device) -> int:
         return self.gpu.current_stream

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
 _CLONE_NEWNET = 0x40000000
@@ -45,9 +44,7 @@ class NetworkNamespace:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:

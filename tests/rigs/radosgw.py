@@ -12,7 +12,6 @@ import subprocess
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 
 from hicache_ext.testing.server import free_port
 
@@ -183,7 +182,5 @@ rgw_thread_pool_size = 64
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()

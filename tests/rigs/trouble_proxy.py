@@ -19,7 +19,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from hicache_ext.testing.server import free_port
@@ -77,9 +76,7 @@ class TroubleProxy:
         self._listen()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._trouble = Trouble.REFUSING
         self._stop_listening()
         for thread in list(self._threads):

@@ -130,23 +130,26 @@ def test_where_to_remember_may_be_said_after_the_reading(tmp_path: Path, reads: 
     assert SIZE not in reads
 
 
-def test_weights_are_read_once_whatever_is_done_with_their_digest(
+@pytest.mark.usefixtures("settled")
+def test_a_listener_that_raises_keeps_the_result_from_nobody_and_nothing_is_read_again(
     tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(random, "uniform", lambda *_: 0.01)  # the pause of a loop after a failure
+    reading, heard = threading.Event(), threading.Event()
     fingerprint = ModelFingerprint(str(make_model(tmp_path / "model")))
-    called: list[int] = []
+    digests = fingerprint._digests
+    monkeypatch.setattr(fingerprint, "_digests", lambda: reading.wait(60) and digests())
 
-    def callback() -> None:
-        called.append(1)
-        raise RuntimeError("it must not raise")
+    def fail() -> None:
+        raise RuntimeError("a tier with a bug")
 
-    fingerprint.when_done(callback)
     fingerprint.start()
-    assert fingerprint.done.wait(60)
-    read = len(reads)
-    time.sleep(0.3)
-    assert len(reads) == read and called == [1]
+    fingerprint.when_done(fail)
+    fingerprint.when_done(heard.set)
+    reading.set()
+    assert heard.wait(10)
+    files = len(reads)
+    time.sleep(1.2)  # longer than the first pause of a loop that tries again
+    assert len(reads) == files
 
 
 def test_a_machine_without_threads_leaves_a_model_unidentified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +272,7 @@ def test_nothing_is_remembered_where_a_ctime_may_be_anything(
 def test_a_record_is_of_one_file_system_and_one_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "model")
     names = {record_name(model)}
-    (tmp_path / "boot_id").write_text("another")
-    monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(module, "boot_id", lambda: "another")
     names.add(record_name(model))
     monkeypatch.setattr(module.os, "statvfs", lambda path: SimpleNamespace(f_fsid=17))
     names.add(record_name(model))
@@ -332,7 +334,7 @@ def test_what_another_process_reads_is_left_to_it_and_taken_from_its_record(tmp_
     expected = digest_of(model)
     fingerprint = ModelFingerprint(str(model))
     reads.clear()
-    with module.RememberedDigests(records).claim(record_name(model)) as record:
+    with module.claimed(records, record_name(model)) as record:
         assert record is not None
         fingerprint.start(records)
         assert not fingerprint.done.wait(1)
@@ -348,7 +350,7 @@ def test_a_stopped_process_that_holds_a_record_delays_nobody_for_ever(
 ) -> None:
     monkeypatch.setattr(module, "_LONGEST_TURN", 0.5)
     model, records = make_model(tmp_path / "model"), tmp_path / "records"
-    with module.RememberedDigests(records).claim(record_name(model)):
+    with module.claimed(records, record_name(model)):
         digest_of(model, records)
 
 

@@ -91,8 +91,7 @@ def test_what_is_on_the_root_file_system(tmp_path: Path, table: str, path: str, 
     file = tmp_path / "mountinfo"
     file.write_text(table)
     root = on_root_file_system(path, file)
-    assert (root and root.type) == kind
-    assert kind is None or kind in str(root)
+    assert root is None if kind is None else f"({kind})" in str(root)
 
 
 def test_a_link_to_a_disk_is_on_that_disk(tmp_path: Path) -> None:

@@ -121,20 +121,6 @@ def test_tiers_that_cannot_be_put_together_are_closed_and_those_in_use_stay(
     assert store.reload(config(timeout="50s")) == ["tier disk: new timeout"]
 
 
-def test_a_new_tier_that_cannot_be_opened_whatever_it_raises_is_a_sentence(
-    config: Callable[..., HicacheExtConfig], store: ReloadableStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(name: str, tier: Any) -> PageStore:
-        raise RuntimeError("of another package")
-
-    before = store.current
-    with monkeypatch.context() as patch:
-        patch.setattr(live_tiers, "open_tier", broken)
-        with pytest.raises(StoreError, match=r"the new tiers cannot be used: RuntimeError.*of another package"):
-            store.reload(config("more", timeout="50s"))
-    assert store.current is before
-
-
 def test_a_capacity_that_cannot_be_changed_leaves_the_guards_in_force_known(
     config: Callable[..., HicacheExtConfig], store: ReloadableStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +133,26 @@ def test_a_capacity_that_cannot_be_changed_leaves_the_guards_in_force_known(
             store.reload(config(timeout="50s"))
     store.reload(config("more", timeout="60s"))
     assert store_pages(store.tiers[0], [KEY]) == [SetResult.STORED]
+
+
+@pytest.mark.parametrize("step", ["open_tier", "guarded"])
+def test_whatever_a_new_tier_raises_is_an_error_of_the_reload(
+    config: Callable[..., HicacheExtConfig],
+    opened: list[PageStore],
+    store: ReloadableStore,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    def no_thread(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = store.current
+    with monkeypatch.context() as patch:
+        patch.setattr(live_tiers, step, no_thread)
+        with pytest.raises(StoreError, match=r"the new tiers cannot be used: .*can't start new thread"):
+            store.reload(config("more", timeout="50s"))
+    assert [is_closed(tier) for tier in opened] == [False, True][: len(opened)]
+    assert store.current is before
 
 
 def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_not_before(

@@ -16,10 +16,11 @@ import pytest
 import yaml
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_config
-from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
-from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.errors import ConfigError, ControlError, StoreClosedError, StoreSetupError
+from hicache_ext.storage.contract.store import PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.serving.config_file import ConfigFile, config_file_of
+from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 from tests.storage.guards.hung import KEY, eventually
@@ -156,6 +157,37 @@ def test_calls_go_on_while_tiers_come_and_go(tier: Callable[..., Section]) -> No
     assert problems == []
     store.close()
     eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_store_that_closes_during_a_reload_loses_nothing_that_waits_to_be_written(
+    tier: Callable[..., Section], tmp_path: Path
+) -> None:
+    both = {"near": tier("near"), "far": tier("far")}
+    store = open_tiers(config(both, store_policies={"far": "async"}))
+    bare = store._live["far"].bare
+    write, slow = bare.set, threading.Event()
+
+    def set_slowly(batch: PageBatch) -> list[SetResult]:
+        slow.wait(60)
+        return write(batch)
+
+    bare.set = set_slowly  # type: ignore[method-assign]
+    before = store.current
+    assert set(store_pages(store, page_keys(100))) == {SetResult.STORED}  # more than the queue writes at once
+    reloading = threading.Thread(
+        target=store.reload, args=(config(both, store_policies={"far": "async"}, promote_to="off"),)
+    )
+    reloading.start()
+    eventually(lambda: store.current is not before)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(0.2)
+    slow.set()
+    closing.join(60)
+    reloading.join(60)
+    assert pages_of(tmp_path / "far") == 100
+    with pytest.raises(StoreClosedError):
+        bare.contains([KEY])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -467,6 +499,18 @@ def test_close_leaves_neither_socket_nor_thread(file: Path, runtime: Path) -> No
     server.close()
     assert list(runtime.iterdir()) == []
     assert set(threading.enumerate()) <= before
+
+
+def test_without_a_thread_there_is_no_socket_that_nobody_answers(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(ControlError, match="no thread"):
+        ControlSocket(lambda request: request)
+    assert list(runtime.iterdir()) == []
 
 
 def test_nonsense_on_the_socket_is_answered_or_dropped(file: Path, runtime: Path, serve: Callable[..., Server]) -> None:

@@ -33,7 +33,7 @@ from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
-from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
+from hicache_ext.storage.tiers.file.slab.allocator import ClockTimes
 from hicache_ext.storage.tiers.memory import MemoryPageStore, MemoryTier
 from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
 from hicache_ext.testing.server import free_port
@@ -305,29 +305,17 @@ def test_a_disk_that_hangs_holds_up_nobody_who_looks_at_the_metrics() -> None:
 
 
 def test_a_look_that_ends_before_its_caller_goes_on_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    ended = threading.Event()
-    last = LastLook("disk", lambda: {"pages": float(len(looks))}, 0.0)
-    wake, look_now = last._loop.wake, last._look_now
+    looks: list[float] = []
 
-    def look() -> float:
-        looks.append(1)
-        pause = look_now()
-        ended.set()
-        return pause
+    def look() -> dict[str, float]:
+        looks.append(time.monotonic())
+        return {"used_bytes": float(len(looks))}
 
-    def wake_and_lose_the_processor() -> bool:
-        woken = wake()
-        assert ended.wait(30)
-        ended.clear()
-        return woken
-
-    last._loop._step = look
-    monkeypatch.setattr(last._loop, "wake", wake_and_lose_the_processor)
-    for _ in range(3):
-        last.known()
-    assert len(looks) == 3
-    last.close(10)
+    last = LastLook("file", look, interval=0.0)
+    monkeypatch.setattr(last._loop, "wake", lambda: last._look_now() == math.inf)  # its thread is that fast
+    last.known()
+    last.known()
+    assert last.known() == {"used_bytes": 3.0}
 
 
 def test_a_look_that_fails_leaves_what_is_known() -> None:

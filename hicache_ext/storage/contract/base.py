@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from hicache_ext.errors import StoreClosedError
@@ -86,62 +86,23 @@ class TierStore(abc.ABC):
         return StoreInfo(self.name, self.type_name, self.shared, self.details())
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        with self._calls:
-            if len(batch.sizes) == 0:
-                return []
-            try:
-                results = _for_each(self._read(batch), batch.sizes)
-            except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
-                results = self._failed_results(error, "get", GetResult.TIMEOUT, GetResult.ERROR, len(batch.sizes))
-        self.metrics.add_many("get", counted(results))
-        self.metrics.add("bytes", "get", batch.bytes_of(GetResult.HIT, results))
-        return results
+        return self._moved("get", self._read, batch, GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        with self._calls:
-            if len(batch.sizes) == 0:
-                return []
-            try:
-                results = _for_each(self._write(batch), batch.sizes)
-            except Exception as error:  # noqa: BLE001 - as for get
-                results = self._failed_results(error, "set", SetResult.TIMEOUT, SetResult.ERROR, len(batch.sizes))
-        self.metrics.add_many("set", counted(results))
-        self.metrics.add("bytes", "set", batch.bytes_of(SetResult.STORED, results))
-        return results
+        return self._moved("set", self._write, batch, SetResult.STORED, SetResult.TIMEOUT, SetResult.ERROR)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._calls:
-            try:
-                return _for_each(self._has(keys), keys) if len(keys) else []
-            except Exception as error:  # noqa: BLE001 - as for get
-                self._note_failed_call(error, "contains")
-                return [False] * len(keys)
+        return self._answer("contains", self._has_each, keys, [False] * len(keys))
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        with self._calls:
-            try:
-                return self._lead(keys) if len(keys) else 0
-            except Exception as error:  # noqa: BLE001 - as for get
-                self._note_failed_call(error, "count_leading")
-                return 0
+        return self._answer("count_leading", self._lead, keys, 0)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        with self._calls:
-            try:
-                wanted = list(dict.fromkeys(keys))
-                return self._remove(wanted) if wanted else 0
-            except Exception as error:  # noqa: BLE001 - as for get
-                self._note_failed_call(error, "remove")
-                return 0
+        return self._answer("remove", self._remove, list(dict.fromkeys(keys)), 0)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        with self._calls:
-            try:
-                wanted = None if digests is None else list(dict.fromkeys(digests))
-                return self._clear(wanted) if wanted != [] else 0
-            except Exception as error:  # noqa: BLE001 - as for get
-                self._note_failed_call(error, "clear")
-                return 0
+        wanted = None if digests is None else list(dict.fromkeys(digests))
+        return self._answer("clear", self._clear, wanted, 0)
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         try:
@@ -149,7 +110,7 @@ class TierStore(abc.ABC):
                 self._register(digest, document)
         except StoreClosedError:
             pass
-        except Exception as error:  # noqa: BLE001 - as for get
+        except Exception as error:  # noqa: BLE001 - as above
             logger.warning("tier %s: identity %s not recorded: %s", self.name, digest.hex(), error)
 
     def close(self) -> None:
@@ -160,17 +121,50 @@ class TierStore(abc.ABC):
         """A round trip. A tier that can say more overrides it (``Diagnosable``)."""
         return try_store(self)
 
-    # -- calls whose medium raised -----------------------------------------------------------------------------------
-
     def count_error(self, error: BaseException, pages: int = 1) -> None:
         """Count ``error`` under ``error/<reason>``: the name of its errno where it has one."""
         self.metrics.add("error", error_reason(error), pages)
 
-    def _failed_results(
-        self, error: Exception, call: str, timed_out: _Result, failed: _Result, pages: int
+    # -- calls of the hooks ------------------------------------------------------------------------------------------
+
+    def _moved(
+        self,
+        call: str,
+        hook: Callable[[PageBatch], list[_Result]],
+        batch: PageBatch,
+        moved: _Result,
+        timed_out: _Result,
+        failed: _Result,
     ) -> list[_Result]:
-        self._note_failed_call(error, call, pages)
-        return [timed_out if isinstance(error, TimeoutError) else failed] * pages
+        """The results of a batch, counted."""
+        pages = len(batch.sizes)
+        with self._calls:
+            if pages == 0:
+                return []
+            try:
+                results = _for_each(hook(batch), pages)
+            except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
+                self._note_failed_call(error, call, pages)
+                results = [timed_out if isinstance(error, TimeoutError) else failed] * pages
+        self.metrics.add_many(call, counted(results))
+        self.metrics.add("bytes", call, batch.bytes_of(moved, results))
+        return results
+
+    def _answer(
+        self, call: str, hook: Callable[[Any], _Answer], asked: Sequence[bytes] | None, none: _Answer
+    ) -> _Answer:
+        """What the hook says of ``asked``; ``none`` where that is empty, or the medium failed."""
+        with self._calls:
+            if asked is not None and not len(asked):
+                return none
+            try:
+                return hook(asked)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._note_failed_call(error, call)
+                return none
+
+    def _has_each(self, keys: Sequence[bytes]) -> list[bool]:
+        return _for_each(self._has(keys), len(keys))
 
     def _note_failed_call(self, error: Exception, call: str, pages: int = 1) -> None:
         if isinstance(error, StoreClosedError):
@@ -181,10 +175,10 @@ class TierStore(abc.ABC):
         logger.warning("tier %s: %s: %r", self.name, call, error, exc_info=None if of_medium else error)
 
 
-def _for_each(answers: list[_Answer], pages: Sequence[object]) -> list[_Answer]:
+def _for_each(answers: list[_Answer], pages: int) -> list[_Answer]:
     """The answers of a hook, if there is one for each page: callers put them together with their pages."""
-    if len(answers) != len(pages):
-        raise ValueError(f"{len(answers)} answers for {len(pages)} pages")
+    if len(answers) != pages:
+        raise ValueError(f"{len(answers)} answers for {pages} pages")
     return answers
 
 

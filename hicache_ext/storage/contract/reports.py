@@ -79,8 +79,7 @@ class LastLook:
 
     def known(self) -> Gauges:
         if not self._asked and time.monotonic() - self._looked >= self._interval:
-            # Before the thread can have looked: it takes this back, and nobody would look again if that came first.
-            self._asked = True
+            self._asked = True  # before the look, which may have ended when wake() returns
             if not self._loop.wake():
                 self._asked = False
         return self._known

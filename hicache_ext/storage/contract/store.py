@@ -205,9 +205,6 @@ class PageBatch:
             [self.sizes[i] for i in chosen],
         )
 
-    def payload_bytes(self, position: int) -> int:
-        return self.sizes[position]
-
     def bytes_of(self, wanted: GetResult | SetResult | bool, results: Sequence[GetResult | SetResult | bool]) -> int:
         """Payload bytes of the pages with the result ``wanted``."""
         if results.count(wanted) == len(results):

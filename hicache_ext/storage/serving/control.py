@@ -70,7 +70,9 @@ class ControlSocket:
             self._listener.close()
             raise ControlError(f"{self.path}: {error.strerror or error}") from error
         self._loop = BackgroundLoop("hicache-control", self._serve, Backoff(_FIRST_PAUSE, _REQUEST_SECONDS))
-        self._loop.wake()
+        if not self._loop.wake():
+            self.close()
+            raise ControlError(f"{self.path}: there is no thread to answer with")
 
     def close(self) -> None:
         if self._loop.stopping:

@@ -51,6 +51,8 @@ class ExchangeableStore:
         self.current = tiers
         """For a look: it may be exchanged the next moment."""
         self._lock = threading.Lock()
+        self._releasing = threading.Lock()
+        """While the old ones end: they have stores in common with those in force, which must not be closed yet."""
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._closed = False
 
@@ -68,6 +70,7 @@ class ExchangeableStore:
                     raise StoreClosedError(self.name)
                 documents = {key: document for key, document in self._identities.items() if key not in identities}
                 if not documents:
+                    self._releasing.acquire()
                     self.current = tiers
                     break
             # Outside the lock, since these talk to stores and SGLang's scheduler may be about to register more.
@@ -79,6 +82,8 @@ class ExchangeableStore:
             old.release()
         except Exception:
             logger.exception("hicache_ext: ending what the tiers of before did in the background")
+        finally:
+            self._releasing.release()
 
     # -- the contract, and what TieredStore has beside it ----------------------------------------------------------
 
@@ -118,4 +123,5 @@ class ExchangeableStore:
         with self._lock:
             self._closed = True
             tiers = self.current
-        tiers.close()
+        with self._releasing:
+            tiers.close()

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from hicache_ext.testing.host_pools import Pools, mha_pools, page_indices
+from hicache_ext.testing.host_pools import Pools, make_storage_config, mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
 
 PAGE_SIZE = 16
@@ -37,27 +37,6 @@ def page_keys(count: int, chain: str = "a") -> list[str]:
         previous = hashlib.sha256(previous).digest()
         keys.append(previous.hex())
     return keys
-
-
-def make_storage_config(**overrides: Any) -> Any:
-    """SGLang's HiCacheStorageConfig of a plain single-rank MHA model, with ``overrides``."""
-    prepare_process()
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-    facts: dict[str, Any] = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": False,
-        "is_page_first_layout": True,
-        "model_name": "conformance",
-        "extra_config": {},
-    }
-    return HiCacheStorageConfig(**{**facts, **overrides})
 
 
 class Driver:

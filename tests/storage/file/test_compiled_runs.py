@@ -640,8 +640,8 @@ def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monke
 
 def test_threads_come_and_go_each_with_memory_of_its_own(tmp_path):
     sizes = [3000, 2000, 120]
-    store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB, threads=1)
-    other = SlabStore("disk", tmp_path / "other", capacity=64 * MIB, threads=1)
+    store = SlabStore("disk", tmp_path / "tier", capacity=64 * MIB, plan=IoPlan(threads=1))
+    other = SlabStore("disk", tmp_path / "other", capacity=64 * MIB, plan=IoPlan(threads=1))
     problems: list[BaseException] = []
 
     def use(number: int) -> None:

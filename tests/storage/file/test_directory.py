@@ -15,6 +15,7 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     OTHER_IDENTITY,
@@ -75,8 +76,8 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
         "usage",
     ]
     assert json.loads((place / "hicache_ext.json").read_text()) == {"format": 1, "layout": "pages"}
-    assert store._directory.load_identity(IDENTITY) == {"model": {"id": "m"}}
-    assert store._directory.load_identity(OTHER_IDENTITY) is None
+    assert load_document(place, IDENTITY) == {"model": {"id": "m"}}
+    assert load_document(place, OTHER_IDENTITY) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.storage.tiers.file.eviction import RANK_LENGTH, Clock, EvictionPolicy, Ghost, Rank
+from benchmarks.eviction_policy import Ghost, PageByPage, Rank, after_reuse
+from hicache_ext.storage.tiers.file.eviction import Clock
 
 _SCRIPT = Path(__file__).parents[3] / "benchmarks" / "replay_trace.py"
 
@@ -52,7 +53,7 @@ def test_a_head_outranks_its_tail_right_after_a_request_used_both(replay_trace, 
 
 @given(st.integers(0, 200), st.integers(0, 7), st.integers(0, 1 << 30), st.integers(1, 1 << 20))
 def test_no_page_outranks_the_page_before_it(depth, hits, priority, capacity):
-    policy, clock, before = EvictionPolicy(capacity), Clock(inserts=1000), Rank(priority, 0, 0)
+    policy, clock, before = PageByPage(capacity), Clock(inserts=1000), Rank(priority, 0, 0)
     clock, rank = policy.inserted(clock, depth, before, Ghost(0, hits))
     assert rank.priority < before.priority or rank.priority == before.priority == 0
     renewed = policy.renewed(clock, Rank(priority + 10, 0, hits), depth, before)
@@ -61,20 +62,20 @@ def test_no_page_outranks_the_page_before_it(depth, hits, priority, capacity):
 
 
 def test_the_deeper_of_two_new_chains_pages_goes_first():
-    policy, clock = EvictionPolicy(1000), Clock()
+    policy, clock = PageByPage(1000), Clock()
     clock, head = policy.inserted(clock, 0)
     _, tail = policy.inserted(clock, 50)
     assert tail.priority < head.priority
 
 
 def test_a_second_use_right_after_the_first_writes_nothing():
-    policy = EvictionPolicy(1000)
+    policy = PageByPage(1000)
     clock, rank = policy.inserted(Clock(), 0)
     assert policy.renewed(clock, rank, 0) is None
 
 
 def test_a_use_long_after_the_last_one_raises_the_priority_and_counts():
-    policy = EvictionPolicy(1000)
+    policy = PageByPage(1000)
     clock, rank = policy.inserted(Clock(), 0)
     later = Clock(clock.inserts + 500, clock.distance_sum, clock.reuses)
     clock, renewed = policy.renewed(later, rank, 0)
@@ -98,7 +99,7 @@ def test_hits_alone_cost_no_writes_once_each_page_was_used_twice(replay_trace):
 
 
 def test_a_returning_page_is_worth_more_with_its_ghost():
-    policy, clock = EvictionPolicy(1000), Clock(inserts=5000)
+    policy, clock = PageByPage(1000), Clock(inserts=5000)
     _, stranger = policy.inserted(clock, 0)
     _, known = policy.inserted(clock, 0, None, Ghost(used=1000, hits=0))
     assert known.priority > stranger.priority
@@ -146,33 +147,25 @@ def test_the_same_requests_leave_the_same_records(replay_trace):
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=50), st.integers(1, 1 << 20))
 def test_the_reuse_distance_stays_within_what_was_measured_and_allowed(distances, capacity):
-    policy, clock = EvictionPolicy(capacity), Clock()
+    policy, clock = PageByPage(capacity), Clock()
     assert policy.reuse_distance(clock) == capacity
     for distance in distances:
-        clock = clock.after_reuse(distance)
+        clock = after_reuse(clock, distance)
         assert 0 <= policy.reuse_distance(clock) <= 64 * capacity
     if distances:
         assert policy.reuse_distance(clock) <= max(distances)
 
 
 def test_the_measured_distance_follows_a_change():
-    policy, clock = EvictionPolicy(10_000), Clock()
+    policy, clock = PageByPage(10_000), Clock()
     for distance in [20_000] * 5000 + [1000] * 20_000:
-        clock = clock.after_reuse(distance)
+        clock = after_reuse(clock, distance)
     assert policy.reuse_distance(clock) == pytest.approx(1000, rel=0.1)
-
-
-@given(st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1), st.integers(0, 255))
-def test_records_survive_packing_and_fit_24_bytes(priority, used, hits):
-    rank, clock = Rank(priority, used, hits), Clock(priority, used, hits)
-    assert Rank.unpack(rank.pack()) == rank
-    assert Clock.unpack(clock.pack()) == clock
-    assert len(rank.pack()) == RANK_LENGTH <= 24
 
 
 def test_a_tier_without_slots_is_refused():
     with pytest.raises(ValueError, match="capacity 0"):
-        EvictionPolicy(0)
+        PageByPage(0)
 
 
 @given(paths, st.integers(1, 30))
@@ -220,20 +213,3 @@ def test_the_script_replays_a_trace_and_writes_its_results(replay_trace, tmp_pat
 def test_without_the_trace_the_script_says_so_and_ends_well(replay_trace, tmp_path, capsys):
     assert replay_trace.main([str(tmp_path / "absent.jsonl")]) == 0
     assert "nothing to replay" in capsys.readouterr().out
-
-
-@given(
-    st.integers(1, 1000),
-    st.integers(0, 200),
-    st.one_of(st.none(), st.integers(0, 1 << 41)),
-    st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 5000), st.integers(0, 7))), max_size=80),
-)
-def test_a_chain_inserted_at_once_ranks_as_page_by_page(capacity, depth, priority, remembered):
-    policy, clock = EvictionPolicy(capacity), Clock(5000, 700_000, 900)
-    before = None if priority is None else Rank(priority, 0, 0)
-    ghosts = [None if ghost is None else Ghost(*ghost) for ghost in remembered]
-    after, ranks = policy.inserted_chain(clock, before, depth, ghosts)
-    for number, ghost in enumerate(ghosts):
-        clock, before = policy.inserted(clock, depth + number, before, ghost)
-        assert ranks[number] == before
-    assert after == clock

@@ -13,11 +13,11 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.runtime.mounts import RootFileSystem, on_root_file_system
+from hicache_ext.runtime.mounts import on_root_file_system
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import opening as file_tier
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from tests.storage.file.test_spread import wait_until
+from tests.storage.file.test_multipath import wait_until
 
 
 def configuration(*paths: Path, **keys: Any) -> dict[str, Any]:
@@ -33,12 +33,14 @@ def opened(*paths: Path, **keys: Any) -> Any:
 def root_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest's directory is on the root file system, wherever it is, and what is mounted below it is not."""
     monkeypatch.setattr(file_tier, "_warned_of_root", set())
+    overlay = tmp_path / "mountinfo"
+    overlay.write_text("22 1 0:77 / / rw - overlay overlay rw\n")
 
-    def on_root(path: str) -> RootFileSystem | None:
+    def on_root(path: str) -> str | None:
         mounted = any(
             (tmp_path / name).is_mount() and Path(path).is_relative_to(tmp_path / name) for name in ("a", "b")
         )
-        return None if mounted else RootFileSystem("overlay")
+        return None if mounted else on_root_file_system("/", overlay)
 
     monkeypatch.setattr(file_tier, "on_root_file_system", on_root)
 

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.eviction_policy import Ghost, PageByPage, Rank
 from hicache_ext.runtime import jit
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy, Ghost, Rank
+from hicache_ext.storage.tiers.file.eviction import Clock
 from hicache_ext.storage.tiers.file.slab import lookup, slot_code
 from hicache_ext.storage.tiers.file.slab.mapped import Words
 from hicache_ext.storage.tiers.file.slab.slot_code import (
@@ -434,8 +435,12 @@ def test_pages_written_rank_as_the_policy_says(seed: int) -> None:
         np.ones(count, np.int64), np.array([77]), 1, world.clocks[0], capacity, world.ghosts, world.remembered, 300,
     )  # fmt: skip
     written = world.records[200 : 200 + count]
-    expected = EvictionPolicy(capacity).inserted_chain(clock, rank, first, ghosts)
-    assert (Clock(*world.clocks[0, 1:].tolist()), [rank_of(record) for record in written]) == expected
+    expected = []
+    for depth, ghost in enumerate(ghosts, first):
+        clock, rank = PageByPage(capacity).inserted(clock, depth, rank, ghost)
+        expected.append(rank)
+    assert Clock(*world.clocks[0, 1:].tolist()) == clock
+    assert [rank_of(record) for record in written] == expected
     assert any(ghosts) and (written[:, STATE] & 0xFF == slot_code.PENDING).all()
 
 
@@ -463,7 +468,7 @@ def test_pages_used_rank_as_the_policy_says(seed: int) -> None:
         rank = Rank((1 << 40) + rng.randrange(-100, 100) + used, used, rng.randrange(8))
         row = world.records[rows[depth]]
         row[PRIORITY], row[USED], row[STATE] = rank.priority, used, PAGE | rank.hits << 8
-        renewed = EvictionPolicy(world.slots(size)).renewed(clock, rank, depth, before)
+        renewed = PageByPage(world.slots(size)).renewed(clock, rank, depth, before)
         changed += renewed is not None
         clocks[size], before = renewed or (clock, rank)
         expected.append(before)

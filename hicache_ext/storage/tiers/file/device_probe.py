@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.access import open_file
 from hicache_ext.runtime.file_lock import lock_within
+from hicache_ext.runtime.liveness import boot_id
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
 
@@ -84,7 +85,7 @@ def measured_device(path: Path) -> Measured:
     Raises OSError. Empty where nothing can be measured: the file system has no unnamed files, or another process has
     been measuring for too long.
     """
-    facts = {"version": _VERSION, "boot": _boot(), "device": path.stat().st_dev}
+    facts = {"version": _VERSION, "boot": boot_id() or "unknown", "device": path.stat().st_dev}
     kept = _kept(path, facts)
     if kept is not None:
         return kept
@@ -102,6 +103,11 @@ def measured_device(path: Path) -> Measured:
             measured = Measured()
         _keep(path, {**facts, **measured.as_document()})
         return measured
+
+
+def flags_of(mode: Mode) -> int:
+    """For preadv2 and pwritev2."""
+    return RWF_DONTCACHE if mode == "dontcache" else 0
 
 
 def takes_direct(path: Path) -> bool:
@@ -152,7 +158,7 @@ class _Probe:
                     opened = direct if mode == "direct" else fd
                     if opened is None:
                         continue
-                    cell = _Cell(pool, self._memory, blocks, threads, opened, mode)
+                    cell = _Cell(pool, self._memory, blocks, threads, opened, flags_of(mode))
                     for direction, rates in (("write", measured.write), ("read", measured.read)):
                         if threads != _MODES_COMPARED_WITH and mode not in rates:
                             continue
@@ -183,19 +189,15 @@ class _Cell:
     blocks: int
     threads: int
     fd: int
-    mode: Mode
+    flags: int
 
     def read(self, buffered: int) -> float | None:
         """Bytes per second; None when the file system lacks this mode."""
         os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
-        return self._run(lambda block, buffer: os.preadv(self.fd, [buffer], block * _BLOCK, self._flags), None)
+        return self._run(lambda block, buffer: os.preadv(self.fd, [buffer], block * _BLOCK, self.flags), None)
 
     def write(self, buffered: int) -> float | None:
-        return self._run(lambda block, buffer: os.pwritev(self.fd, [buffer], block * _BLOCK, self._flags), buffered)
-
-    @property
-    def _flags(self) -> int:
-        return RWF_DONTCACHE if self.mode == "dontcache" else 0
+        return self._run(lambda block, buffer: os.pwritev(self.fd, [buffer], block * _BLOCK, self.flags), buffered)
 
     def _run(self, move: Callable[[int, memoryview], int], sync: int | None) -> float | None:
         """Moves no block twice: it would be in the page cache the second time."""
@@ -259,10 +261,3 @@ def _rates(document: dict[str, dict[str, float]]) -> dict[Mode, dict[int, float]
         for mode in MODES
         if mode in document
     }
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"

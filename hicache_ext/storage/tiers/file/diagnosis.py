@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hicache_ext.config.units import format_size, rounded_size
@@ -15,7 +14,7 @@ from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, try_store
 from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code, why_not_compiled
-from hicache_ext.storage.tiers.file.usage import recorded_total
+from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 
@@ -52,7 +51,7 @@ def of_paths(
         findings.append(_moves())
     try:
         findings += [_file_system(path, layout) for path in paths]
-        findings += _space(paths, capacity, sum(_stored_bytes(path) for path in in_service))
+        findings += _space(paths, capacity, sum(occupied_bytes(path) for path in in_service))
     except OSError as error:
         findings.append(Finding("directory", Level.ERROR, f"{error.filename}: {error.strerror}", "check the mount"))
     return findings
@@ -107,19 +106,3 @@ def _space(paths: Sequence[Path], capacity: int | None, stored: int) -> list[Fin
     if capacity - stored > free:
         return [Finding("capacity", Level.WARNING, words, "lower capacity: the disk is full before the tier is")]
     return [Finding("capacity", Level.OK, words)]
-
-
-def _stored_bytes(path: Path) -> int:
-    """Page files keep an account; slabs are few files, which are counted. Raises OSError."""
-    with suppress(FileNotFoundError):
-        counted = recorded_total(path / "usage")
-        if counted is not None:
-            return counted
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:
-                continue
-    return total

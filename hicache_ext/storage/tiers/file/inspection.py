@@ -6,25 +6,26 @@ changes the directory through the same code as the stores.
 
 from __future__ import annotations
 
+import abc
 import errno
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from hicache_ext.errors import FormatError, StoreError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.manifest import MANIFEST, check_manifest, format_and_layout, layout_in
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.touches import Uses
-from hicache_ext.storage.tiers.file.usage import recorded_total
+from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,39 +55,58 @@ _NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errn
 """Errors of the reading process; all others are errors of the page."""
 
 
-class Inspector(Protocol):
+class Inspector(abc.ABC):
     """One directory, whatever its layout. Changes nothing. Not thread-safe; close it."""
 
-    @property
-    def layout(self) -> str: ...
+    layout: ClassVar[str]
 
-    @property
-    def path(self) -> Path: ...
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     @property
     def remark(self) -> str:
         """A warning about what it lists; mostly empty."""
+        return ""
 
+    @abc.abstractmethod
     def pages(self) -> Iterator[StoredPage]:
         """Every page, identity by identity."""
 
     def uses(self, digest: bytes) -> Uses | None:
         """Hits of an identity's pages since it was last cleared; None where none were counted."""
+        return None
 
     def read(self, page: StoredPage) -> StoredObject | None:
         """The page as it is on disk; None if it is gone. Raises OSError for errors that are not of the page
         (``_NOT_OF_THE_PAGE``)."""
+        try:
+            content = self._content(page)
+        except OSError as error:
+            if error.errno in _NOT_OF_THE_PAGE:
+                raise
+            # What has the page's place cannot be read: no page.
+            content = b""
+        seal = None if page.listed is None or not any(page.listed.seal) else page.listed.seal
+        return None if content is None else StoredObject(content, seal)
 
+    @abc.abstractmethod
+    def _content(self, page: StoredPage) -> bytes | None:
+        """Header and payload; None if they are gone. Raises OSError."""
+
+    @abc.abstractmethod
     def left_overs(self) -> int:
         """The number of left-overs of killed processes."""
 
     def occupied(self) -> int:
         """Bytes of disk that the tier takes."""
+        return occupied_bytes(self.path)
 
+    @abc.abstractmethod
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         """Bytes of disk that the pages under each of these page hashes take, over all identities."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027 - not every layout needs it
+        """Release what it has open."""
 
 
 class Editor(Protocol):
@@ -94,7 +114,7 @@ class Editor(Protocol):
 
     def remove(self, keys: list[bytes]) -> int: ...
 
-    def clear(self, digests: list[bytes]) -> None: ...
+    def clear(self, digests: list[bytes]) -> int: ...
 
     def clean_up(self) -> int:
         """Remove left-overs of killed processes; returns their number."""
@@ -113,7 +133,10 @@ def open_inspector(path: Path) -> Inspector:
 
 def open_editor(path: Path) -> Editor:
     """Raises StoreError when ``path`` is no directory of the file tier that can be changed."""
-    return SlabEditor(path) if _layout(path) == "slab" else PageFileEditor(path)
+    if _layout(path) == "slab":
+        return SlabEditor(path)
+    # Without a capacity it never evicts; removals go through the shared usage record.
+    return PageFileEditor(str(path), path, capacity=None, plan=IoPlan(threads=1))
 
 
 def _layout(path: Path) -> str:
@@ -143,12 +166,11 @@ def reason_it_is_bad(key: bytes, stored: StoredObject) -> str | None:
     return "seal" if reason is None and seal not in (None, envelope.seal_of(content)) else reason
 
 
-class PageFileInspector:
+class PageFileInspector(Inspector):
     layout = "pages"
-    remark = ""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._tree = PageTree(path)
 
     def pages(self) -> Iterator[StoredPage]:
@@ -157,61 +179,29 @@ class PageFileInspector:
             for file, status in self._tree.page_files(fan_out):
                 yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, used=status.st_mtime)
 
-    def uses(self, digest: bytes) -> Uses | None:
-        return None
-
-    def read(self, page: StoredPage) -> StoredObject | None:
+    def _content(self, page: StoredPage) -> bytes | None:
         try:
-            return StoredObject(Path(self._tree.page_path(page.key)).read_bytes())
+            return Path(self._tree.page_path(page.key)).read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:
-            if error.errno in _NOT_OF_THE_PAGE:
-                raise
-            # What has the page's name cannot be read: no page.
-            return StoredObject(b"")
 
     def left_overs(self) -> int:
         return len(list(self._tree.left_overs()))
 
-    def occupied(self) -> int:
-        try:
-            total = recorded_total(self.path / "usage")
-        except OSError:
-            total = None
-        return self._tree.count_occupied() if total is None else total
-
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         return self._tree.occupied_by(hashes)
 
-    def close(self) -> None:
-        pass
 
-
-class PageFileEditor:
-    def __init__(self, path: Path) -> None:
-        # Without a capacity it never evicts; removals go through the shared usage record.
-        self._store = PageFileStore(str(path), path, capacity=None, threads=1)
-        self._directory = PageDirectory(path, str(path))
-
-    def remove(self, keys: list[bytes]) -> int:
-        return self._store.remove(keys)
-
-    def clear(self, digests: list[bytes]) -> None:
-        self._store.clear(digests)
-
+class PageFileEditor(PageFileStore):
     def clean_up(self) -> int:
         return self._directory.remove_left_overs()
 
-    def close(self) -> None:
-        self._store.close()
 
-
-class SlabInspector:
+class SlabInspector(Inspector):
     layout = "slab"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._listing = SlabListing(path)
 
     @property
@@ -230,29 +220,14 @@ class SlabInspector:
     def uses(self, digest: bytes) -> Uses | None:
         return self._listing.uses_of(digest)
 
-    def read(self, page: StoredPage) -> StoredObject | None:
-        listed = page.listed
-        if listed is None:
-            return None
-        try:
-            content = self._listing.read(listed)
-        except OSError as error:
-            if error.errno in _NOT_OF_THE_PAGE:
-                raise
-            content = b""
-        return None if content is None else StoredObject(content, listed.seal if any(listed.seal) else None)
+    def _content(self, page: StoredPage) -> bytes | None:
+        return None if page.listed is None else self._listing.read(page.listed)
 
     def left_overs(self) -> int:
         return self._listing.left_overs()
 
-    def occupied(self) -> int:
-        return sum(_blocks(file) for file in self.path.rglob("*"))
-
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         return self._listing.occupied_by(hashes)
-
-    def close(self) -> None:
-        pass
 
 
 class SlabEditor:
@@ -264,14 +239,17 @@ class SlabEditor:
         with self._directory.index.changing() as change:
             return sum(change.remove(key) for key in keys)
 
-    def clear(self, digests: list[bytes]) -> None:
+    def clear(self, digests: list[bytes]) -> int:
+        cleared = 0
         for digest in digests:
             with self._directory.index.changing() as change:
                 had_pages = change.clear(digest)
             if had_pages:
+                cleared += 1
                 self._directory.note_cleared(digest)
                 self._directory.sync_cleared(digest)
                 self._directory.index.free_cleared(digest)
+        return cleared
 
     def clean_up(self) -> int:
         with self._directory.index.changing() as change:
@@ -281,12 +259,3 @@ class SlabEditor:
 
     def close(self) -> None:
         self._resources.close()
-
-
-def _blocks(path: Path) -> int:
-    """Bytes of disk of a file; 0 if it is no file or gone."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return 0
-    return 0 if path.is_dir() else status.st_blocks * 512

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.whole_file import create_whole, parsed, write_whole
-from hicache_ext.storage.tiers.file.modes import INDEX_FILE
+from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME, INDEX_FILE, SLAB_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ FORMATS = {"pages": 1, "slab": 2}
 _TAKEN_OVER = {"slab": 1}
 """Older formats whose pages a server gives up at its start; tools leave them alone."""
 MANIFEST = "hicache_ext.json"
-SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
-IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 
 _FILES_OF = {"pages": ("pages", IDENTITY_NAME), "slab": ("slabs", SLAB_FILE)}
 """Layout -> the directory with its pages, and the names in it."""

@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 _PAGES = "pages"
 
+IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
+PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
 INDEX_FILE = re.compile(r"(data|lock)\.mdb|header|records|seals|groups|(buckets|ghosts)-[0-9]+")
 TEMPORARY_FILE = re.compile(r"(.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
 """In PATH/tmp; its first group is the writer (``writer_name``)."""
@@ -31,14 +35,12 @@ _DIRECTORIES = {
     "pins": re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+"),
     "hints": re.compile(r".+\.(hint|new)"),
     "index": INDEX_FILE,
-    "slabs": re.compile(r"[0-9a-f]{8}-[0-9]+\.(slab|headers)"),
+    "slabs": SLAB_FILE,
     "tmp": TEMPORARY_FILE,
-    _PAGES: re.compile(r"[0-9a-f]{32}"),
+    _PAGES: IDENTITY_NAME,
     "weights": re.compile(r"[0-9a-f]{32}"),
 }
 """Directory of a tier -> names of our files in it."""
-_FAN_OUT = re.compile(r"[0-9a-f]{2}")
-_PAGE = re.compile(r"[0-9a-f]{64}\.page")
 _NOBODYS = re.compile(r"lost\+found|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when PATH is closed to others."""
 
@@ -159,11 +161,11 @@ class _Modes:
             if not self._access.group:
                 self._put(identity)
             for fan_out in _entries(identity.path):
-                if not _FAN_OUT.fullmatch(fan_out.name):
+                if not FANOUT_NAME.fullmatch(fan_out.name):
                     continue
                 self._put(fan_out)
                 for page in _entries(fan_out.path) if time.monotonic() < until else ():
-                    if _PAGE.fullmatch(page.name):
+                    if PAGE_NAME.fullmatch(page.name):
                         self._put(page)
             if self._access.group:
                 self._put(identity)

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 
@@ -30,19 +30,19 @@ from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.abilities import Resizable
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.device_errors import Trouble, is_device_error
-from hicache_ext.storage.tiers.file.fullness import Fullness, gauges_of_paths
 from hicache_ext.storage.tiers.file.path_choice import PathChoice
+from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 CALLS_BEFORE_OUT = 3
 """Failed calls of one kind in a row after which a path is out of service: one bad block is not a bad device."""
@@ -55,16 +55,6 @@ _LOOK_INTERVAL = 5.0
 """Seconds between two looks at how full the paths are, while somebody asks."""
 _SUCCESS = {"get": GetResult.HIT, "set": SetResult.STORED, "contains": True}
 """What a call of each kind says of a page that it moved or found."""
-
-
-class PathStore(PageStore, Resizable, Protocol):
-    """The store of one path."""
-
-    def fullness(self) -> Fullness:
-        """Looks at the disk, which may take as long as the disk likes. Raises what the disk does."""
-
-    def abandon(self) -> None:
-        """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
 
 
 OpenPath = Callable[[Path, Trouble], PathStore]
@@ -198,31 +188,16 @@ class SpreadStore:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        with self._calls:
-            only, results = self._only, [GetResult.REJECTED] * len(batch.sizes)
-            if only is None:
-                self._split("get", batch.keys, batch.select, results)
-            else:
-                results = self._call(only, "get", batch, results)
+        results = self._asked("get", batch, batch.keys, batch.select, [GetResult.REJECTED] * len(batch.sizes))
         if rejected := results.count(GetResult.REJECTED):
             self.metrics.add("get", "rejected", rejected)
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        with self._calls:
-            only, results = self._only, [SetResult.REJECTED] * len(batch.sizes)
-            if only is not None:
-                return self._call(only, "set", batch, results)
-            self._split("set", batch.keys, batch.select, results)
-            return results
+        return self._asked("set", batch, batch.keys, batch.select, [SetResult.REJECTED] * len(batch.sizes))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._calls:
-            only, present = self._only, [False] * len(keys)
-            if only is not None:
-                return self._call(only, "contains", keys, present)
-            self._split("contains", keys, partial(_chosen, keys), present)
-            return present
+        return self._asked("contains", keys, keys, partial(_chosen, keys), [False] * len(keys))
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         number = self._only
@@ -274,6 +249,22 @@ class SpreadStore:
         for position, number in enumerate(self._choice.choose(keys, usable)):
             positions.setdefault(number, []).append(position)
         return list(positions.items())
+
+    def _asked(
+        self,
+        kind: str,
+        argument: Any,
+        keys: Sequence[bytes],
+        part_of: Callable[[Sequence[int]], Any],
+        otherwise: list[_Result],
+    ) -> list[_Result]:
+        """The answers of call ``kind``, ``otherwise`` for the pages of paths out of service."""
+        with self._calls:
+            only = self._only
+            if only is not None:
+                return self._call(only, kind, argument, otherwise)
+            self._split(kind, keys, part_of, otherwise)
+            return otherwise
 
     def _split(
         self, kind: str, keys: Sequence[bytes], part_of: Callable[[Sequence[int]], Any], results: list[Any]

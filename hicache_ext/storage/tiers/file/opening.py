@@ -24,7 +24,8 @@ from hicache_ext.storage.tiers.file.io_plan import IoPlan, choose_io
 from hicache_ext.storage.tiers.file.layout_choice import LayoutChoice, choose_layout
 from hicache_ext.storage.tiers.file.manifest import check_before_start, layout_in
 from hicache_ext.storage.tiers.file.modes import prepare_directory
-from hicache_ext.storage.tiers.file.multipath import PathStore, SpreadStore
+from hicache_ext.storage.tiers.file.multipath import SpreadStore
+from hicache_ext.storage.tiers.file.path_store import PathStore
 
 if TYPE_CHECKING:
     from hicache_ext.storage.tiers.file.config import FileTierConfig

@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,37 +94,16 @@ def remove_pin(path: Path, name: str) -> bool:
 
 
 def read_pins(path: Path) -> list[Pin]:
-    """The pins of a directory that are in force, oldest first. Unreadable ones are left out, with a warning."""
-    pins: list[Pin] = []
-    try:
-        files = sorted((path / "pins").glob("*.json"))
-    except OSError:
-        return []
+    """The pins of a directory that are in force, oldest first."""
     now = time.time()
-    for file in files:
-        try:
-            pin = _read_pin(file)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _say_unreadable(file, error)
-            continue
-        if not pin.over(now):
-            pins.append(pin)
+    pins = [pin for pin in _recorded(path) if not pin.over(now)]
     return sorted(pins, key=lambda pin: (pin.created, pin.name))
 
 
 def pins_that_are_over(path: Path) -> list[str]:
     """The names of expired pins whose records still exist."""
-    current = {pin.name for pin in read_pins(path)}
-    over: list[str] = []
-    for file in (path / "pins").glob("*.json"):
-        try:
-            if file.stem not in current and _read_pin(file).over(time.time()):
-                over.append(file.stem)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return over
+    now = time.time()
+    return [pin.name for pin in _recorded(path) if pin.over(now)]
 
 
 def honoured(pins: Iterable[Pin], resident: ResidentBytes, limit: int | None) -> tuple[frozenset[bytes], int, bool]:
@@ -197,11 +176,21 @@ class PinnedPages:
         self._warned = left_out
 
 
-def _say_unreadable(file: Path, error: Exception) -> None:
-    """Logged once: pins are read every few seconds."""
-    if file not in _reported_unreadable:
-        _reported_unreadable.add(file)
-        logger.warning("pin %s cannot be read and does not count: %s", file, error)
+def _recorded(path: Path) -> Iterator[Pin]:
+    """Every pin, also of the past. Unreadable ones are left out, with one warning: pins are read every few seconds."""
+    try:
+        files = sorted((path / "pins").glob("*.json"))
+    except OSError:
+        return
+    for file in files:
+        try:
+            yield _read_pin(file)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if file not in _reported_unreadable:
+                _reported_unreadable.add(file)
+                logger.warning("pin %s cannot be read and does not count: %s", file, error)
 
 
 def _read_pin(file: Path) -> Pin:

@@ -190,12 +190,19 @@ class Usage:
         os.pwrite(self._fd, json.dumps(document).encode() + b"\n", 0)
 
 
-def recorded_total(path: Path) -> int | None:
-    """Bytes stored and reserved by the record in the file ``path``, read without its lock; None if it is unreadable.
-    Raises OSError."""
-    with path.open("rb") as file:
+def occupied_bytes(directory: Path) -> int:
+    """Bytes of disk that a directory of the file tier takes: page files by their record, read without its lock; slabs
+    are few files, which are counted. Raises OSError."""
+    with suppress(FileNotFoundError, PermissionError), (directory / "usage").open("rb") as file:
         record = _record_in(file.read(_RECORD_LIMIT))
-    return None if record is None else record.total
+        if record is not None:
+            return record.total
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total
 
 
 def _record_in(raw: bytes) -> UsageRecord | None:

@@ -12,7 +12,7 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import node
-from hicache_ext.storage.tiers.redis.settings import RedisSettings
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
@@ -35,9 +35,8 @@ GOOD = bulk(value_of(KEY))
 
 
 def open_store(server: FakeServer, **changes) -> RedisPageStore:
-    return RedisPageStore(
-        "pool", RedisSettings((server.endpoint,), cluster=False, **{"connections": 1, "timeout": PATIENCE, **changes})
-    )
+    tier = {"url": f"redis://{server.endpoint}", "connections": 1, "timeout": PATIENCE, **changes}
+    return RedisPageStore("pool", RedisTierConfig(cluster=False, **tier))
 
 
 def get(store: RedisPageStore, keys: list[bytes]) -> tuple[list[GetResult], HostPages]:

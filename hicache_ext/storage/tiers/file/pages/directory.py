@@ -24,20 +24,17 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, settle
 from hicache_ext.runtime.liveness import writer_name
-from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME, adopt, check_manifest
+from hicache_ext.storage.tiers.file.manifest import adopt, check_manifest
+from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
-    FANOUT_NAME,
-    PAGE_NAME,
     PageTree,
     directories,
     occupied,
-    save_document,
 )
 
 _TEMP_NUMBERS = itertools.count()
@@ -172,9 +169,6 @@ class PageDirectory(PageTree):
                     freed += occupied(status.st_size)
             freed += _remove_directory(fan_out.path) or _put_back(fan_out.path, home / fan_out.name, self._access)
         return freed + (_remove_directory(tree) or _put_back(tree, home, self._access))
-
-    def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        save_document(self.path, digest, document)
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""

@@ -6,13 +6,10 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.runtime import vectored
-from hicache_ext.storage.tiers.file.device_probe import RWF_DONTCACHE
-from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
@@ -25,18 +22,6 @@ def object_size(segments: Sequence[memoryview]) -> int:
 
 EXPIRED = "expired"
 """The reason for a sound page older than the ttl."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """Flags of preadv2 and pwritev2 for an I/O plan. Headers of 128 bytes exclude O_DIRECT."""
-
-    read: int
-    write: int
-
-    @classmethod
-    def of(cls, plan: IoPlan) -> Flags:
-        return cls(*(RWF_DONTCACHE if mode == "dontcache" else 0 for mode in (plan.read, plan.write)))
 
 
 def read_page(
@@ -94,7 +79,7 @@ def write_page(directory: PageDirectory, path: str, key: bytes, segments: Sequen
 
     Its directory must exist. Raises OSError; nothing is left behind then.
     """
-    header = envelope.encode_header(key, segments, header_length=HEADER_LENGTH)
+    header = envelope.encode_header(key, segments)
     fd, temp_path = directory.open_unpublished(path)
     published = False
     try:

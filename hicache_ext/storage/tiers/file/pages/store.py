@@ -17,24 +17,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.base import TierStore
-from hicache_ext.storage.contract.clearing import Cleared, Clearing
+from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
-from hicache_ext.storage.tiers.file.expiry import Sweeper, oldest_valid_ms
-from hicache_ext.storage.tiers.file.fullness import Fullness
-from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.device_probe import flags_of
+from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.eviction import Evictor
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, occupied
+from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import Removal, Usage
 
@@ -69,58 +64,25 @@ class _Found(enum.Enum):
     OBSTACLE = enum.auto()
 
 
-class PageFileStore(TierStore):
-    """PageStore over one directory.
+class PageFileStore(PathStore):
+    """PageStore over one directory."""
 
-    Threads: any. Memory of a batch is touched only until the call returns: the workers of a call are always awaited.
-    """
+    layout = "pages"
 
-    type_name = "file"
-
-    def __init__(
-        self,
-        name: str,
-        path: Path,
-        *,
-        capacity: int | None,
-        threads: int | None = None,
-        plan: IoPlan | None = None,
-        ttl: float | None = None,
-        shared: bool = False,
-        metrics: TierMetrics | None = None,
-        trouble: Trouble = no_trouble,
-        evicted_age: RecentMean | None = None,
-    ) -> None:
-        """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
-
-        ``shared``: other machines have the directory, too.
-        ``threads`` and the modes of ``plan`` as io_plan.py has them. ``trouble`` hears of every error of the disk,
-        ``evicted_age`` how many seconds ago what is evicted was used. Raises StoreSetupError when the directory cannot
-        be used.
-        """
-        super().__init__(name, metrics)
-        self._plan = plan or IoPlan()
-        self._flags = page_io.Flags.of(self._plan)
-        self._ttl = ttl
-        self.shared = shared
-        self._trouble = trouble
-        self._capacity = capacity
-        self._directory = PageDirectory(path, name)
+    def _open(self, path: Path, evicted_age: RecentMean) -> None:
+        # Headers of 128 bytes exclude O_DIRECT.
+        self._read_flags, self._write_flags = flags_of(self._plan.read), flags_of(self._plan.write)
+        self._directory = PageDirectory(path, self.name)
         self._usage = self._open_usage()
-        self._pins = PinnedPages(name, path, _pin_limit(capacity), self._directory.occupied_by)
-        self._evictor = Evictor(
-            self._directory, self.metrics, self._pins, evicted_age or RecentMean(), self._usage.show_progress
-        )
-        self._clearing = Clearing(name)
-        self._threads = threads or self._plan.threads
-        self._workers = ThreadPool(f"hicache-{name}", self._threads)
+        self._resources.callback(self._usage.close)
+        self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
+        self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age, self._usage.show_progress)
         self._no_writes_until = 0.0
         self._pages = 0
         self._count_pages_at = 0.0
         # Paths under which this process found no page it could read, and which it could not free: absent to callers,
         # freed by the next write where that has become possible.
         self._unhealed: set[str] = set()
-        self._sweeper = None if ttl is None else Sweeper(name, path, ttl, self.remove_expired)
 
     def _open_usage(self) -> Usage:
         path = self._directory.path / "usage"
@@ -129,25 +91,10 @@ class PageFileStore(TierStore):
         except OSError as error:
             raise StoreSetupError(self.name, f"account {str(path)!r}: {error.strerror or error}") from error
 
-    def details(self) -> dict[str, Any]:
-        return {
-            "layout": "pages",
-            "capacity": self._capacity,
-            "threads": self._threads,
-            "io": str(self._plan),
-            "ttl": self._ttl,
-        }
-
-    def can_resize(self, capacity: int | None) -> bool:
-        return True
-
     def resize(self, capacity: int | None) -> None:
-        """Change the capacity of a store in use: pages beyond it are evicted by the next write."""
-        self._capacity = capacity
+        """Pages beyond the capacity are evicted by the next write."""
+        super().resize(capacity)
         self._pins.set_limit(_pin_limit(capacity))
-
-    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
-        self._directory.save_identity(digest, document)
 
     def used_bytes(self) -> int:
         """Bytes of disk that pages and reservations take, over all processes."""
@@ -187,7 +134,7 @@ class PageFileStore(TierStore):
             return GetResult.CORRUPT
         try:
             status = os.fstat(fd)
-            reason = page_io.read_page(fd, status, key, segments, self._flags.read, oldest_valid_ms(self._ttl))
+            reason = page_io.read_page(fd, status, key, segments, self._read_flags, oldest_valid_ms(self._ttl))
             if reason is None:
                 self._touch(fd, status)
             elif reason != page_io.EXPIRED and page_io.is_page(fd, status, key, segments):
@@ -221,10 +168,6 @@ class PageFileStore(TierStore):
         self._remember_unhealed(path)
         logger.debug("tier %s: reading %s: %s", self.name, path, error)
         return GetResult.ERROR
-
-    def _count_error(self, error: OSError) -> None:
-        self.count_error(error)
-        self._trouble(error)
 
     def _heal(self, key: bytes, path: str, size: int, reason: str, seen: os.stat_result | None = None) -> bool:
         """Remove a copy that is not the page its name says, so that the next write replaces it; False when it stays.
@@ -303,9 +246,8 @@ class PageFileStore(TierStore):
 
     def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
         """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
-        for portion in self._portions(positions, sizes):
-            # The fan-out directories of new pages are charged in full and corrected by what was really made.
-            reserved = sum(occupied(sizes[i]) + 2 * BLOCK for i in portion)
+        for portion in self._portions(positions, sizes, _room, _PORTIONS):
+            reserved = sum(_room(sizes[i]) for i in portion)
             try:
                 granted = self._usage.reserve(reserved, self._capacity, self._evict)
             except OSError as error:
@@ -331,20 +273,6 @@ class PageFileStore(TierStore):
             # The reservation stays in the account, which then says too much: never too little.
             self._count_error(error)
 
-    def _portions(self, positions: list[int], sizes: list[int]) -> list[list[int]]:
-        """``positions`` cut so that no portion needs more than its part of the capacity, unless one page does."""
-        limit = None if self._capacity is None else self._capacity // _PORTIONS
-        portions: list[list[int]] = []
-        filled = 0
-        for position in positions:
-            need = occupied(sizes[position]) + 2 * BLOCK
-            if not portions or (limit is not None and filled + need > limit):
-                portions.append([])
-                filled = 0
-            portions[-1].append(position)
-            filled += need
-        return portions
-
     def _set_pages(self, batch: PageBatch, positions: list[int]) -> list[tuple[SetResult, int]]:
         return self._workers.run(
             len(positions), lambda n: self._set_page(batch.keys[positions[n]], batch.buffers[positions[n]])
@@ -358,7 +286,7 @@ class PageFileStore(TierStore):
             try:
                 for made in self._directory.create_parent(path):
                     added += made
-                stored = page_io.write_page(self._directory, path, key, segments, self._flags.write)
+                stored = page_io.write_page(self._directory, path, key, segments, self._write_flags)
             except FileNotFoundError as error:
                 # clear() or an eviction took the directory away in between.
                 if attempt == _WRITE_ATTEMPTS:
@@ -415,7 +343,6 @@ class PageFileStore(TierStore):
         return removed
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
-        """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
         removed = 0
         for fan_out in self._directory.fan_out_directories():
             identity = bytes.fromhex(Path(fan_out).parent.name)
@@ -478,16 +405,10 @@ class PageFileStore(TierStore):
         self.count_error(error)
         logger.warning("tier %s: clearing %s: %s", self.name, what, error)
 
-    def _close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.close()
-        self._workers.close()
-        self._clearing.close()
-        self._usage.close()
 
-    def abandon(self) -> None:
-        """Whoever comes back to the disk finds the account as it is there, and recounts where that is in doubt."""
-        self.close()
+def _room(size: int) -> int:
+    """Bytes of disk reserved for a page file: with its directories in full, corrected by what was really made."""
+    return occupied(size) + 2 * BLOCK
 
 
 def _pin_limit(capacity: int | None) -> int | None:

@@ -16,14 +16,11 @@ from typing import Any
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.liveness import writer_alive
 from hicache_ext.runtime.whole_file import read_document, write_whole
-from hicache_ext.storage.tiers.file.manifest import IDENTITY_NAME
-from hicache_ext.storage.tiers.file.modes import TEMPORARY_FILE
+from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME, TEMPORARY_FILE
 
 BLOCK = 4096
 """The space of a file is rounded up to a multiple of this."""
 
-FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
-PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
 _PARTS = ("model", "pool", "shard")
 """Keys of an identity's document."""
 
@@ -115,9 +112,6 @@ class PageTree:
     def known_identities(self) -> list[bytes]:
         """Digests that have pages here."""
         return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
-
-    def load_identity(self, digest: bytes) -> dict[str, Any] | None:
-        return load_document(self.path, digest)
 
     def left_overs(self) -> Iterator[os.DirEntry[str]]:
         """Left-overs of dead processes in tmp/: half-written pages, trees being cleared."""

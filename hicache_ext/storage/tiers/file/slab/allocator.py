@@ -6,6 +6,7 @@ slab whose pages have lower priorities than those evicted of another size is tak
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,9 @@ import numpy as np
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.tiers.file.fullness import Fullness
+from hicache_ext.storage.tiers.file.path_store import Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.change import IndexChange
-from hicache_ext.storage.tiers.file.slab.clock_times import ClockTimes
 from hicache_ext.storage.tiers.file.slab.directory import INDEX_BYTES_AT_LEAST, INDEX_BYTES_PER_SLOT, SlabDirectory
 from hicache_ext.storage.tiers.file.slab.mapped import Words
 from hicache_ext.storage.tiers.file.slab.quiet_index import QuietIndex
@@ -40,6 +40,10 @@ _INDEX_LOOK_INTERVAL = 1.0
 """Seconds between two checks of the size of the index."""
 _DEAD_WRITERS_INTERVAL = 10.0
 """Seconds, at full capacity, between two searches for slots that killed processes were writing."""
+_CLOCK_INTERVAL = 1.0
+"""Seconds between two values that ``ClockTimes`` keeps, at first."""
+_MOST_CLOCK_VALUES = 4096
+"""Values kept; beyond that every other one is dropped, and the interval doubles."""
 
 
 class SlotAllocator:
@@ -83,10 +87,6 @@ class SlotAllocator:
         self._index_size_seen = 0
         self._look_at_index = 0.0
         self._shrink()
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     def fullness(self) -> Fullness:
         """Raises lmdb.Error or OSError."""
@@ -298,3 +298,28 @@ class SlotAllocator:
         if slabs is not None:
             self._slabs = {slab.number: slab for slab in slabs}
             self._directory.close_dropped(self._slabs)
+
+
+class ClockTimes:
+    """Maps an eviction clock, which counts inserted pages, to seconds, which operators want: its history, as far as
+    this process saw it. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+        self._times: list[float] = []
+        self._interval = _CLOCK_INTERVAL
+
+    def note(self, value: int, now: float) -> None:
+        """The clock is at ``value``; ``now`` in wall-clock seconds."""
+        if self._times and now - self._times[-1] < self._interval:
+            return
+        self._values.append(value)
+        self._times.append(now)
+        if len(self._times) >= _MOST_CLOCK_VALUES:
+            self._values, self._times = self._values[::2], self._times[::2]
+            self._interval *= 2
+
+    def when(self, value: int) -> float | None:
+        """When the clock passed ``value``, rather too early; None before the first note."""
+        after = bisect.bisect_right(self._values, value)
+        return self._times[after - 1] if after else None

@@ -10,10 +10,9 @@ Importing this module imports numba, and compiles what is below or loads it from
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ext.runtime.jit import compiled
 from hicache_ext.runtime.native_calls import (
@@ -31,6 +30,11 @@ from hicache_ext.runtime.native_calls import (
     swapped,
 )
 from hicache_ext.runtime.vectored import IOV_MAX
+from hicache_ext.storage.tiers.file.slab.mapped import Words
+
+Unsigned = npt.NDArray[np.uint64]
+Checksum = tuple[np.uint64, np.uint64]
+"""Two words, low and high."""
 
 DONE, LOOK_AGAIN = 0, 1
 """Results of a page. A negative one is -errno."""
@@ -53,14 +57,14 @@ slot 0."""
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _error(functions: Any) -> Any:
+def _error(functions: Words) -> int:
     """The result of pages whose system call has just failed; never DONE."""
     code = int_at(call(functions[ERRNO], 0, 0, 0, 0, 0))
     return -code if code > 0 else LOOK_AGAIN
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _end_of_run(slabs: Any, slots: Any, segments: Any, vectors: Any, begin: Any, end: Any) -> Any:
+def _end_of_run(slabs: Words, slots: Words, segments: Words, vectors: Words, begin: int, end: int) -> int:
     """One behind the last page that moves together with page ``begin``, among those taken (``_taken``)."""
     most = min(IOV_MAX, len(vectors) // 2) // (len(segments) + 1)
     position = begin + 1
@@ -75,7 +79,7 @@ def _end_of_run(slabs: Any, slots: Any, segments: Any, vectors: Any, begin: Any,
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _opened(opened: Any, slab: Any) -> Any:
+def _opened(opened: Words, slab: int) -> int:
     """The row of a slab that is open; -1 when it is not."""
     found = -1
     for one in range(len(opened)):
@@ -85,7 +89,9 @@ def _opened(opened: Any, slab: Any) -> Any:
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _gather(facts: Any, positions: Any, addresses: Any, segments: Any, vectors: Any, begin: Any, end: Any) -> Any:
+def _gather(
+    facts: Words, positions: Words, addresses: Words, segments: Words, vectors: Words, begin: int, end: int
+) -> tuple[int, int]:
     """Fill ``vectors`` with the memory of a run; returns their number and their bytes."""
     gap = facts[SLOT] - facts[PAYLOAD]
     count, total = 0, 0
@@ -102,28 +108,30 @@ def _gather(facts: Any, positions: Any, addresses: Any, segments: Any, vectors: 
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _checksum(functions: Any, state: Any, facts: Any, addresses: Any, segments: Any, page: Any) -> Any:
+def _checksum(functions: Words, state: int, facts: Words, addresses: Words, segments: Words, page: int) -> Checksum:
     """The checksum of a page's payload: two words, low and high."""
     if len(segments) == 1:
-        return call_for_two(functions[HASH], addresses[page, 0], facts[PAYLOAD])
+        whole: Checksum = call_for_two(functions[HASH], addresses[page, 0], facts[PAYLOAD])
+        return whole
     call(functions[RESET], state, 0, 0, 0, 0)
     for segment in range(len(segments)):
         call(functions[UPDATE], state, addresses[page, segment], segments[segment], 0, 0)
-    return call_for_two(functions[DIGEST], state, 0)
+    digest: Checksum = call_for_two(functions[DIGEST], state, 0)
+    return digest
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _read_large_page(
-    functions: Any,
-    state: Any,
-    facts: Any,
-    descriptor: Any,
-    offset: Any,
-    addresses: Any,
-    segments: Any,
-    vectors: Any,
-    page: Any,
-) -> Any:
+    functions: Words,
+    state: int,
+    facts: Words,
+    descriptor: int,
+    offset: int,
+    addresses: Words,
+    segments: Words,
+    vectors: Words,
+    page: int,
+) -> tuple[int, np.uint64, np.uint64]:
     """Read a page in portions and hash each while it is in the processor's cache. Returns the bytes read, or the error
     of the system call, and the two words of the checksum."""
     # Portions of about equal size: a small rest would cost a system call of its own.
@@ -154,7 +162,16 @@ def _read_large_page(
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _seal(functions: Any, facts: Any, keys: Any, headers: Any, at: Any, page: Any, low: Any, high: Any) -> Any:
+def _seal(
+    functions: Words,
+    facts: Words,
+    keys: Unsigned,
+    headers: Unsigned,
+    at: int,
+    page: int,
+    low: np.uint64,
+    high: np.uint64,
+) -> Checksum:
     """The two words of the seal of a page with this checksum. Its input is written at word ``at`` of ``headers``."""
     headers[at], headers[at + 1] = np.uint64(facts[START]), np.uint64(facts[SECOND])
     for word in range(_KEY_WORDS):
@@ -166,7 +183,7 @@ def _seal(functions: Any, facts: Any, keys: Any, headers: Any, at: Any, page: An
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _finish_header(functions: Any, facts: Any, headers: Any, at: Any) -> None:
+def _finish_header(functions: Words, facts: Words, headers: Unsigned, at: int) -> None:
     """Write the rest of a header, behind the input of its seal."""
     headers[at + _CREATED_WORD] = np.uint64(facts[CREATED])
     for word in range(_CREATED_WORD + 1, _HEADER_CHECKSUM_WORD):
@@ -176,7 +193,7 @@ def _finish_header(functions: Any, facts: Any, headers: Any, at: Any) -> None:
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _taken(facts: Any, results: Any, taken: Any) -> Any:
+def _taken(facts: Words, results: Words, taken: Words) -> tuple[int, int]:
     """Take the next pages for this thread: the first one, and one behind the last."""
     step = max(1, facts[AT_ONCE] // facts[SLOT])
     begin = fetch_add(taken.ctypes.data, step)
@@ -184,21 +201,21 @@ def _taken(facts: Any, results: Any, taken: Any) -> Any:
 
 
 def _read_pages(
-    functions: Any,
-    facts: Any,
-    slabs: Any,
-    slots: Any,
-    positions: Any,
-    opened: Any,
-    addresses: Any,
-    segments: Any,
-    keys: Any,
-    seals: Any,
-    headers: Any,
-    vectors: Any,
-    state: Any,
-    results: Any,
-    taken: Any,
+    functions: Words,
+    facts: Words,
+    slabs: Words,
+    slots: Words,
+    positions: Words,
+    opened: Words,
+    addresses: Words,
+    segments: Words,
+    keys: Unsigned,
+    seals: Unsigned,
+    headers: Unsigned,
+    vectors: Words,
+    state: int,
+    results: Words,
+    taken: Words,
 ) -> None:
     done = 0
     end = begin = 0
@@ -236,21 +253,21 @@ def _read_pages(
 
 
 def _write_pages(
-    functions: Any,
-    facts: Any,
-    slabs: Any,
-    slots: Any,
-    positions: Any,
-    opened: Any,
-    addresses: Any,
-    segments: Any,
-    keys: Any,
-    seals: Any,
-    headers: Any,
-    vectors: Any,
-    state: Any,
-    results: Any,
-    taken: Any,
+    functions: Words,
+    facts: Words,
+    slabs: Words,
+    slots: Words,
+    positions: Words,
+    opened: Words,
+    addresses: Words,
+    segments: Words,
+    keys: Unsigned,
+    seals: Unsigned,
+    headers: Unsigned,
+    vectors: Words,
+    state: int,
+    results: Words,
+    taken: Words,
 ) -> None:
     done = 0
     end = begin = 0

@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -42,12 +41,12 @@ from hicache_ext.page import envelope
 from hicache_ext.runtime.access import make_directory, make_tier_directory, open_file
 from hicache_ext.runtime.file_lock import PATIENCE, lock_within, show_progress, try_lock
 from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.liveness import boot_id
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.runtime.whole_file import remove_whole, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.layout_choice import WHY_IN_PLACE
-from hicache_ext.storage.tiers.file.manifest import SLAB_FILE, adopt, check_before_start, is_taken_over, write_manifest
-from hicache_ext.storage.tiers.file.modes import INDEX_FILE
-from hicache_ext.storage.tiers.file.pages.tree import save_document
+from hicache_ext.storage.tiers.file.manifest import adopt, check_before_start, is_taken_over, write_manifest
+from hicache_ext.storage.tiers.file.modes import INDEX_FILE, SLAB_FILE
 from hicache_ext.storage.tiers.file.slab.change import FoundPage
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.mapped import WORD, Words, extend, sync
@@ -252,9 +251,6 @@ class SlabDirectory:
                     os.close(descriptor.fd)
 
     # -- identities ------------------------------------------------------------------------------------------------
-
-    def save_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        save_document(self.path, digest, document)
 
     def note_cleared(self, digest: bytes) -> None:
         """Note it, so that a rebuild does not bring cleared pages back. It survives a power loss after
@@ -487,8 +483,4 @@ def _trust_in(path: Path) -> str:
 
 
 def _written_by_this_boot() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = "unknown"
-    return f"boot {boot}, index {INDEX_VERSION}"
+    return f"boot {boot_id() or 'unknown'}, index {INDEX_VERSION}"

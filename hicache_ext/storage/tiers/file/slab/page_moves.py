@@ -19,13 +19,7 @@ from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
-from hicache_ext.storage.tiers.file.slab.compiled_code import (
-    LEFT,
-    CompiledCode,
-    OfCall,
-    compiled_code,
-    facts_of,
-)
+from hicache_ext.storage.tiers.file.slab.compiled_code import LEFT, OfCall, compiled_code, facts_of
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
 from hicache_ext.storage.tiers.file.slab.records import Slab
 from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size
@@ -106,35 +100,32 @@ class PageMoves:
         self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
     ) -> Moving:
         """These pages of the batch, from their slots."""
-        code = compiled_code()
-        if code is None:
-            return _nothing_but(pages)
-        of_call = OfCall(True, self._plan.read, self._io.read_flags, code.nowhere_at)
-        return self._moving(code, code.read, of_call, batch, pages, slab_of, threads)
+        return self._moving(True, batch, pages, slab_of, threads)
 
     def to_write(
         self, batch: PageBatch, pages: SlotReferences, slab_of: Callable[[int], Slab | None], threads: int
     ) -> Moving:
         """These pages of the batch, into their slots."""
-        code = compiled_code()
-        if code is None:
-            return _nothing_but(pages)
-        of_call = OfCall(False, self._plan.write, self._io.write_flags, code.zeros_at)
-        return self._moving(code, code.write, of_call, batch, pages, slab_of, threads)
+        return self._moving(False, batch, pages, slab_of, threads)
 
     def _moving(
         self,
-        code: CompiledCode,
-        move: Callable[..., None],
-        of_call: OfCall,
+        into_memory: bool,
         batch: PageBatch,
         pages: SlotReferences,
         slab_of: Callable[[int], Slab | None],
         threads: int,
     ) -> Moving:
+        code = compiled_code()
+        if code is None:
+            return _nothing_but(pages)
+        if into_memory:
+            move, of_call = code.read, OfCall(True, self._plan.read, self._io.read_flags, code.nowhere_at)
+        else:
+            move, of_call = code.write, OfCall(False, self._plan.write, self._io.write_flags, code.zeros_at)
         if not len(pages.positions) or not are_of_one_size(batch.sizes):
             return _nothing_but(pages)
-        payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=of_call.into_memory)
+        payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=into_memory)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
             return _nothing_but(pages)
         direct = of_call.mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
@@ -142,7 +133,7 @@ class PageMoves:
         numbers = found.slab_numbers()
         slabs = list(filter(None, map(slab_of, numbers)))
         file = SlabFile.DIRECT if direct else SlabFile.SLOTS
-        opened, release = self._directory.open_all(slabs, file, headers=not of_call.into_memory)
+        opened, release = self._directory.open_all(slabs, file, headers=not into_memory)
         try:
             if len(opened) < len(numbers):
                 # A slab that cannot be opened is left to the other way.

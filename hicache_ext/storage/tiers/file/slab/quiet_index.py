@@ -18,6 +18,7 @@ from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, SlotRe
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+_Otherwise = TypeVar("_Otherwise")
 
 
 class QuietIndex:
@@ -31,51 +32,35 @@ class QuietIndex:
         self._trouble = trouble
 
     def locate(self, keys: Sequence[bytes], oldest: int) -> tuple[SlotReferences, bool]:
-        try:
-            return self._index.locate(keys, oldest)
-        except (lmdb.Error, OSError) as error:
-            self._count_error(error)
-            return NO_SLOTS, False
+        return self._answer(lambda: self._index.locate(keys, oldest), (NO_SLOTS, False))
 
     def contains(self, keys: Sequence[bytes], oldest: int) -> list[bool]:
-        try:
-            return self._index.contains(keys, oldest)
-        except (lmdb.Error, OSError) as error:
-            self._count_error(error)
-            return [False] * len(keys)
+        return self._answer(lambda: self._index.contains(keys, oldest), [False] * len(keys))
 
     def count_leading(self, keys: Sequence[bytes], oldest: int) -> int:
-        try:
-            return self._index.count_leading(keys, oldest)
-        except (lmdb.Error, OSError) as error:
-            self._count_error(error)
-            return 0
+        return self._answer(lambda: self._index.count_leading(keys, oldest), 0)
 
     def slabs(self) -> list[Slab] | None:
         """None when the index cannot be read."""
-        try:
-            return self._index.slabs()
-        except (lmdb.Error, OSError) as error:
-            self._count_error(error)
-            return None
+        return self._answer(self._index.slabs, None)
 
     def change(self, action: Callable[[IndexChange], _Answer]) -> _Answer | None:
         """``action`` in one write transaction; None when the index cannot be written."""
-        try:
+
+        def act() -> _Answer:
             with self._index.changing() as change:
                 return action(change)
-        except (lmdb.Error, OSError) as error:
-            self._count_error(error)
-            return None
+
+        return self._answer(act, None)
 
     def free_cleared(self, digests: Sequence[bytes]) -> None:
-        try:
-            for digest in digests:
-                self._index.free_cleared(digest)
-        except (lmdb.Error, OSError) as error:
-            self._count_error(error)
+        self._answer(lambda: [self._index.free_cleared(digest) for digest in digests], None)
 
-    def _count_error(self, error: lmdb.Error | OSError) -> None:
-        self._metrics.add("error", type(error).__name__)
-        logger.error("tier %s: index of %s: %s", self._tier, self._path, error)
-        self._trouble(error)
+    def _answer(self, ask: Callable[[], _Answer], otherwise: _Otherwise) -> _Answer | _Otherwise:
+        try:
+            return ask()
+        except (lmdb.Error, OSError) as error:
+            self._metrics.add("error", type(error).__name__)
+            logger.error("tier %s: index of %s: %s", self._tier, self._path, error)
+            self._trouble(error)
+            return otherwise

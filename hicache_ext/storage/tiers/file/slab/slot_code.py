@@ -13,12 +13,11 @@ A record is free or pending until all of it is written: ``describe_pages`` write
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hicache_ext.runtime.jit import helper, kernel
 from hicache_ext.storage.tiers.file import eviction
+from hicache_ext.storage.tiers.file.slab.mapped import Words
 
 KEY_WORDS = 6
 OBJECT, STATE, PRIORITY, USED, HASH, PLACE = range(KEY_WORDS, KEY_WORDS + 6)
@@ -72,17 +71,17 @@ _priority_of = helper(eviction.priority_of)
 
 
 @helper
-def _hash_of(words: Any, row: Any) -> Any:
+def _hash_of(words: Words, row: int) -> int:
     """Page hashes are uniform; folding helps those of tests, and keys that differ in one byte."""
     mixed = words[row, 0] ^ words[row, 1] ^ words[row, 2] ^ words[row, 3] ^ words[row, 4] ^ words[row, 5]
     mixed &= _POSITIVE
     mixed ^= mixed >> 32
     mixed ^= mixed >> 16
-    return mixed ^ (mixed >> 8)
+    return int(mixed ^ (mixed >> 8))
 
 
 @helper
-def _has_key(records: Any, row: Any, words: Any, of: Any, generation: Any) -> Any:
+def _has_key(records: Words, row: int, words: Words, of: int, generation: int) -> bool:
     """Whether a slot holds the page with this key."""
     state = records[row, STATE]
     same = state & 0xFF == PAGE and state >> 16 == generation
@@ -93,7 +92,7 @@ def _has_key(records: Any, row: Any, words: Any, of: Any, generation: Any) -> An
 
 
 @helper
-def _row_of(records: Any, buckets: Any, words: Any, of: Any, generation: Any) -> Any:
+def _row_of(records: Words, buckets: Words, words: Words, of: int, generation: int) -> int:
     """The row of the page with this key; -1 when there is none."""
     mask = len(buckets) - 1
     wanted = _hash_of(words, of)
@@ -104,7 +103,7 @@ def _row_of(records: Any, buckets: Any, words: Any, of: Any, generation: Any) ->
         if entry == 0:
             return -1
         if entry >> 32 == tag:
-            row = (entry & LOW) - 1
+            row = int(entry & LOW) - 1
             if 0 <= row < len(records) and _has_key(records, row, words, of, generation):
                 return row
         at = (at + 1) & mask
@@ -112,7 +111,7 @@ def _row_of(records: Any, buckets: Any, words: Any, of: Any, generation: Any) ->
 
 
 @helper
-def _enter(buckets: Any, wanted: Any, row: Any) -> None:
+def _enter(buckets: Words, wanted: int, row: int) -> None:
     mask = len(buckets) - 1
     at = wanted & mask
     for _ in range(len(buckets)):
@@ -123,7 +122,7 @@ def _enter(buckets: Any, wanted: Any, row: Any) -> None:
 
 
 @helper
-def _leave(records: Any, buckets: Any, row: Any) -> None:
+def _leave(records: Words, buckets: Words, row: int) -> None:
     mask = len(buckets) - 1
     at = records[row, HASH] & mask
     hole = -1
@@ -153,7 +152,7 @@ def _leave(records: Any, buckets: Any, row: Any) -> None:
 
 
 @helper
-def _index_of_slab(slabs: Any, number: Any) -> Any:
+def _index_of_slab(slabs: Words, number: int) -> int:
     """The row of a slab in ``slabs``; -1 when there is none."""
     low, high = 0, len(slabs)
     while low < high:
@@ -166,16 +165,16 @@ def _index_of_slab(slabs: Any, number: Any) -> Any:
 
 
 @helper
-def _row_at(slabs: Any, number: Any, slot: Any) -> Any:
+def _row_at(slabs: Words, number: int, slot: int) -> int:
     """The row of a slot; -1 when it is in no slab."""
     slab = _index_of_slab(slabs, number)
     if slab < 0 or slot < 0 or slot >= slabs[slab, SLOTS]:
         return -1
-    return slabs[slab, BASE] + slot
+    return int(slabs[slab, BASE] + slot)
 
 
 @helper
-def _settle_group(records: Any, groups: Any, slabs: Any, slab: Any, group: Any) -> None:
+def _settle_group(records: Words, groups: Words, slabs: Words, slab: int, group: int) -> None:
     """Recompute the row of a group, and its part of the summary, from its records."""
     together, base = slabs[slab, TOGETHER], slabs[slab, BASE]
     first = group * together
@@ -202,7 +201,7 @@ def _settle_group(records: Any, groups: Any, slabs: Any, slab: Any, group: Any) 
 
 
 @helper
-def _first_lowest(groups: Any, begin: Any, end: Any) -> Any:
+def _first_lowest(groups: Words, begin: int, end: int) -> int:
     """The first of these rows with the lowest priority; there is at least one row."""
     found = begin
     for row in range(begin + 1, end):
@@ -212,7 +211,7 @@ def _first_lowest(groups: Any, begin: Any, end: Any) -> Any:
 
 
 @helper
-def _settle_lowest(groups: Any, slabs: Any, slab: Any) -> None:
+def _settle_lowest(groups: Words, slabs: Words, slab: int) -> None:
     """Recompute the lowest priority of a slab from its groups."""
     base = slabs[slab, BASE]
     end = base + 1 + -(-slabs[slab, SLOTS] // slabs[slab, TOGETHER])
@@ -220,7 +219,7 @@ def _settle_lowest(groups: Any, slabs: Any, slab: Any) -> None:
 
 
 @helper
-def _settle_rows(records: Any, groups: Any, slabs: Any, rows: Any) -> None:
+def _settle_rows(records: Words, groups: Words, slabs: Words, rows: Words) -> None:
     """Recompute the groups and slabs of these slots; those of neighbours once. A row may be -1.
 
     A row may be in no slab, or its record may be damaged: every value is checked before it is used as an index."""
@@ -248,7 +247,7 @@ _TABLE = "int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1]"
 
 
 @helper
-def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any) -> Any:
+def _settle_slab(records: Words, groups: Words, buckets: Words, slabs: Words, slab: int) -> int:
     """``settle_all`` for one slab, none of whose pages is in ``buckets``."""
     base, slots = slabs[slab, BASE], slabs[slab, SLOTS]
     dropped = 0
@@ -284,7 +283,7 @@ def _settle_slab(records: Any, groups: Any, buckets: Any, slabs: Any, slab: Any)
 
 
 @kernel(f"int64({_TABLE})")
-def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
+def settle_all(records: Words, groups: Words, buckets: Words, slabs: Words) -> int:
     """Rebuild groups and buckets from the records. Slots with an impossible record become free; returns their
     number."""
     for at in range(len(buckets)):
@@ -296,14 +295,14 @@ def settle_all(records: Any, groups: Any, buckets: Any, slabs: Any) -> Any:
 
 
 @kernel(f"int64({_TABLE}, int64)")
-def settle_new(records: Any, groups: Any, buckets: Any, slabs: Any, number: Any) -> Any:
+def settle_new(records: Words, groups: Words, buckets: Words, slabs: Words, number: int) -> int:
     """``settle_all`` for one slab whose slots are all free."""
     slab = _index_of_slab(slabs, number)
     return _settle_slab(records, groups, buckets, slabs, slab) if slab >= 0 else 0
 
 
 @helper
-def _row_behind(records: Any, buckets: Any, words: Any, of: Any, generation: Any, before: Any) -> Any:
+def _row_behind(records: Words, buckets: Words, words: Words, of: int, generation: int, before: int) -> int:
     """``_row_of``, trying the record behind row ``before`` first (-1: none). Pages written together are neighbours, and
     the next record is in the processor's cache, where the hash table is not."""
     following = before + 1
@@ -316,7 +315,9 @@ def _row_behind(records: Any, buckets: Any, words: Any, of: Any, generation: Any
 
 
 @kernel("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[::1], int64)")
-def find(records: Any, buckets: Any, keys: Any, generations: Any, oldest: Any, rows: Any, leading: Any) -> Any:
+def find(
+    records: Words, buckets: Words, keys: Words, generations: Words, oldest: int, rows: Words, leading: int
+) -> int:
     """``rows[n]``: where the page ``keys[n]`` is, -1 for nowhere, or written before ``oldest``. One generation for all,
     or one each. With ``leading`` up to the first -1. The number of pages looked up and, but for the last one then,
     found."""
@@ -335,16 +336,16 @@ def find(records: Any, buckets: Any, keys: Any, generations: Any, oldest: Any, r
     "int64[::1])"
 )
 def locate(
-    records: Any,
-    buckets: Any,
-    keys: Any,
-    generations: Any,
-    oldest: Any,
-    slabs: Any,
-    fresh: Any,
-    located: Any,
-    found: Any,
-) -> Any:
+    records: Words,
+    buckets: Words,
+    keys: Words,
+    generations: Words,
+    oldest: int,
+    slabs: Words,
+    fresh: Words,
+    located: Words,
+    found: Words,
+) -> int:
     """Find the pages that are present and not written before ``oldest``. Slab, slot, payload length and position in
     ``keys`` go into the rows of ``located``, facts about all of them into ``found`` (see STALE). ``fresh[n]``: of the
     slab in row ``n``. Returns the number of pages found."""
@@ -384,12 +385,12 @@ def locate(
 
 
 @helper
-def _fingerprint(hashed: Any, generation: Any) -> Any:
+def _fingerprint(hashed: int, generation: int) -> int:
     return hashed ^ (generation << 40) ^ 1 << 62
 
 
 @helper
-def _remember(records: Any, row: Any, ghosts: Any, remembered: Any) -> None:
+def _remember(records: Words, row: int, ghosts: Words, remembered: Words) -> None:
     """Remember the evicted page of this row. It replaces its own older ghost, or else the oldest of its set."""
     if ghosts.shape[1] == 0:
         return
@@ -410,7 +411,7 @@ def _remember(records: Any, row: Any, ghosts: Any, remembered: Any) -> None:
 
 
 @helper
-def _recall(hashed: Any, generation: Any, ghosts: Any, oldest: Any) -> Any:
+def _recall(hashed: int, generation: int, ghosts: Words, oldest: int) -> int:
     """Remove the ghost of this page; returns its uses, -1 without a ghost newer than ``oldest``."""
     if ghosts.shape[1] == 0:
         return -1
@@ -428,7 +429,9 @@ def _recall(hashed: Any, generation: Any, ghosts: Any, oldest: Any) -> Any:
 
 
 @kernel(f"int64({_TABLE}, int64, int64[::1], int64[:, ::1])")
-def take_free(records: Any, groups: Any, buckets: Any, slabs: Any, slot_size: Any, writer: Any, taken: Any) -> Any:
+def take_free(
+    records: Words, groups: Words, buckets: Words, slabs: Words, slot_size: int, writer: Words, taken: Words
+) -> int:
     """Make free slots of this size pending, in order of place, up to the columns of ``taken``: slabs and slots, a row
     of ``taken`` each. ``writer``: the key words of a pending slot. Returns their number."""
     done, count = 0, taken.shape[1]
@@ -459,7 +462,7 @@ def take_free(records: Any, groups: Any, buckets: Any, slabs: Any, slot_size: An
 
 
 @kernel("int64(int64[:, ::1], int64[:, ::1], int64, int64)")
-def count_free(groups: Any, slabs: Any, slot_size: Any, at_most: Any) -> Any:
+def count_free(groups: Words, slabs: Words, slot_size: int, at_most: int) -> int:
     """How many slots of this size are free; ``at_most`` when there are more."""
     count = 0
     for slab in range(len(slabs)):
@@ -469,12 +472,12 @@ def count_free(groups: Any, slabs: Any, slot_size: Any, at_most: Any) -> Any:
 
 
 @helper
-def _raised(priority: Any, by: Any) -> Any:
+def _raised(priority: int, by: int) -> int:
     return priority + by if priority < NO_PAGE - 1 - by else NO_PAGE - 1
 
 
 @helper
-def _spared(records: Any, row: Any, spared: Any) -> Any:
+def _spared(records: Words, row: int, spared: Words) -> int:
     """Whether the page has one of the hashes whose first words are in ``spared``, sorted."""
     low, high = 0, len(spared)
     while low < high:
@@ -488,18 +491,18 @@ def _spared(records: Any, row: Any, spared: Any) -> Any:
 
 @kernel(f"int64({_TABLE}, int64, int64, int64, int64, int64[::1], int64[:, :, ::1], int64[::1])")
 def evict_pages(
-    records: Any,
-    groups: Any,
-    buckets: Any,
-    slabs: Any,
-    slot_size: Any,
-    count: Any,
-    soon: Any,
-    headroom: Any,
-    spared: Any,
-    ghosts: Any,
-    remembered: Any,
-) -> Any:
+    records: Words,
+    groups: Words,
+    buckets: Words,
+    slabs: Words,
+    slot_size: int,
+    count: int,
+    soon: int,
+    headroom: int,
+    spared: Words,
+    ghosts: Words,
+    remembered: Words,
+) -> int:
     """Evict at least ``count`` pages of this size, if there are so many: those with the lowest priority, each with the
     pages of its group whose priority is at most ``soon`` above. Returns their number.
 
@@ -549,7 +552,7 @@ def evict_pages(
 
 
 @helper
-def _free_slots(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, state: Any) -> Any:
+def _free_slots(records: Words, groups: Words, buckets: Words, slabs: Words, rows: Words, state: int) -> int:
     """Free those of these slots that are in this state; returns their number. A row may be -1."""
     freed = 0
     for row in rows:
@@ -563,13 +566,13 @@ def _free_slots(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, 
 
 
 @kernel(f"int64({_TABLE}, int64[::1])")
-def forget_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
+def forget_pages(records: Words, groups: Words, buckets: Words, slabs: Words, rows: Words) -> int:
     """Free the slots of these pages; returns their number. A row may be -1."""
     return _free_slots(records, groups, buckets, slabs, rows, PAGE)
 
 
 @kernel(f"int64({_TABLE}, int64[::1])")
-def give_back(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) -> Any:
+def give_back(records: Words, groups: Words, buckets: Words, slabs: Words, rows: Words) -> int:
     """Free those of these slots that are pending; returns their number. A row may be -1."""
     return _free_slots(records, groups, buckets, slabs, rows, PENDING)
 
@@ -578,7 +581,7 @@ def give_back(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any) ->
 
 
 @kernel("int64(int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1], int64[::1])")
-def rows_pending(records: Any, slabs: Any, writer: Any, places: Any, rows: Any) -> Any:
+def rows_pending(records: Words, slabs: Words, writer: Words, places: Words, rows: Words) -> int:
     """Set ``rows`` to the rows of these places (slab, slot: a row each), -1 for those not pending for this writer.
     Returns the number of the others."""
     count = 0
@@ -599,24 +602,24 @@ def rows_pending(records: Any, slabs: Any, writer: Any, places: Any, rows: Any) 
     "int64[::1], int64, int64[:, :, ::1], int64[::1], int64)"
 )
 def describe_pages(
-    records: Any,
-    buckets: Any,
-    keys: Any,
-    generations: Any,
-    positions: Any,
-    rows: Any,
-    lengths: Any,
-    created: Any,
-    linked: Any,
-    clock: Any,
-    capacity: Any,
-    ghosts: Any,
-    remembered: Any,
-    ghost_limit: Any,
+    records: Words,
+    buckets: Words,
+    keys: Words,
+    generations: Words,
+    positions: Words,
+    rows: Words,
+    lengths: Words,
+    created: Words,
+    linked: int,
+    clock: Words,
+    capacity: int,
+    ghosts: Words,
+    remembered: Words,
+    ghost_limit: int,
 ) -> None:
     """Write the records of pages of one slot size, which stay pending: page ``keys[positions[n]]`` is in slot
     ``rows[n]`` and was written at ``created[n]`` (one value: all at that time). Pages at consecutive positions are a
-    chain (``EvictionPolicy.inserted_chain``); without ``linked``, each page is a chain of its own."""
+    chain (``PageByPage.inserted``); without ``linked``, each page is a chain of its own."""
     oldest = max(0, remembered[0] - ghost_limit)
     inserts, distance_sum, reuses = clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES]
     distance = _reuse_distance(capacity, distance_sum, reuses)
@@ -652,7 +655,7 @@ def describe_pages(
 
 
 @kernel(f"int64({_TABLE}, int64[::1], int64[::1])")
-def publish_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any, published: Any) -> Any:
+def publish_pages(records: Words, groups: Words, buckets: Words, slabs: Words, rows: Words, published: Words) -> int:
     """Make pages of the records of ``describe_pages``. ``published[n]`` is 0 for a page that exists already: its slot
     becomes free. Returns the number of the others."""
     count = 0
@@ -673,9 +676,16 @@ def publish_pages(records: Any, groups: Any, buckets: Any, slabs: Any, rows: Any
 
 @kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[:, ::1], int64[::1])")
 def touch_chain(
-    records: Any, groups: Any, buckets: Any, slabs: Any, keys: Any, generations: Any, clocks: Any, capacities: Any
-) -> Any:
-    """Note a use of the leading pages of a chain (``EvictionPolicy.renewed``); returns how many got another rank.
+    records: Words,
+    groups: Words,
+    buckets: Words,
+    slabs: Words,
+    keys: Words,
+    generations: Words,
+    clocks: Words,
+    capacities: Words,
+) -> int:
+    """Note a use of the leading pages of a chain (``PageByPage.renewed``); returns how many got another rank.
     ``clocks``: a row per slot size; ``capacities``: the slots of each."""
     changed = 0
     before = -1

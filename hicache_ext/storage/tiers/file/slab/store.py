@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,9 @@ import numpy.typing as npt
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.base import TierStore
-from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identity_of
-from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
-from hicache_ext.storage.tiers.file.expiry import Sweeper
-from hicache_ext.storage.tiers.file.fullness import Fullness
-from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.change import IndexChange
@@ -51,81 +43,44 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
+_PORTIONS = 4
+"""A write takes at most this part of the capacity at once."""
 _SWEEP_BATCH = 4096
 """Pages looked at in one go for their age: a few milliseconds."""
 
 
-class SlabStore(TierStore):
-    """PageStore over one slab directory."""
+class SlabStore(PathStore):
+    """PageStore over one slab directory. It needs a capacity, which holds for slabs and index."""
 
-    type_name = "file"
+    layout = "slab"
 
-    def __init__(
-        self,
-        name: str,
-        path: Path,
-        *,
-        capacity: int | None,
-        threads: int | None = None,
-        plan: IoPlan | None = None,
-        ttl: float | None = None,
-        metrics: TierMetrics | None = None,
-        trouble: Trouble = no_trouble,
-        evicted_age: RecentMean | None = None,
-    ) -> None:
-        """``capacity`` in bytes for all processes together, slabs and index; ``ttl`` in seconds.
-
-        ``trouble`` hears of every error of the disk and the index, ``evicted_age`` how many seconds ago what is evicted
-        was used. Raises StoreSetupError.
-        """
-        if capacity is None:
-            raise StoreSetupError(name, "the slab layout preallocates its files and needs a capacity")
-        super().__init__(name, metrics)
-        metrics = self.metrics
-        self._plan = plan or IoPlan()
-        self._ttl = ttl
-        self._trouble = trouble
-        self._threads = threads or self._plan.threads
+    def _open(self, path: Path, evicted_age: RecentMean) -> None:
+        if self._capacity is None:
+            raise StoreSetupError(self.name, "the slab layout preallocates its files and needs a capacity")
         # What goes through the page cache is mostly work of a processor: more threads only take it from each other.
         processors = len(os.sched_getaffinity(0))
         self._readers, self._writers = (
-            self._threads if mode == "direct" else min(self._threads, processors)
+            self._plan.threads if mode == "direct" else min(self._plan.threads, processors)
             for mode in (self._plan.read, self._plan.write)
         )
-        self._clearing = Clearing(name)
-        self._resources = ExitStack()
-        try:
-            directory = self._resources.enter_context(slab_directory(path, name))
-            self._directory = directory
-            self._index = QuietIndex(name, directory, metrics, trouble)
-            self._io = SlotIo(directory, self._plan, metrics)
-            self._moves = PageMoves(directory, self._plan, metrics, self._io)
-            self._touches = Touches(name, self._write_touches)
-            pins = PinnedPages(name, directory.path, capacity // 2, directory.index.occupied_by)
-            self._allocator = SlotAllocator(
-                directory,
-                self._index,
-                capacity,
-                pins,
-                self._touches,
-                metrics,
-                self._count_error,
-                evicted_age or RecentMean(),
-            )
-            self._workers = ThreadPool(f"hicache-{name}", self._threads)
-        except BaseException:
-            self._resources.close()
-            raise
-        self._sweeper = None if ttl is None else Sweeper(name, directory.path, ttl, self.remove_expired)
-
-    def details(self) -> dict[str, Any]:
-        return {
-            "layout": "slab",
-            "capacity": self._allocator.capacity,
-            "threads": self._threads,
-            "io": str(self._plan),
-            "ttl": self._ttl,
-        }
+        directory = self._resources.enter_context(slab_directory(path, self.name))
+        self._directory = directory
+        self._index = QuietIndex(self.name, directory, self.metrics, self._trouble)
+        self._io = SlotIo(directory, self._plan, self.metrics)
+        self._moves = PageMoves(directory, self._plan, self.metrics, self._io)
+        self._touches = Touches(self.name, self._write_touches)
+        self._resources.callback(self._touches.close)
+        pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
+        self._allocator = SlotAllocator(
+            directory,
+            self._index,
+            self._capacity,
+            pins,
+            self._touches,
+            self.metrics,
+            self._count_error,
+            evicted_age,
+        )
 
     def fullness(self) -> Fullness:
         """Raises lmdb.Error or OSError."""
@@ -136,21 +91,11 @@ class SlabStore(TierStore):
         return capacity is not None
 
     def resize(self, capacity: int | None) -> None:
-        """Change the capacity of a store in use; slabs beyond it are dropped at once. ``capacity`` is not None."""
+        """Slabs beyond the capacity are dropped at once. ``capacity`` is not None."""
         assert capacity is not None
         with self._calls:
+            super().resize(capacity)
             self._allocator.resize(capacity)
-
-    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
-        self._directory.save_identity(digest, document)
-
-    def _close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.close()
-        self._workers.close()
-        self._clearing.close()
-        self._touches.close()
-        self._resources.close()
 
     def abandon(self) -> None:
         """``close()`` after the device failed: the index is rebuilt by whoever comes back."""
@@ -251,15 +196,18 @@ class SlabStore(TierStore):
         return envelope.reason_to_refuse(header, key, segments) or "seal"
 
     def _heal(self, batch: PageBatch, page: SlotReference, reason: str, results: list[GetResult]) -> bool:
-        """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere or gone, or
-        when it can be read now: since it was looked up it was evicted and written again, into the same slot."""
-        key, where = batch.keys[page.position], (page.slab, page.slot)
+        """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere, gone, or of
+        another length, or when it can be read now: since it was looked up it was evicted and written again, into the
+        same slot."""
+        key = batch.keys[page.position]
 
         def remove(change: IndexChange) -> bool:
             # Nobody publishes meanwhile: what the index says is in a slot stays there until this has ended.
-            if reason != "length" and change.is_at(key, where) and not self._read_run(batch, [page], results):
+            if not change.is_at(key, page):
                 return False
-            return change.remove(key, where)
+            if reason != "length" and not self._read_run(batch, [page], results):
+                return False
+            return change.remove(key)
 
         removed = self._index.change(remove)
         if removed:
@@ -300,30 +248,12 @@ class SlabStore(TierStore):
             # Computed and written once more is used, too.
             self._touches.note(identity_of(batch.keys), 0, [batch.keys[position] for position in known])
         missing = sorted(set(range(len(results))).difference(known)) if known else list(range(len(results)))
-        for portion in self._portions(batch, missing):
+        # No portion can evict its own pages or leave none to the others.
+        for portion in self._portions(missing, batch.sizes, slot_size_of, _PORTIONS):
             self._set_portion(batch, portion, results)
         if missing:
             self._allocator.make_up_for_index()
         return results
-
-    def _portions(self, batch: PageBatch, positions: list[int]) -> list[list[int]]:
-        """Cut so that no portion can evict its own pages or leave none to the others."""
-        if not positions:
-            return []
-        sizes = batch.sizes
-        slots = {size: slot_size_of(size) for size in set(sizes)}
-        if len(positions) * max(slots.values()) <= self._allocator.capacity // 4:
-            return [positions]
-        portions: list[list[int]] = []
-        filled = 0
-        for position in positions:
-            need = slots[sizes[position]]
-            if not portions or filled + need > self._allocator.capacity // 4:
-                portions.append([])
-                filled = 0
-            portions[-1].append(position)
-            filled += need
-        return portions
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
         sizes = batch.sizes
@@ -439,7 +369,7 @@ class SlabStore(TierStore):
         self._index.free_cleared(cleared)
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
-        """Free the slots of pages older than the ttl, until ``loop`` is stopped; their number. Raises lmdb.Error."""
+        """Frees their slots. Raises lmdb.Error."""
         removed = 0
         oldest = self._oldest()
         begin: int | None = 0
@@ -488,10 +418,6 @@ class SlabStore(TierStore):
         for code in failed.values():
             self._count_error(OSError(code, os.strerror(code)))
         return list(failed)
-
-    def _count_error(self, error: OSError) -> None:
-        self.count_error(error)
-        self._trouble(error)
 
 
 def _fill(results: list[Any], positions: Sequence[int] | npt.NDArray[np.int64], result: Any) -> None:

@@ -1,0 +1,70 @@
+"""The eviction policy of the file tier (tiers/file/eviction.py) page by page, with records that are objects.
+
+The tier's own code (slab/slot_code.py) does the same in arrays; tests compare the two. A request goes through its pages
+in chain order: ``renewed`` for a present page, None where nothing is to be written; ``inserted`` for a page that is
+written, whose ghost is then removed. The victim is the page with the lowest ``Rank.priority``. ``before`` is the rank
+of the preceding page as it is after its own step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hicache_ext.storage.tiers.file.eviction import MAX_HITS, Clock, EvictionPolicy, learned, priority_of
+
+
+class Rank(NamedTuple):
+    """The record of a cached page; the lowest ``priority`` is evicted first."""
+
+    priority: int
+    used: int
+    """The clock's inserts at the last use that counted."""
+    hits: int
+
+
+class Ghost(NamedTuple):
+    """What is remembered of an evicted page."""
+
+    used: int
+    hits: int
+
+    @classmethod
+    def of(cls, evicted: Rank) -> Ghost:
+        return cls(evicted.used, evicted.hits)
+
+
+class PageByPage(EvictionPolicy):
+    """Pure: records in, records out."""
+
+    def inserted(
+        self, clock: Clock, depth: int, before: Rank | None = None, ghost: Ghost | None = None
+    ) -> tuple[Clock, Rank]:
+        """The new clock, and the record of a page written now, ``depth`` pages after the first of its chain."""
+        clock, hits = clock._replace(inserts=clock.inserts + 1), 0
+        if ghost is not None:
+            clock = after_reuse(clock, max(0, clock.inserts - ghost.used))
+            hits = min(ghost.hits + 1, MAX_HITS)
+        return clock, Rank(_bounded(self._priority(clock, hits, depth), before), clock.inserts, hits)
+
+    def renewed(self, clock: Clock, rank: Rank, depth: int, before: Rank | None = None) -> tuple[Clock, Rank] | None:
+        """The new clock and the record of a present page that was used; None when nothing worth a write changes."""
+        if rank.used >= self.oldest_fresh_use(clock):
+            # Only the order within the chain may need a write: the page before was lost and inserted anew, lower.
+            priority = _bounded(rank.priority, before)
+            return None if priority == rank.priority else (clock, rank._replace(priority=priority))
+        clock = after_reuse(clock, max(0, clock.inserts - rank.used))
+        hits = min(rank.hits + 1, MAX_HITS)
+        priority = _bounded(max(rank.priority, self._priority(clock, hits, depth)), before)
+        return clock, Rank(priority, clock.inserts, hits)
+
+    def _priority(self, clock: Clock, hits: int, depth: int) -> int:
+        return priority_of(self.capacity, clock.inserts, self.reuse_distance(clock), hits, depth)
+
+
+def after_reuse(clock: Clock, distance: int) -> Clock:
+    """A page was used again ``distance`` inserts after its last use."""
+    return Clock(clock.inserts, *learned(clock.distance_sum, clock.reuses, distance))
+
+
+def _bounded(priority: int, before: Rank | None) -> int:
+    return priority if before is None else max(0, min(priority, before.priority - 1))

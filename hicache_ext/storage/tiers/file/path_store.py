@@ -1,0 +1,162 @@
+"""The store of one path of a file tier: what both layouts repeat, and how full it is."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.clearing import Clearing
+from hicache_ext.storage.contract.reports import RecentMean
+from hicache_ext.storage.tiers.file.device_errors import Trouble, no_trouble
+from hicache_ext.storage.tiers.file.expiry import Sweeper
+from hicache_ext.storage.tiers.file.io_plan import IoPlan
+from hicache_ext.storage.tiers.file.pages.tree import save_document
+
+
+@dataclass(frozen=True, slots=True)
+class Fullness:
+    """Of one path, all processes together. Bytes of disk."""
+
+    capacity: int | None
+    """None without a limit."""
+    used: int
+    """What pages take."""
+    free: int
+    """What can be written before something is evicted, or the disk is full."""
+    pages: int
+
+
+class PathStore(TierStore):
+    """A layout writes the hooks of ``TierStore``, and ``_open``, ``fullness`` and ``remove_expired``.
+
+    Threads: any. The memory of a batch is touched only until the call returns.
+    """
+
+    type_name = "file"
+    layout: ClassVar[str]
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        *,
+        capacity: int | None,
+        plan: IoPlan | None = None,
+        ttl: float | None = None,
+        shared: bool = False,
+        metrics: TierMetrics | None = None,
+        trouble: Trouble = no_trouble,
+        evicted_age: RecentMean | None = None,
+    ) -> None:
+        """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
+
+        ``shared``: other machines have the directory, too. ``trouble`` hears of every error of the medium,
+        ``evicted_age`` how many seconds ago what is evicted was used. Raises StoreSetupError when the directory cannot
+        be used.
+        """
+        super().__init__(name, metrics)
+        self.shared = shared
+        self._path = path
+        self._capacity = capacity
+        self._plan = plan or IoPlan()
+        self._ttl = ttl
+        self._trouble = trouble
+        self._clearing = Clearing(name)
+        self._resources = ExitStack()
+        """What ``_open`` opened; closed last."""
+        try:
+            self._open(path, evicted_age or RecentMean())
+            self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
+        except BaseException:
+            self._resources.close()
+            raise
+        self._sweeper = None if ttl is None else Sweeper(name, path, ttl, self.remove_expired)
+
+    @abc.abstractmethod
+    def _open(self, path: Path, evicted_age: RecentMean) -> None:
+        """Open the directory. Raises StoreSetupError."""
+
+    @abc.abstractmethod
+    def fullness(self) -> Fullness:
+        """Looks at the disk, which may take as long as the disk likes. Raises what the disk does."""
+
+    @abc.abstractmethod
+    def remove_expired(self, loop: BackgroundLoop) -> int:
+        """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
+
+    def details(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "capacity": self._capacity,
+            "threads": self._plan.threads,
+            "io": str(self._plan),
+            "ttl": self._ttl,
+        }
+
+    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
+        save_document(self._path, digest, document)
+
+    def can_resize(self, capacity: int | None) -> bool:
+        return True
+
+    def resize(self, capacity: int | None) -> None:
+        """Change the capacity of a store in use."""
+        self._capacity = capacity
+
+    def abandon(self) -> None:
+        """``close()`` after the device failed: what is in memory or was not synced is not to be trusted again."""
+        self.close()
+
+    def _close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.close()
+        self._workers.close()
+        self._clearing.close()
+        self._resources.close()
+
+    def _portions(
+        self, positions: list[int], sizes: Sequence[int], room: Callable[[int], int], share: int
+    ) -> list[list[int]]:
+        """``positions`` cut so that no portion needs more than this share of the capacity, unless one page does.
+        ``room``: bytes of disk for a page of this size."""
+        if not positions:
+            return []
+        rooms = {size: room(size) for size in set(sizes)}
+        limit = math.inf if self._capacity is None else self._capacity // share
+        if len(positions) * max(rooms.values()) <= limit:
+            return [positions]
+        portions: list[list[int]] = []
+        filled = 0
+        for position in positions:
+            need = rooms[sizes[position]]
+            if not portions or filled + need > limit:
+                portions.append([])
+                filled = 0
+            portions[-1].append(position)
+            filled += need
+        return portions
+
+    def _count_error(self, error: OSError) -> None:
+        self.count_error(error)
+        self._trouble(error)
+
+
+def gauges_of_paths(paths: Sequence[Fullness]) -> dict[str, float]:
+    """Of several paths together; none at all hold nothing."""
+    capacities = [path.capacity for path in paths]
+    known = [capacity for capacity in capacities if capacity is not None]
+    return {
+        "capacity_bytes": float(sum(known)) if len(known) == len(capacities) else math.nan,
+        "used_bytes": float(sum(path.used for path in paths)),
+        "free_bytes": float(sum(path.free for path in paths)),
+        "pages": float(sum(path.pages for path in paths)),
+    }
