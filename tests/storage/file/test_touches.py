@@ -54,6 +54,20 @@ def test_reads_without_a_pause_are_written_all_the_same() -> None:
     assert recorder.written
 
 
+def test_a_machine_without_threads_is_asked_again_by_the_next_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    recorder = Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        recorder.touches.note(b"i" * 16, 0, [b"a"])
+    recorder.touches.note(b"i" * 16, 0, [b"b"])
+    assert recorder.wrote.wait(PATIENCE)
+    recorder.touches.close()
+    assert recorder.written == [[b"a"], [b"b"]]
+
+
 @pytest.mark.usefixtures("no_pause")
 def test_an_eviction_takes_a_bounded_number_of_pages_in_whole_chains_oldest_first() -> None:
     touches = Touches("test", lambda: False)

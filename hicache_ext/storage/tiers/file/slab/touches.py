@@ -70,6 +70,7 @@ class Touches:
             self._last_note = time.monotonic()
             if was_empty:
                 self._first_note = self._last_note
+            if was_empty or not self._loop.running:
                 self._loop.wake(_QUIET)
 
     def take(self) -> Chains:
