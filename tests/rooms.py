@@ -52,6 +52,8 @@ def room_of(module: str) -> str:
         return "doors"
     if module == SGLANG_DOOR:
         return "sglang"
+    if parts == ["__main__"]:
+        return "cli"
     if not parts or parts in (["storage"], ["storage", "tiers"]):
         return "version"
     if parts[0] == "storage":

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator
+from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.kernels import KernelsConfig
@@ -258,10 +258,10 @@ class HicacheExtConfig(ConfigModel):
             self.role if self.role != "auto" else role, {name: getattr(self, name) for name in _SHARED}, self.roles
         )
 
+    @model_validator(mode="before")
     @classmethod
-    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``values`` where a location list that was left out holds every tier in written order."""
-        tiers = values.get("tiers")
+    def _lists_that_were_left_out_hold_every_tier(cls, values: Any) -> Any:
+        tiers = values.get("tiers") if isinstance(values, Mapping) else None
         names = list(tiers) if isinstance(tiers, Mapping) else []
         return {"retrieve_locations": names, "store_locations": names, **values} if names else values
 

@@ -87,16 +87,11 @@ class ConfigModel(BaseModel):
         """Where the unknown ``key`` belongs, or None; overridden by models that have such neighbours."""
         return None
 
-    @classmethod
-    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``values`` with the defaults that depend on other keys filled in."""
-        return values
-
     @model_validator(mode="wrap")
     @classmethod
     def _translate_errors(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(cls.completed(values) if isinstance(values, Mapping) else values)
+            return handler(values)
         except ValidationError as error:
             lines: list[InitErrorDetails] = [
                 {"type": _translated(cls, details), "loc": details["loc"], "input": None}

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from hicache_ext.errors import WeightsError
 from hicache_ext.runtime.access import make_directory, open_file
-from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.file_lock import try_lock
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.liveness import boot_id
@@ -133,7 +133,9 @@ class ModelFingerprint:
             self._records = self._records or remember_in
             first, self._started = not self._started, True
         if first and self.problem is None:
-            BackgroundLoop("hicache-weights", self._run).wake()
+            if not once_in_background("hicache-weights", self._run):
+                self._fail("there is no thread to read it with")
+                self._end()
         elif first:
             self._end()
         elif self.done.is_set():

@@ -46,7 +46,7 @@ class Continuation:
     copied_pages: int
     """Leading pages of the whole sequence that were copied or need no copy."""
     next_copy_at: int
-    """Length of ``output_ids`` at which the next copy is due."""
+    """Length of the output at which the next copy is due."""
     born: int
     """Milliseconds on the ranks' common clock."""
     prefix_known: bool = False

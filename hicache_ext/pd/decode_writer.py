@@ -1,7 +1,7 @@
 """The decode node's writer: copies generated pages to host memory and has them written to the pool.
 
-It replaces the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here). Requests,
-copies and host memory are behind :class:`Offload`.
+It replaces the working parts of SGLang's own decode offload (sglang/pd_hooks.py routes its methods here). Requests are
+known by identity alone; they, copies and host memory are behind :class:`Offload`.
 
 A page is generated, copied to host memory at the next stride or at the finish, queued in the WriteQueue, given to the
 PoolWriter, and written, tried again, or counted as lost. Its host memory is freed in every case.
@@ -23,9 +23,8 @@ import torch
 
 from hicache_ext.config.pd import WriteConfig
 from hicache_ext.pd.continuation import Continuation, Piece
-from hicache_ext.pd.offload import Offload, Request
+from hicache_ext.pd.offload import Offload
 from hicache_ext.pd.pool_writer import Finished, Outcome, PoolWriter, WriteJob, describe
-from hicache_ext.pd.request_options import options_of
 from hicache_ext.pd.write_queue import WriteQueue
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.serving.hints.sender import HintSender
@@ -83,29 +82,29 @@ class DecodeWriter:
 
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
-    def request_advanced(self, request: Request) -> bool:
-        """A request has a new token, or has finished. True: a copy of it is due, which releases it when it is done.
+    def request_advanced(self, request: Any, output: Sequence[int], finished: bool) -> bool:
+        """A request has a new token at the end of its ``output``, or has ``finished``.
 
-        For a running request that is not due this is a look-up and two comparisons.
+        True: a copy of it is due, which releases it when it is done. For a running request that is not due this is a
+        look-up and two comparisons.
         """
-        finished = request.finished()
         continuation = self._continuations.get(request)
         if continuation is None:
-            if not self._offload.is_on_device(request) or not request.output_ids:
+            if not self._offload.is_on_device(request) or not output:
                 return False
             continuation = self._begin(request)
-        if not finished and (continuation.closed or len(request.output_ids) < continuation.next_copy_at):
+        if not finished and (continuation.closed or len(output) < continuation.next_copy_at):
             return False
         continuation.finished = finished
-        if not self._wanted(request, continuation, finished):
+        if not self._wanted(request, output, continuation):
             return False
         if not finished and self._copies_this_step >= _COPIES_PER_STEP:
             return False
-        return self._copy(request, continuation, finished)
+        return self._copy(request, output, continuation)
 
-    def _begin(self, request: Request) -> Continuation:
-        options = options_of(request)
-        prompt = request.origin_input_ids
+    def _begin(self, request: Any) -> Continuation:
+        options = self._offload.options(request)
+        prompt = self._offload.prompt(request)
         chain = self._offload.page_chain(request)
         prompt_pages = chain.pages_in(len(prompt))
         self._continuations_made += 1
@@ -126,14 +125,14 @@ class DecodeWriter:
         return continuation
 
     def _copy_due_at(self, prompt_length: int, copied_pages: int) -> int:
-        """Length of ``output_ids`` at which the next stride of whole pages is complete; the last token has no KV
-        yet."""
+        """Length of the output at which the next stride of whole pages is complete; the last token has no KV yet."""
         return copied_pages * self._page_size + self._stride - prompt_length + 1
 
-    def _wanted(self, request: Request, continuation: Continuation, finished: bool) -> bool:
+    def _wanted(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
+        finished = continuation.finished
         if continuation.closed or not self._offload.is_on_device(request):
             return False
-        continuation.generated = len(request.output_ids) - 1
+        continuation.generated = len(output) - 1
         if continuation.generated < self._config.min_tokens:
             if finished:
                 self.metrics.add("request", "too_short")
@@ -144,10 +143,10 @@ class DecodeWriter:
             return False
         return True
 
-    def _copy(self, request: Request, continuation: Continuation, finished: bool) -> bool:
+    def _copy(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
         """Start copying the whole pages that are due; whether a copy began."""
-        page_size = self._page_size
-        prompt_length, generated = len(request.origin_input_ids), continuation.generated
+        page_size, finished = self._page_size, continuation.finished
+        prompt_length, generated = len(continuation.prompt), continuation.generated
         end_page = (prompt_length + generated) // page_size
         first_page = continuation.copied_pages
         lacks_prefix = not continuation.prefix_known and self._config.missing_prefix == "complete"
@@ -158,8 +157,8 @@ class DecodeWriter:
         pages = end_page - first_page
         if pages <= 0:
             return False
-        continuation.next_copy_at = len(request.output_ids) + self._stride
-        tokens = _tokens_between(request, continuation.chain.tokens_for(first_page, end_page))
+        continuation.next_copy_at = len(output) + self._stride
+        tokens = _tokens_between(continuation.prompt, output, continuation.chain.tokens_for(first_page, end_page))
         host_indices = self._host_memory(pages * page_size, continuation)
         if host_indices is None:
             self.metrics.add("copy", "no_host_memory" if finished else "deferred")
@@ -389,9 +388,8 @@ def _is_last(job: WriteJob) -> bool:
     return continuation.finished and job.pieces[-1].end_page == continuation.copied_pages
 
 
-def _tokens_between(request: Request, wanted: slice) -> Sequence[int]:
+def _tokens_between(prompt: Sequence[int], output: Sequence[int], wanted: slice) -> Sequence[int]:
     """A slice of prompt plus output, without concatenating the two."""
-    prompt, output = request.origin_input_ids, request.output_ids
     length = len(prompt)
     if wanted.start >= length:
         tokens: Sequence[int] = output[wanted.start - length : wanted.stop - length]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,19 +15,27 @@ from hicache_ext.pd.continuation import Piece
 from hicache_ext.pd.page_chain import PageChain
 
 
-class Request(Protocol):
-    """A request on a decode node; it can be weakly referenced and hashed."""
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request says about its own KV."""
 
-    origin_input_ids: Sequence[int]
-    output_ids: Sequence[int]
-
-    def finished(self) -> bool: ...
+    store: bool = True
+    """False: nothing this request generates is written."""
+    priority: int = 0
+    """When host memory is full, the lowest priority is dropped first."""
 
 
 class Offload(Protocol):
-    """See the module docstring. A finished request is released once, after its last copy."""
+    """See the module docstring. A request can be weakly referenced and hashed; what it is, only the server knows. A
+    finished one is released once, after its last copy."""
 
     page_size: int
+
+    def prompt(self, request: Any) -> Sequence[int]:
+        """The token ids that the request came with; not copied."""
+
+    def options(self, request: Any) -> RequestOptions:
+        """What it says about its KV."""
 
     def is_on_device(self, request: Any) -> bool:
         """Whether the request's KV has a place in device memory."""

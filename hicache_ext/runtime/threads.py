@@ -253,8 +253,7 @@ class ThreadPool:
         call = Call(count, work)
         for _ in range(min(count, len(self._threads))):
             self._jobs.put(call)
-        done = call.ended_within(seconds)
-        call.stop()
+        done = call.ended_within(seconds, begin_no_more=True)
         if call.error is not None:
             logger.error(
                 "%s: a piece of a call ended in an error that nobody expected", self._name, exc_info=call.error

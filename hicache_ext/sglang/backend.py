@@ -183,17 +183,18 @@ class HiCacheExtBackend(BackendLifecycle):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
-        return {
-            transfer.name: self._move_transfer(transfer, self._store.get, self._prefetched) for transfer in transfers
-        }
+        return self._move_transfers(transfers, self._store.get, self._prefetched)
 
     @answering(transfers_false)
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
-        return {
-            transfer.name: self._move_transfer(transfer, self._store.set, self._backed_up) for transfer in transfers
-        }
+        return self._move_transfers(transfers, self._store.set, self._backed_up)
+
+    def _move_transfers(
+        self, transfers: list[PoolTransfer], move: Callable[[PageBatch], list[Any]], samples: TransferSamples
+    ) -> dict[Any, list[bool]]:
+        return {transfer.name: self._move_transfer(transfer, move, samples) for transfer in transfers}
 
     @answering(lambda transfer, *_: [False] * length(transfer.keys))
     def _move_transfer(

@@ -128,12 +128,8 @@ class HostPages:
             return numbers, None
         return numbers, aligned.all(axis=1) & (numbers >= 0) & (numbers < self._page_count)
 
-    def buffers(self, page_number: int, part: int = 0) -> Sequence[memoryview]:
-        """The segments of one stored object of a page, in payload order."""
-        return self.buffers_of([page_number], part)[0]
-
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
-        """``buffers`` of each page, made lazily."""
+        """``buffers_of`` these pages, made lazily."""
         starts, strides, sizes, page_bytes = self._parts[part]
         if is_compiled(batch_code.address_pages):
             pages = np.empty((len(page_numbers), len(starts)), np.int64)
@@ -143,7 +139,10 @@ class HostPages:
         return PageMemory(Addresses(pages, sizes, page_bytes), lambda: self.buffers_of(page_numbers.tolist(), part))
 
     def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
-        """``buffers`` of each page, run by run: most of what a page costs in Python would be spent here otherwise."""
+        """The segments of one stored object of each page, in payload order.
+
+        Run by run: most of what a page costs in Python would be spent here otherwise.
+        """
         begin = part * self._runs_per_part
         columns: list[list[memoryview]] = []
         for run, memory in zip(
@@ -155,7 +154,7 @@ class HostPages:
             columns.append([memory[start : start + size] for start in starts])
         return list(zip(*columns, strict=True))
 
-    def part_bytes(self, part: int = 0) -> int:
+    def part_bytes(self, part: int) -> int:
         """Payload bytes of one stored object of a page."""
         return self._parts[part].page_bytes
 

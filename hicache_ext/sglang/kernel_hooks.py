@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ def wants_hooks() -> bool:
     return not has_accelerator() or (torch.cuda.is_available() and torch.version.hip is None)
 
 
-def load_mha_layer(
+def load_layer(
     original: Callable[..., None],
     pool: Any,
     device_pool: Any,
@@ -101,19 +101,21 @@ def load_mha_layer(
     *,
     is_draft: bool = False,
 ) -> None:
-    """AROUND ``MHATokenToKVPoolHost.load_to_device_per_layer``: one layer's K and V, host to device.
+    """AROUND ``load_to_device_per_layer``: what one layer has (K and V, or latent rows), host to device.
 
-    Indices are int64 token indices, one per token. Layers that are not this pool's target layers are skipped; draft
-    layers follow the target layers. Scheduler thread, inside the load stream.
+    Indices are int64 token indices, one per token; widened ones under decode context parallelism. ``layer_id`` is the
+    controller's: a layer that is none of this pool's target layers (another rank owns it) is skipped; draft layers
+    follow the target layers. Scheduler thread, inside the load stream.
     """
-    refusal = _mha_refusal(pool, io_backend)
-    if refusal is None and not is_draft and not 0 <= layer_id < pool.target_layer_num:
+    kind = _dotted_name(type(pool))
+    refusal = _refusal(pool, kind, io_backend, Direction.LOAD)
+    if refusal is None and not is_draft and layer_id not in _target_layers(pool, kind):
         return
     if not _load_layer(pool, host_indices, device_indices, layer_id, refusal):
         original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft=is_draft)
 
 
-def back_up_mha_layers(
+def back_up_layers(
     original: Callable[..., None],
     pool: Any,
     device_pool: Any,
@@ -121,45 +123,8 @@ def back_up_mha_layers(
     device_indices: torch.Tensor,
     io_backend: str,
 ) -> None:
-    """AROUND ``MHATokenToKVPoolHost.backup_from_device_all_layer``: K and V of all layers, drafts included."""
-    if not _back_up(pool, host_indices, device_indices, _mha_refusal(pool, io_backend)):
-        original(pool, device_pool, host_indices, device_indices, io_backend)
-
-
-def load_mla_layer(
-    original: Callable[..., None],
-    pool: Any,
-    device_pool: Any,
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-    layer_id: int,
-    io_backend: str,
-    *,
-    is_draft: bool = False,
-) -> None:
-    """AROUND ``MLATokenToKVPoolHost.load_to_device_per_layer``: one layer's latent rows, host to device.
-
-    ``layer_id`` is the controller's: a layer another rank owns is skipped, and host row and device buffer are looked
-    up in the pool's own maps. Indices are widened ones under decode context parallelism.
-    """
-    refusal = _mla_refusal(pool, io_backend, _MLA_LAYOUTS)
-    if refusal is None and not is_draft and layer_id not in pool._target_layer_indices:
-        return
-    if not _load_layer(pool, host_indices, device_indices, layer_id, refusal):
-        original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft=is_draft)
-
-
-def back_up_mla_layers(
-    original: Callable[..., None],
-    pool: Any,
-    device_pool: Any,
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-    io_backend: str,
-) -> None:
-    """AROUND ``MLATokenToKVPoolHost.backup_from_device_all_layer``: the layers this rank owns, then the drafts."""
-    sharded = getattr(pool, "_layer_shard_enabled", False)
-    refusal = _mla_refusal(pool, io_backend, _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS)
+    """AROUND ``backup_from_device_all_layer``: the layers that this rank owns, then the drafts."""
+    refusal = _refusal(pool, _dotted_name(type(pool)), io_backend, Direction.BACK_UP)
     if not _back_up(pool, host_indices, device_indices, refusal):
         original(pool, device_pool, host_indices, device_indices, io_backend)
 
@@ -168,9 +133,16 @@ def _dotted_name(pool_class: type) -> str:
     return f"{pool_class.__module__}.{pool_class.__qualname__}"
 
 
-def _mha_refusal(pool: Any, io_backend: str) -> str | None:
-    """Why no engine may serve ``pool``, as a metric label; None if one may."""
-    if _dotted_name(type(pool)) != MHA:
+def _target_layers(pool: Any, kind: str) -> Container[int]:
+    layers: Container[int] = pool._target_layer_indices if kind == MLA else range(pool.target_layer_num)
+    return layers
+
+
+def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str | None:
+    """Why no engine may serve ``pool``, as a metric label; None if one may. ``kind``: the name of its class."""
+    if kind == MLA:
+        return _mla_refusal(pool, io_backend, direction)
+    if kind != MHA:
         return "pool_class"
     if pool.layout not in _MHA_LAYOUTS.get(io_backend, ()):
         return f"layout_{pool.layout}_{io_backend}"
@@ -184,9 +156,9 @@ def _mha_refusal(pool: Any, io_backend: str) -> str | None:
     return None
 
 
-def _mla_refusal(pool: Any, io_backend: str, layouts: _Layouts) -> str | None:
-    if _dotted_name(type(pool)) != MLA:
-        return "pool_class"
+def _mla_refusal(pool: Any, io_backend: str, direction: Direction) -> str | None:
+    sharded = direction is Direction.BACK_UP and getattr(pool, "_layer_shard_enabled", False)
+    layouts = _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS
     if pool._is_dummy:
         return "no_buffer"
     if pool._native_buffers is not None:
@@ -215,8 +187,7 @@ class _Binding:
     """What is known of one pool: its stack, which layer of it each controller's layer is, and the loads under way."""
 
     def __init__(self, pool: Any) -> None:
-        is_mla = _dotted_name(type(pool)) == MLA
-        if is_mla:
+        if _dotted_name(type(pool)) == MLA:
             drafts = range(pool._device_layer_num, pool._device_layer_num + pool._draft_layer_num)
             layer_ids = [*pool._target_layer_indices, *drafts]
             layers: list[Sequence[LayerCopy]] = [[_mla_copy(pool, layer_id)] for layer_id in layer_ids]

@@ -32,7 +32,7 @@ from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.serving.config_file import config_file_of
 from hicache_ext.storage.serving.hints.sender import HintSender
 from hicache_ext.storage.serving.metrics_export import export_when_wanted
-from hicache_ext.storage.tiering.pulling.rule import open_pull_rule
+from hicache_ext.storage.tiering.pulling.rule import PullRule
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
         check_sglang_version()
-        self._storage_config = storage_config
         self._facts = read_launch_facts()
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
         self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
@@ -62,7 +61,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
         self._store = open_tiers(self._config)
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
-        self._pull_rule = open_pull_rule(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
+        self._pull_rule = PullRule.of(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
         self._hints = HintTraffic(self._config, storage_config, self._pools, lambda: self._store)
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
         attach(self)
@@ -104,10 +103,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def flushes_with_cache(self) -> bool:
         """Whether SGLang's flush empties the queues in front of this backend; not so on a decode node's offload."""
         return hasattr(self, "registered_pools")
-
-    @property
-    def suspended_because(self) -> str | None:
-        return self._pools.suspended_because
 
     def advance_weights_epoch(self, nonce: str) -> None:
         """The weights have changed: from now on every page belongs to another identity [scheduler].

@@ -25,7 +25,6 @@ from hicache_ext.page.fingerprint import ModelFingerprint
 from hicache_ext.sglang import loaded_models
 from hicache_ext.sglang.launch_facts import LaunchFacts, resolved
 from hicache_ext.sglang.loaded_models import LoadedModel
-from hicache_ext.storage.tiers.file.config import FileTierConfig
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +130,10 @@ def weights_of_server(facts: LaunchFacts) -> ModelWeights:
 
 
 def records_directory(config: HicacheExtConfig) -> Path | None:
-    """Where digests of weight files are remembered: beside the pages of the first file tier, None without one."""
-    for tier in config.tiers.values():
-        if isinstance(tier, FileTierConfig):
-            return Path(tier.path[0]) / RECORDS
-    return None
+    """Where digests of weight files are remembered: beside the identities of the first tier that keeps them in a
+    directory, None without one."""
+    kept = [tier.directories() for tier in config.tiers.values() if tier.keeps_identities and not tier.remote]
+    return next((Path(directories[0]) / RECORDS for directories in kept if directories), None)
 
 
 def _noted(runner: Any) -> ModelFingerprint:

@@ -2,21 +2,32 @@
 
 Keeps that manager's promises to the scheduler: a finished request's device memory is released once, after the last copy
 out of it; ``ongoing_offload`` names the copies under way.
+
+Options of a request for its own KV come in ``sampling_params.custom_params``::
+
+    {"sampling_params": {"custom_params": {"hicache_ext": {"store": false, "priority": 2}}}, ...}
+
+This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls, which
+have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key and
+cache_salt change the page hashes, and ``priority`` changes the scheduling.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from hicache_ext.pd.continuation import Piece
+from hicache_ext.pd.offload import RequestOptions
 from hicache_ext.pd.page_chain import PageChain
 
 logger = logging.getLogger(__name__)
+
+_OPTIONS = "hicache_ext"
 
 
 class Manager(Protocol):
@@ -42,6 +53,13 @@ class ManagerOffload:
         self._manager = manager
         self._bigrams = bigrams
         self._copies_made = 0
+
+    def prompt(self, request: Any) -> Sequence[int]:
+        prompt: Sequence[int] = request.origin_input_ids
+        return prompt
+
+    def options(self, request: Any) -> RequestOptions:
+        return options_of(request)
 
     def is_on_device(self, request: Any) -> bool:
         return request.kv.req_pool_idx not in (None, -1)
@@ -126,6 +144,19 @@ class ManagerOffload:
             yield piece
             if request.finished() and not manager._has_inflight_offload(request):
                 manager._release_finished_req(request)
+
+
+def options_of(request: Any) -> RequestOptions:
+    """The options of SGLang's ``Req``; absent or invalid ones have their defaults."""
+    parameters = getattr(getattr(request, "sampling_params", None), "custom_params", None)
+    ours = parameters.get(_OPTIONS) if isinstance(parameters, Mapping) else None
+    if not isinstance(ours, Mapping):
+        return RequestOptions()
+    priority = ours.get("priority", 0)
+    return RequestOptions(
+        store=ours.get("store") is not False,
+        priority=priority if isinstance(priority, int) and not isinstance(priority, bool) else 0,
+    )
 
 
 def page_chain(page_size: int, *, bigrams: bool, extra_key: str | None, cache_salt: str | None) -> PageChain:

@@ -72,7 +72,7 @@ def around_offload(original: Callable[..., bool], manager: Any, req: Any) -> boo
     """``offload_kv_cache``: a request has advanced [scheduler thread, per request and step]."""
     started = time.perf_counter()
     writer = getattr(manager, _WRITER, None)
-    answer: bool = original(manager, req) if writer is None else _without_trouble(writer.request_advanced, req)
+    answer: bool = original(manager, req) if writer is None else _without_trouble(writer, req)
     getattr(manager, _STOPWATCH).add(time.perf_counter() - started, requests=1)
     return answer
 
@@ -114,9 +114,9 @@ def around_release(original: Callable[..., None], manager: Any) -> None:
     original(manager)
 
 
-def _without_trouble(advanced: Callable[[Any], bool], req: Any) -> bool:
+def _without_trouble(writer: DecodeWriter, req: Any) -> bool:
     try:
-        return advanced(req)
+        return writer.request_advanced(req, req.output_ids, req.finished())
     except Exception:
         # False: the scheduler releases a finished request at once, as if it had nothing to write.
         logger.exception("hicache_ext: a request's KV will not be written")

@@ -49,13 +49,13 @@ def test_until_the_cache_is_flushed_nothing_is_stored_or_served(open_backend: Ca
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     backend.batch_set_v1(KEYS, INDICES)
     update(flushes=False)
-    assert backend.suspended_because is not None
+    assert backend._pools.suspended_because is not None
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_set_v1(page_keys(2, "more"), INDICES) == [False, False]
     weights_hooks.after_flush(False)
-    assert backend.suspended_because is not None
+    assert backend._pools.suspended_because is not None
     weights_hooks.after_flush(True)
-    assert backend.suspended_because is None
+    assert backend._pools.suspended_because is None
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_exists(page_keys(2, "more")) == 0
 
@@ -166,5 +166,5 @@ def test_a_decode_nodes_offload_stays_off_since_its_queue_is_not_flushed(open_ba
     backend = open_backend()
     backend.register_mem_pool_host(mha_pools(page_size=PAGE_SIZE).host)
     update(flushes=True)
-    assert backend.suspended_because is not None
+    assert backend._pools.suspended_because is not None
     assert backend.batch_set_v1(KEYS, INDICES) == [False, False]

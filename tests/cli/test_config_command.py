@@ -203,6 +203,11 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hicache-ext {__version__}\n"
 
 
+def test_the_package_runs_as_the_command() -> None:
+    words = [sys.executable, "-m", "hicache_ext", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == f"hicache-ext {__version__}\n"
+
+
 @pytest.mark.parametrize("words", [[], ["no-such-command"], ["config"], ["config", "check"]])
 def test_wrong_usage_exits_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -30,7 +30,7 @@ def load(**settings: object) -> RedisTierConfig:
 
 def test_an_address_is_enough():
     tier = load(url="redis://pool")
-    assert tier.servers == (("redis", "pool", 6379),)
+    assert tier.endpoints == (("pool", 6379),)
     assert (tier.cluster, tier.database, tier.prefix, tier.connections) == ("auto", 0, "hicache_ext:", 4)
     assert (tier.in_flight, tier.ttl, tier.timeout, tier.required, tier.tls) == (8 << 20, None, None, True, False)
 
@@ -53,12 +53,12 @@ def test_everything_can_be_said(monkeypatch):
         tls_verify="ca",
         required=False,
     )
-    assert tier.servers == (("rediss", "10.0.0.1", 7000), ("rediss", "::1", 7001))
+    assert tier.endpoints == (("10.0.0.1", 7000), ("::1", 7001))
     assert (tier.ttl, tier.in_flight, tier.timeout, tier.tls) == (86400, 16 << 20, 0.25, True)
 
 
 def test_a_unix_socket_is_an_address():
-    assert load(url="unix:///run/redis.sock").servers == (("unix", "/run/redis.sock", 0),)
+    assert load(url="unix:///run/redis.sock").endpoints == (("/run/redis.sock", 0),)
 
 
 def test_the_summary_and_the_repr_hold_no_secret(monkeypatch):

@@ -183,10 +183,14 @@ class Node:
                 self.settle(lambda: not self.writer._pages_in_flight)
             if finish and number == tokens - 1:
                 request.finished_reason = FINISH_ABORT() if aborted else "length"
-                if not self.writer.request_advanced(request) and not self.manager._has_inflight_offload(request):
+                if not self.advanced(request) and not self.manager._has_inflight_offload(request):
                     self.manager._release_finished_req(request)
             else:
-                self.writer.request_advanced(request)
+                self.advanced(request)
+
+    def advanced(self, request: FakeRequest) -> bool:
+        """As sglang/pd_hooks.py calls it."""
+        return self.writer.request_advanced(request, request.output_ids, request.finished())
 
     def settle(self, until: Callable[[], bool] | None = None) -> None:
         deadline = time.monotonic() + 60
@@ -285,7 +289,7 @@ def test_requests_that_are_due_together_are_copied_in_one_operation(node_of: Cal
     for number in range(20):
         for request in requests:
             request.output_ids.append(number + 5)
-            node.writer.request_advanced(request)
+            node.advanced(request)
         node.writer.step()
     node.settle()
     assert set(node.manager.cache_controller.operations) == {4}
@@ -327,7 +331,7 @@ def test_sglangs_own_controller_copies_the_requests_of_a_step_each_to_its_pages(
             request.output_ids.append(number + 5)
             if number == 29:
                 request.finished_reason = "length"
-            node.writer.request_advanced(request)
+            node.advanced(request)
         node.writer.step()
     node.settle()
     for slot, request in enumerate(requests, start=1):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.pd.request_options import RequestOptions, options_of
+from hicache_ext.pd.offload import RequestOptions
+from hicache_ext.sglang.offload import options_of
 
 
 @pytest.mark.parametrize(

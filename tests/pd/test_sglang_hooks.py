@@ -21,7 +21,7 @@ from hicache_ext.sglang.hooks import DECODE_WRITER, HOOKS  # noqa: E402
 
 
 class BrokenWriter:
-    def request_advanced(self, request: Any) -> bool:
+    def request_advanced(self, request: Any, output: list[int], finished: bool) -> bool:
         raise RuntimeError("a bug")
 
     def step(self) -> None:
@@ -76,7 +76,9 @@ def test_a_bug_of_ours_releases_the_request_and_does_not_reach_the_scheduler(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken = manager(_hicache_ext_writer=BrokenWriter())
-    assert sglang_hooks.around_offload(pytest.fail, broken, object()) is False
+    request = SimpleNamespace(output_ids=[1], finished=lambda: False)
+    assert sglang_hooks.around_offload(pytest.fail, broken, request) is False
+    assert "a bug" in caplog.text
     sglang_hooks.around_check(pytest.fail, broken)
     assert "a request's KV will not be written" in caplog.text
     assert "a step of the decode writer failed" in caplog.text

@@ -97,6 +97,30 @@ def test_a_caller_leaves_at_its_deadline_and_its_memory_is_touched_no_more(worke
     assert len(begun) == 2 and not touched and results == [None] * 10
 
 
+def test_of_a_call_that_was_left_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ThreadPool("one", 1)
+    begun: list[int] = []
+    go_on = threading.Event()
+
+    def work(position: int, call: Call[None]) -> None:
+        begun.append(position)
+        go_on.wait(30)
+
+    stop = Call.stop
+
+    def stop_late(call: Call[None], end: int = 0) -> None:
+        # The caller has left, and loses the processor.
+        go_on.set()
+        time.sleep(0.1)
+        stop(call, end)
+
+    monkeypatch.setattr(Call, "stop", stop_late)
+    assert pool.share(2, work, 0.1) == ([None, None], False)
+    go_on.set()
+    pool.close()
+    assert begun == [0]
+
+
 def test_a_caller_waits_for_a_copy_in_its_memory(workers: ThreadPool) -> None:
 
     def work(position: int, call: Call[int]) -> int:

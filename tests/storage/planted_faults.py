@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import fnmatch
+import os
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
@@ -54,6 +57,22 @@ def caught_by(case: str, medium: Callable[..., object] = _over_memory, *, second
 
 def _over_files(fault, tmp_path):
     return Over(PageFiles(tmp_path), fault)
+
+
+class _InPlaceOfMemory(Memory):
+    def __init__(self, fault):
+        super().__init__()
+        self._fault = fault
+
+    def __reduce__(self):
+        return Memory, ()
+
+    def open(self):
+        return self._fault(objects=self.objects)
+
+
+def _in_place_of_memory(fault, tmp_path):
+    return _InPlaceOfMemory(fault)
 
 
 class TestWithoutAMedium(PageStoreTests):
@@ -380,6 +399,25 @@ class LosesRaces(PageStoreWrapper):
         return results
 
 
+@caught_by("test_pages_are_whole_while_they_are_removed_and_written_again")
+class FailsWhenCleared(PageStoreWrapper):
+    """ERROR for a write whose place another call clears away meanwhile"""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._cleared = 0
+
+    def clear(self, digests):
+        self._cleared += 1
+        return super().clear(digests)
+
+    def set(self, batch):
+        before = self._cleared
+        time.sleep(0.002)
+        results = super().set(batch)
+        return results if self._cleared == before else [SetResult.ERROR] * len(batch)
+
+
 @caught_by("test_eight_threads_use_one_store", seconds=2.0)
 class LeaksSlots(PageStoreWrapper):
     """a limit of calls at once that keeps the slot of a call with a MISS: in the end all calls hang"""
@@ -394,6 +432,62 @@ class LeaksSlots(PageStoreWrapper):
         if GetResult.MISS not in results:
             self._slots.release()
         return results
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@caught_by("test_keys_that_differ_in_one_byte_are_different_pages")
+class TakesKeysForText(PageStoreWrapper):
+    """a key that ends at its first zero byte"""
+
+    def _cut(self, keys):
+        return [key[:16] + key[16:].split(b"\0")[0].ljust(32, b"\0") for key in keys]
+
+    def get(self, batch):
+        return super().get(PageBatch(self._cut(batch.keys), batch.buffers))
+
+    def set(self, batch):
+        return super().set(PageBatch(self._cut(batch.keys), batch.buffers))
+
+    def contains(self, keys):
+        return super().contains(self._cut(keys))
+
+
+@caught_by("test_clear_tells_identities_apart_that_look_alike")
+class ClearsByPrefix(PageStoreWrapper):
+    """clear() of every identity that begins with the same 8 bytes"""
+
+    def clear(self, digests):
+        known = {key[:IDENTITY_LENGTH] for key in self.inner.objects}
+        if digests is not None:
+            known = [each for each in known for digest in digests if each[:8] == digest[:8]]
+            return min(super().clear(known), len(digests))
+        return super().clear(digests)
+
+
+@caught_by("test_clear_tells_identities_apart_that_look_alike")
+class ClearsByPattern(PageStoreWrapper):
+    """clear() of every identity that matches the digest as a pattern"""
+
+    def clear(self, digests):
+        if digests is None:
+            return super().clear(None)
+        known = {key[:IDENTITY_LENGTH].decode("latin-1") for key in self.inner.objects}
+        for digest in digests:
+            matching = [name.encode("latin-1") for name in fnmatch.filter(known, digest.decode("latin-1"))]
+            super().clear(matching)
+        return len(digests)
+
+
+@caught_by("test_a_stored_page_is_read_back[20 MB]", _in_place_of_memory)
+class CutsLargePages(MemoryPageStore):
+    """pages that are cut at 16 MiB"""
+
+    def _write_page(self, key, segments):
+        result = super()._write_page(key, segments)
+        self.objects[key] = self.objects[key][: 16 << 20]
+        return result
 
 
 # -- presence, remove(), clear() ---------------------------------------------------------------------------------------
@@ -521,6 +615,92 @@ class RefusesWritesAfterClear(PageStoreWrapper):
         return [SetResult.REJECTED] * len(batch) if self._clearing else super().set(batch)
 
 
+# -- several stores over one medium ------------------------------------------------------------------------------------
+
+
+class _Remembers(PageStoreWrapper):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._seen = {}
+
+    def remove(self, keys):
+        for key in keys:
+            self._seen.pop(key, None)
+        return super().remove(keys)
+
+    def clear(self, digests):
+        self._seen.clear()
+        return super().clear(digests)
+
+
+@caught_by("test_what_another_store_takes_away_is_gone[remove]")
+class RemembersWhatItWrote(_Remembers):
+    """contains() stays true for pages that another process removed"""
+
+    def set(self, batch):
+        results = super().set(batch)
+        self._seen.update(dict.fromkeys(batch.keys))
+        return results
+
+    def contains(self, keys):
+        return [known or key in self._seen for key, known in zip(keys, super().contains(keys), strict=True)]
+
+
+@caught_by("test_what_another_store_takes_away_is_gone[clear]")
+class ServesWhatItRead(_Remembers):
+    """HIT from a cache of the process, after another process has cleared the page"""
+
+    def get(self, batch):
+        results = super().get(batch)
+        for position, (key, segments) in enumerate(zip(batch.keys, batch.buffers, strict=True)):
+            if results[position] is GetResult.HIT:
+                self._seen[key] = [bytes(segment) for segment in segments]
+            elif key in self._seen:
+                for segment, kept in zip(segments, self._seen[key], strict=True):
+                    segment[:] = kept
+                results[position] = GetResult.HIT
+        return results
+
+
+@caught_by("test_clear_of_everything_takes_identities_that_another_store_brought")
+class ClearsWhatItKnows(PageStoreWrapper):
+    """clear(None) of those identities alone that were there when the store was opened, or that it wrote"""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._known = {key[:IDENTITY_LENGTH] for key in inner.objects}
+
+    def set(self, batch):
+        self._known.update(key[:IDENTITY_LENGTH] for key in batch.keys)
+        return super().set(batch)
+
+    def clear(self, digests):
+        return super().clear(sorted(self._known) if digests is None else digests)
+
+
+@caught_by("test_a_page_is_absent_until_it_is_whole", _over_files)
+class ShowsHalfPages(PageStoreWrapper):
+    """a page that has its name before it has its bytes"""
+
+    def set(self, batch):
+        raw, results = RawFiles(self.inner._directory.path), super().contains(batch.keys)
+        for key, segments, known in zip(batch.keys, batch.buffers, results, strict=True):
+            if not known:
+                raw.write(key, b"".join((encode_header(key, segments), *segments)))
+        return [SetResult.EXISTS if known else SetResult.STORED for known in results]
+
+
+@caught_by("test_a_good_copy_that_replaced_a_bad_one_stays[of the same length]", _in_place_of_memory)
+class RemovesByName(MemoryPageStore):
+    """a bad copy is removed by its name, although another process has replaced it by a good one"""
+
+    def _read_page(self, key, segments):
+        result = super()._read_page(key, segments)
+        if result is GetResult.CORRUPT:
+            self.objects.pop(key, None)
+        return result
+
+
 # -- what a store says of itself ---------------------------------------------------------------------------------------
 
 
@@ -581,21 +761,7 @@ class CountsCallsForPages(PageStoreWrapper):
         return results
 
 
-class _MemoryThatKeepsIdentities(Memory):
-    def __init__(self, fault):
-        super().__init__()
-        self._fault = fault
-
-    def __reduce__(self):
-        return Memory, ()
-
-    def open(self):
-        return self._fault(objects=self.objects)
-
-
-@caught_by(
-    "test_identities_are_kept_exactly_if_that_is_declared", lambda fault, tmp_path: _MemoryThatKeepsIdentities(fault)
-)
+@caught_by("test_identities_are_kept_exactly_if_that_is_declared", _in_place_of_memory)
 class ForgetsIdentities(MemoryPageStore):
     """identities() answers {}"""
 
@@ -644,6 +810,50 @@ class StoresOnNoMedium(PageStoreWrapper):
 
     def set(self, batch):
         return [SetResult.STORED if result is SetResult.ERROR else result for result in super().set(batch)]
+
+
+class _PassesErrorsOver(PageStoreWrapper):
+    """The trouble that the inner store has counted is taken back."""
+
+    def _uncounted(self, call, *arguments):
+        before = self.metrics.snapshot()
+        answer = call(*arguments)
+        for (event, reason), count in self.metrics.snapshot().items():
+            if event == "error":
+                self.metrics.add(event, reason, before.get((event, reason), 0) - count)
+        return answer
+
+
+@caught_by("test_a_medium_that_fails_is_a_result_and_no_error[set]")
+class CountsNoFailedWrites(_PassesErrorsOver):
+    """a failed write that is not counted"""
+
+    def set(self, batch):
+        return self._uncounted(super().set, batch)
+
+
+@caught_by("test_a_medium_that_fails_is_a_result_and_no_error[contains]")
+class TakesErrorsForAbsence(_PassesErrorsOver):
+    """contains() is false when the medium fails, and nothing is counted"""
+
+    def contains(self, keys):
+        return self._uncounted(super().contains, keys)
+
+
+@caught_by("test_a_medium_that_fails_is_a_result_and_no_error[remove]")
+class PassesOverWhatItCannotRemove(_PassesErrorsOver):
+    """remove() is 0 when the medium fails, and nothing is counted"""
+
+    def remove(self, keys):
+        return self._uncounted(super().remove, keys)
+
+
+@caught_by("test_a_medium_that_fails_is_a_result_and_no_error[clear]")
+class PassesOverWhatItCannotClear(_PassesErrorsOver):
+    """clear() is 0 when the medium fails, nothing is counted, and the pages are still there"""
+
+    def clear(self, digests):
+        return self._uncounted(super().clear, digests)
 
 
 @caught_by("test_a_medium_that_fails_is_a_result_and_no_error[get]", seconds=2.0)
@@ -806,6 +1016,33 @@ class ClosesUnderACall(PageStoreWrapper):
         if hasattr(self, "_gone"):
             raise ValueError("I/O operation on closed file")
         return results
+
+
+@caught_by("test_a_closed_store_still_describes_itself")
+class CannotDescribeItselfAnyMore(PageStoreWrapper):
+    """describe() raises after close()"""
+
+    _closed = False
+
+    def close(self):
+        self._closed = True
+        super().close()
+
+    def describe(self):
+        if self._closed:
+            raise ValueError("I/O operation on closed file")
+        return super().describe()
+
+
+@caught_by("test_close_leaves_no_open_file_behind")
+class LeavesAFileOpen(PageStoreWrapper):
+    """close() leaves a file or connection open"""
+
+    _left: ClassVar[list] = []
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._left.append(open(os.devnull, "rb"))  # noqa: SIM115 - the fault
 
 
 @caught_by("test_close_leaves_no_thread_behind")

@@ -152,6 +152,17 @@ def test_a_listener_that_raises_keeps_the_result_from_nobody_and_nothing_is_read
     assert len(reads) == files
 
 
+def test_a_machine_without_threads_leaves_a_model_unidentified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fingerprint = ModelFingerprint(str(make_model(tmp_path / "model")))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    fingerprint.start()
+    assert fingerprint.done.is_set() and fingerprint.digest is None
+    assert "no thread" in str(fingerprint.problem)
+
+
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path: Path, reads: list[int]) -> None:
     """Two versions of it may have equal times."""
     model, records = make_model(tmp_path / "model"), tmp_path / "records"

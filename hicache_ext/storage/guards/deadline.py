@@ -60,58 +60,51 @@ class DeadlineStore(DelegatingStore):
     # -- pages -----------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        results = [GetResult.TIMEOUT] * len(batch)
-        with self._calls:
-            deadline = call_deadline(self._timeout)
-            try:
-                for portion in self._portions(batch, results, GetResult.REJECTED):
-                    self._get_portion(batch.select(portion), portion, results, deadline)
-            except TooLateError:
-                self._count("timeout", "get", results.count(GetResult.TIMEOUT))
-            except NotBegunError:
-                results = [GetResult.REJECTED if result is GetResult.TIMEOUT else result for result in results]
-                self._count("rejected", "stuck", results.count(GetResult.REJECTED))
-        return results
+        return self._moved("get", batch, self._get_portion, GetResult.TIMEOUT, GetResult.REJECTED)
 
-    def _get_portion(
-        self, wanted: PageBatch, positions: Sequence[int], results: list[GetResult], deadline: float
-    ) -> None:
+    def _get_portion(self, wanted: PageBatch, deadline: float) -> list[GetResult]:
         lease = self._lease(wanted, deadline)
         bounced = PageBatch(wanted.keys, _cut(lease.memory, wanted.sizes))
-        answers = self._moved(lambda: self.inner.get(bounced), deadline, lease, [GetResult.ERROR] * len(wanted))
-        for position, answer, segments, (source,) in zip(
-            positions, answers, wanted.buffers, bounced.buffers, strict=True
-        ):
+        answers = self._answered(lambda: self.inner.get(bounced), deadline, lease, [GetResult.ERROR] * len(wanted))
+        for answer, segments, (source,) in zip(answers, wanted.buffers, bounced.buffers, strict=True):
             if answer is GetResult.HIT:
                 scatter(source, segments)
-            results[position] = answer
         self._bounce.give_back(lease)
+        return answers
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        results = [SetResult.TIMEOUT] * len(batch)
-        with self._calls:
-            deadline = call_deadline(self._timeout)
-            try:
-                for portion in self._portions(batch, results, SetResult.REJECTED):
-                    self._set_portion(batch.select(portion), portion, results, deadline)
-            except TooLateError:
-                self._count("timeout", "set", results.count(SetResult.TIMEOUT))
-            except NotBegunError:
-                results = [SetResult.REJECTED if result is SetResult.TIMEOUT else result for result in results]
-                self._count("rejected", "stuck", results.count(SetResult.REJECTED))
-        return results
+        return self._moved("set", batch, self._set_portion, SetResult.TIMEOUT, SetResult.REJECTED)
 
-    def _set_portion(
-        self, given: PageBatch, positions: Sequence[int], results: list[SetResult], deadline: float
-    ) -> None:
+    def _set_portion(self, given: PageBatch, deadline: float) -> list[SetResult]:
         lease = self._lease(given, deadline)
         bounced = PageBatch(given.keys, _cut(lease.memory, given.sizes))
         for segments, (target,) in zip(given.buffers, bounced.buffers, strict=True):
             gather(segments, target)
-        answers = self._moved(lambda: self.inner.set(bounced), deadline, lease, [SetResult.ERROR] * len(given))
+        answers = self._answered(lambda: self.inner.set(bounced), deadline, lease, [SetResult.ERROR] * len(given))
         self._bounce.give_back(lease)
-        for position, answer in zip(positions, answers, strict=True):
-            results[position] = answer
+        return answers
+
+    def _moved(
+        self,
+        call: str,
+        batch: PageBatch,
+        move_portion: Callable[[PageBatch, float], list[T]],
+        timed_out: T,
+        rejected: T,
+    ) -> list[T]:
+        results = [timed_out] * len(batch)
+        with self._calls:
+            deadline = call_deadline(self._timeout)
+            try:
+                for portion in self._portions(batch, results, rejected):
+                    for position, answer in zip(portion, move_portion(batch.select(portion), deadline), strict=True):
+                        results[position] = answer
+            except TooLateError:
+                self._count("timeout", call, results.count(timed_out))
+            except NotBegunError:
+                results = [rejected if result is timed_out else result for result in results]
+                self._count("rejected", "stuck", results.count(rejected))
+        return results
 
     def _portions(self, batch: PageBatch, results: list[T], too_large: T) -> Iterator[list[int]]:
         """Positions, cut so that each portion fits its part of the bounce memory."""
@@ -192,13 +185,16 @@ class DeadlineStore(DelegatingStore):
                 self._say_raised(error)
             return otherwise
 
-    def _moved(self, work: Callable[[], list[T]], deadline: float, lease: Lease, otherwise: list[T]) -> list[T]:
+    def _answered(self, work: Callable[[], list[T]], deadline: float, lease: Lease, otherwise: list[T]) -> list[T]:
         """The results of a transfer through ``lease``, ``otherwise`` if it raised; the caller gives the lease back.
 
         Raises TooLateError and NotBegunError, which settle the lease, and StoreClosedError.
         """
         try:
-            return self._ended(work, deadline, lease)
+            answers = self._ended(work, deadline, lease)
+            if len(answers) != len(otherwise):
+                raise ValueError(f"{len(answers)} answers for {len(otherwise)} pages")
+            return answers
         except (TooLateError, NotBegunError):
             raise
         except StoreClosedError:

@@ -15,6 +15,7 @@ from typing import Any
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
@@ -56,11 +57,11 @@ class ExistsBudgetStore(DelegatingStore):
         if not must_answer_at_once():
             return self.inner.count_leading(keys)
         self._check_open()
-        leading = _leading(self._known(keys))
-        asked = list(keys[leading:])
+        known = leading(self._known(keys))
+        asked = list(keys[known:])
         if asked and self._ends_in_time(lambda: self._remember(asked[: self.inner.count_leading(asked)])):
-            leading = _leading(self._known(keys))
-        return leading
+            known = leading(self._known(keys))
+        return known
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         results = self.inner.get(batch)
@@ -157,7 +158,3 @@ class ExistsBudgetStore(DelegatingStore):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(self.name)
-
-
-def _leading(present: Sequence[bool]) -> int:
-    return present.index(False) if False in present else len(present)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
-MOST_ENTRIES = 65536
+_MOST_ENTRIES = 65536
 """About 10 MB."""
 
 _Keys = set[bytes]
@@ -24,17 +24,9 @@ _Keys = set[bytes]
 class NegativeCacheStore(DelegatingStore):
     """For ``life`` seconds after ``inner`` answered MISS or False, answers the same from memory. Threads: any."""
 
-    def __init__(
-        self,
-        inner: PageStore,
-        life: float,
-        *,
-        most_entries: int = MOST_ENTRIES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, inner: PageStore, life: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(inner)
         self._life = life
-        self._most_entries = most_entries
         self._clock = clock
         self._lock = threading.Lock()
         self._absent: dict[bytes, float] = {}
@@ -122,7 +114,7 @@ class NegativeCacheStore(DelegatingStore):
                     self._absent[key] = now + self._life
             while self._absent:
                 oldest = next(iter(self._absent))
-                if len(self._absent) <= self._most_entries and self._absent[oldest] > now:
+                if len(self._absent) <= _MOST_ENTRIES and self._absent[oldest] > now:
                     break
                 del self._absent[oldest]
 

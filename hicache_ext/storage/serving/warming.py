@@ -22,7 +22,6 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.manifest import is_taken_over
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
@@ -148,7 +147,7 @@ def _warm_portion(
 
 
 def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ()) -> dict[bytes, dict[str, Any]]:
-    """Digest -> document of every identity recorded in the directories of file tiers and in the stores ``opened``.
+    """Digest -> document of every identity recorded in the directories of tiers and in the stores ``opened``.
 
     Without flat tensors, and without documents that do not fit their digest. Raises StoreError.
     """
@@ -159,9 +158,7 @@ def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ())
                 digest: document for digest, document in keeper.identities().items() if _describes(document, digest)
             }
     for tier in config.tiers.values():
-        if not isinstance(tier, FileTierConfig):
-            continue
-        for path in tier.path:
+        for path in tier.directories() if tier.keeps_identities else ():
             for file in sorted(Path(path).glob("identities/*.json")):
                 try:
                     digest = bytes.fromhex(file.stem)
@@ -223,7 +220,7 @@ def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -
 
 def _refuse_older_format(name: str, tier: TierConfig) -> None:
     """Only a server may take over a directory of an older format: that gives up its pages."""
-    for path in tier.path if isinstance(tier, FileTierConfig) else ():
+    for path in tier.directories():
         if is_taken_over(Path(path), "slab"):
             raise WarmError(f"tier {name}: {path!r} is of an older format; the next server that starts takes it over")
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class IoPriority:
@@ -16,53 +15,41 @@ class IoPriority:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._reads = 0
-        self._fetches = 0
+        self._under_way = {"read": 0, "fetch": 0}
         self._open_for_good = False
 
-    @contextmanager
-    def read(self) -> Iterator[None]:
+    def read(self) -> AbstractContextManager[None]:
         """Around a read that SGLang waits for."""
-        with self._condition:
-            self._reads += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._reads -= 1
-                if not self._reads:
-                    self._condition.notify_all()
+        return self._entered("read")
+
+    def fetch(self) -> AbstractContextManager[None]:
+        """Around a prefetch: SGLang is going to wait for its read."""
+        return self._entered("fetch")
 
     @contextmanager
-    def fetch(self) -> Iterator[None]:
-        """Around a prefetch: SGLang is going to wait for its read."""
+    def _entered(self, kind: str) -> Iterator[None]:
         with self._condition:
-            self._fetches += 1
+            self._under_way[kind] += 1
         try:
             yield
         finally:
             with self._condition:
-                self._fetches -= 1
-                if not self._fetches:
+                self._under_way[kind] -= 1
+                if not self._under_way[kind]:
                     self._condition.notify_all()
 
     def wait_for_quiet(self, patience: float) -> None:
         """Return when no foreground read is under way, after ``patience`` seconds in any case: on a busy tier the
         background would otherwise never run, and it is what relieves the tier."""
-        self._wait(lambda: not self._reads, patience)
+        self._wait(lambda: not self._under_way["read"], patience)
 
     def wait_until_idle(self, patience: float) -> None:
         """Return when neither a foreground read nor a fetch is under way, after ``patience`` seconds in any case."""
-        self._wait(lambda: not self._reads and not self._fetches, patience)
+        self._wait(lambda: not any(self._under_way.values()), patience)
 
     def _wait(self, condition: Callable[[], bool], patience: float) -> None:
-        deadline = time.monotonic() + patience
         with self._condition:
-            while not condition() and not self._open_for_good:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return
-                self._condition.wait(left)
+            self._condition.wait_for(lambda: condition() or self._open_for_good, patience)
 
     def close(self) -> None:
         """Let all waiters go on: the store is being closed."""

@@ -187,8 +187,7 @@ class Prefetcher:
         """
         metrics = page.source.metrics
         with self._condition:
-            while page.state is _State.FETCHING:
-                self._condition.wait()
+            self._condition.wait_for(lambda: page.state is not _State.FETCHING)
             memory, checksum = page.memory, page.checksum
             if memory is None:
                 return page.result if page.result not in (None, GetResult.HIT) else GetResult.REJECTED
@@ -305,10 +304,9 @@ class Prefetcher:
                 if page.state is _State.GONE:
                     # Cancelled while it was under way.
                     self._release(page)
-                elif result is GetResult.HIT:
-                    page.state = _State.STAGED
-                else:
-                    page.state = _State.STAGED
+                    continue
+                page.state = _State.STAGED
+                if result is not GetResult.HIT:
                     self._drop(page)
             self._publish_level()
             self._condition.notify_all()

@@ -13,7 +13,7 @@ _PATIENCE = 1.0
 """Seconds for which a batch of promotions waits for foreground reads and prefetches."""
 
 
-class Promoter:
+class Promoter(WriteBehind):
     """Copies pages into a bounded queue and writes them to ``target`` when neither a foreground read nor a prefetch is
     under way.
 
@@ -24,37 +24,18 @@ class Promoter:
 
     def __init__(self, target: PageStore, settings: QueueSettings, gate: IoPriority) -> None:
         self.target = target
-        self._queue = WriteBehind(
-            target,
-            settings,
-            queue="promotion",
-            before_batch=lambda: gate.wait_until_idle(_PATIENCE),
-            written=self._count_written,
-        )
+        super().__init__(target, settings, queue="promotion", before_batch=lambda: gate.wait_until_idle(_PATIENCE))
 
     def promote(self, batch: PageBatch, positions: Sequence[int]) -> int:
         """Queue the pages at ``positions``, which were read; their bytes are copied before this returns.
 
         Returns how many of them are in the queue.
         """
-        outcomes = Counter(_QUEUED[result] for result in self._queue.offer(batch, positions))
+        outcomes = Counter(_QUEUED[result] for result in self.offer(batch, positions))
         self.target.metrics.add_many("promotion", outcomes)
         return outcomes["queued"] + outcomes["waiting"]
 
-    def forget(self, keys: Sequence[bytes]) -> None:
-        self._queue.forget(keys)
-        self._queue.wait_for_batch_under_way()
-
-    def forget_identities(self, digests: Sequence[bytes] | None) -> None:
-        self._queue.forget_identities(digests)
-
-    def wait_until_written(self, timeout: float) -> bool:
-        return self._queue.wait_until_written(timeout)
-
-    def close(self) -> None:
-        self._queue.close()
-
-    def _count_written(self, results: Sequence[SetResult]) -> None:
+    def _written(self, results: Sequence[SetResult]) -> None:
         outcomes = Counter(result.value if result.durable else "failed" for result in results)
         self.target.metrics.add_many("promotion", outcomes)
 

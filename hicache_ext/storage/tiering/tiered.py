@@ -436,6 +436,7 @@ class TieredStore:
             self._prefetcher.forget(wanted)
             if self._promoter is not None:
                 self._promoter.forget(wanted)
+                self._promoter.wait_for_batch_under_way()
             # A page of two tiers is one page: their own counts cannot be added.
             absent = [False] * len(wanted)
             present = [self._call(tier, "contains", tier.contains, wanted, absent) for tier in self._all]

@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
@@ -56,14 +56,12 @@ class WriteBehind:
         *,
         queue: str,
         before_batch: Callable[[], None] = lambda: None,
-        written: Callable[[Sequence[SetResult]], None] = lambda results: None,
     ) -> None:
-        """``before_batch`` is called before each batch is taken and may wait; ``written`` with the results of each."""
+        """``before_batch`` is called before each batch is taken, and may wait."""
         self._store = store
         self._settings = settings
         self._queue = queue
         self._before_batch = before_batch
-        self._written = written
         self._condition = threading.Condition()
         self._waiting: dict[bytes, bytes] = {}
         """Key -> payload, oldest first, including the batch under way."""
@@ -164,19 +162,12 @@ class WriteBehind:
         """Return when the batch under way is written, and its forgotten pages are removed."""
         with self._condition:
             under_way = set(self._under_way)
-            while under_way & self._under_way:
-                self._condition.wait()
+            self._condition.wait_for(lambda: under_way.isdisjoint(self._under_way))
 
     def wait_until_written(self, timeout: float) -> bool:
         """Whether the queue became empty within ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
         with self._condition:
-            while self._waiting:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._condition.wait(left)
-            return True
+            return self._condition.wait_for(lambda: not self._waiting, timeout)
 
     def close(self) -> None:
         """Write until the drain deadline, drop and count the rest, end the thread. Idempotent."""
@@ -233,6 +224,9 @@ class WriteBehind:
             self._remove(list(unwanted))
             removed |= unwanted
 
+    def _written(self, results: Sequence[SetResult]) -> None:
+        """Count how the pages of a batch were written, beside what is counted here."""
+
     def _finish_batch(self, keys: Sequence[bytes]) -> None:
         self._batches_done += 1
         self._stalled = False
@@ -265,17 +259,13 @@ class AsyncStore(DelegatingStore):
     def get(self, batch: PageBatch) -> list[GetResult]:
         forgotten = self._queue.forgotten()
         results = [self._get_waiting(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
+        taken = results.count(GetResult.HIT)
         # A page that is not queued now was written or never offered: ask the store.
-        absent = [
-            position
-            for position, result in enumerate(results)
-            if result is None and batch.keys[position] not in forgotten
-        ]
-        taken = sum(result is GetResult.HIT for result in results)
+        absent = [i for i, result in enumerate(results) if result is None and batch.keys[i] not in forgotten]
         if absent or self._closed:
             for position, result in zip(absent, self.inner.get(batch.select(absent)), strict=True):
                 results[position] = result
-        self.metrics.add_many("get", Counter({"hit": taken}))
+        self.metrics.add("get", "hit", taken)
         return [result or GetResult.MISS for result in results]
 
     def _get_waiting(self, key: bytes, segments: Sequence[memoryview]) -> GetResult | None:
@@ -294,18 +284,14 @@ class AsyncStore(DelegatingStore):
         return self._queue.offer(batch, range(len(batch)))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        waiting = self._queue.waiting(keys)
-        forgotten = self._queue.forgotten()
-        return [
-            a or (b and key not in forgotten)
-            for key, a, b in zip(keys, waiting, self.inner.contains(keys), strict=True)
-        ]
+        waiting, forgotten = self._queue.waiting(keys), self._queue.forgotten()
+        written = self.inner.contains(keys)
+        return [a or (b and key not in forgotten) for key, a, b in zip(keys, waiting, written, strict=True)]
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         if not any(self._queue.waiting(keys)) and self._queue.forgotten().isdisjoint(keys):
             return self.inner.count_leading(keys)
-        present = self.contains(keys)
-        return present.index(False) if False in present else len(present)
+        return leading(self.contains(keys))
 
     def remove(self, keys: Sequence[bytes]) -> int:
         wanted = list(dict.fromkeys(keys))

@@ -1,7 +1,6 @@
 """The memory tier: pages in a dict of this process. The example to copy for a tier of your own (docs/write-a-tier.md).
 
-Nothing outlives the process and nobody else sees the pages; every other promise of contract/store.py is kept. Tests
-of everything that stands above a tier use it, because it is quick.
+Nothing outlives the process and nobody else sees the pages; every other promise of contract/store.py is kept.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class MemoryPageStore(TierStore):
 
     def __init__(self, name: str = "memory", *, objects: dict[bytes, bytes] | None = None) -> None:
         super().__init__(name)
-        self.objects: dict[bytes, bytes] = {} if objects is None else objects
+        self.objects = {} if objects is None else objects
         self._documents: dict[bytes, dict[str, Any]] = {}
         self._lock = threading.Lock()  # calls come from several threads
 
@@ -58,10 +57,10 @@ class MemoryPageStore(TierStore):
         reason = decode_object(memoryview(stored), key, segments)
         if reason is None:
             return GetResult.HIT
-        # Gone, so that the next write replaces it. A tier whose medium others share removes a bad page only when the
-        # stored copy was shown to be bad (contract/bad_pages.py).
         self.metrics.add("corrupt", reason)
-        del self.objects[key]
+        # Gone, so that the next write replaces it: exactly the copy that was read (networks: contract/bad_pages.py).
+        if self.objects.get(key) is stored:
+            del self.objects[key]
         return GetResult.CORRUPT
 
     # The first writer wins, and a page becomes visible whole: here one assignment, on disk a rename or a transaction.
@@ -84,15 +83,13 @@ class MemoryPageStore(TierStore):
         with self._lock:
             return sum(self.objects.pop(key, None) is not None for key in keys)
 
-    # How many identities had pages; None means all. A medium that cannot do it at once takes the pages out of sight
-    # and removes them in the background (contract/clearing.py).
+    # How many identities had pages; None means all. A medium that cannot do it at once uses contract/clearing.py.
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         with self._lock:
-            known = {key[:IDENTITY_LENGTH] for key in self.objects}
-            cleared = known if digests is None else known & set(digests)
-            for key in [key for key in self.objects if key[:IDENTITY_LENGTH] in cleared]:
+            keys = [key for key in self.objects if digests is None or key[:IDENTITY_LENGTH] in digests]
+            for key in keys:
                 del self.objects[key]
-            return len(cleared)
+            return len({key[:IDENTITY_LENGTH] for key in keys})
 
     # An ability: whoever warms this tier asks which identities it has.
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:

@@ -23,8 +23,11 @@ from hicache_ext.testing.conformance.declared import DeclaredCases
 from hicache_ext.testing.conformance.processes import ProcessCases
 from hicache_ext.testing.conformance.removal import RemovalCases
 from hicache_ext.testing.conformance.round_trips import RoundTripCases
+from hicache_ext.testing.conformance.several_stores import SeveralStoresCases
 from hicache_ext.testing.conformance.threads import ThreadCases
 
 
-class PageStoreTests(RoundTripCases, RemovalCases, DamageCases, DeclaredCases, ThreadCases, ProcessCases):
+class PageStoreTests(
+    RoundTripCases, RemovalCases, DamageCases, DeclaredCases, SeveralStoresCases, ThreadCases, ProcessCases
+):
     """Inherit and override the fixture ``medium``."""

@@ -39,6 +39,18 @@ class RemovalCases(PageStoreCases):
         assert store_pages(store, mine) == [SetResult.STORED] * 5
         assert_hits(store, mine)
 
+    def test_clear_tells_identities_apart_that_look_alike(self, store: PageStore) -> None:
+        """They begin or end with the same bytes, or with what is a pattern or an end of text to somebody."""
+        digests = [IDENTITY, IDENTITY[:15] + b"\xff", IDENTITY[:8] + bytes(8), b"\xff" + IDENTITY[1:], bytes(16)]
+        digests += [bytes([byte]) * 16 for byte in b"*?%_/\n\xff"] + [b"[!a]" * 4]
+        pages = {digest: page_keys(2, identity=digest) for digest in digests}
+        keys = [key for digest in digests for key in pages[digest]]
+        assert store_pages(store, keys, [70]) == [SetResult.STORED] * len(keys)
+        for number, digest in enumerate(digests):
+            assert store.clear([digest]) == 1, digest.hex()
+            expected = [GetResult.MISS] * 2 * (number + 1) + [GetResult.HIT] * 2 * (len(digests) - number - 1)
+            assert read_pages(store, keys, [70])[0] == expected, digest.hex()
+
     def test_clear_of_everything_leaves_no_page(self, store: PageStore) -> None:
         keys = page_keys(5) + page_keys(5, identity=OTHER_IDENTITY)
         store_pages(store, keys)

@@ -37,6 +37,7 @@ class RoundTripCases(PageStoreCases):
             pytest.param(cut(20480, 64), id="64 segments"),
             pytest.param(cut(17501, 2500), id="more segments than one system call takes"),
             pytest.param([3_000_001], id="3 MB"),
+            pytest.param([10_000_001, 10_000_002], id="20 MB"),
         ],
     )
     def test_a_stored_page_is_read_back(self, store: PageStore, sizes: list[int]) -> None:
@@ -104,6 +105,26 @@ class RoundTripCases(PageStoreCases):
         assert read_pages(store, [theirs])[0] == [GetResult.MISS]
         assert store_pages(store, [theirs]) == [SetResult.STORED]
         assert_hits(store, [mine, theirs])
+
+    def test_keys_that_differ_in_one_byte_are_different_pages(self, store: PageStore) -> None:
+        """Whatever bytes they are: a key is no text."""
+        name = page_key("alike")
+        keys = [name]
+        for place in range(48):
+            for byte in (0, 0x0A, 0x2F, 0xFF):
+                changed = bytearray(name)
+                changed[place] = byte
+                keys.append(bytes(changed))
+        # Also the end and the beginning alone, and nothing but zeros.
+        keys += [name[:16] + bytes(32), name[:47] + b"\0", name[:40] + bytes(8), bytes(16) + name[16:], bytes(48)]
+        keys = list(dict.fromkeys(keys))
+        for key in keys[::2]:
+            assert store_pages(store, [key], [70]) == [SetResult.STORED], key.hex()
+        assert store.contains(keys) == [number % 2 == 0 for number in range(len(keys))]
+        assert_hits(store, keys[::2], [70])
+        assert read_pages(store, keys[1::2], [70])[0] == [GetResult.MISS] * (len(keys) // 2)
+        assert store.remove(keys[1::2]) == 0
+        assert_hits(store, keys[::2], [70])
 
     def test_results_are_lists_of_the_right_type(self, store: PageStore) -> None:
         keys = page_keys(3)

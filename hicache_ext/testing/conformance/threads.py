@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import random
 import threading
 import time
@@ -80,7 +82,9 @@ class ThreadCases(PageStoreCases):
 
         def churn() -> None:
             while not stop.is_set():
-                store_pages(store, keys, [2000])
+                results = store_pages(store, keys, [2000])
+                # A write that meets the removal of what it stands on is no error.
+                assert SetResult.ERROR not in results and SetResult.TIMEOUT not in results
                 store.remove(keys[:2])
                 store.clear([IDENTITY])
 
@@ -95,6 +99,7 @@ class ThreadCases(PageStoreCases):
                 stop.set()
 
         self.in_threads(churn, churn, read)
+        assert self.count(store, "error") == 0
 
     def test_close_waits_for_calls_under_way(self, store: PageStore) -> None:
         keys, closed = page_keys(16), threading.Event()
@@ -149,6 +154,25 @@ class ThreadCases(PageStoreCases):
         store.clear([IDENTITY])
         store.close()
         assert [thread.name for thread in threading.enumerate() if thread not in threads_before] == []
+
+    def test_close_leaves_no_open_file_behind(self, store: PageStore, medium: Medium) -> None:
+        def use() -> None:
+            another = medium.open()
+            store_pages(another, page_keys(40))
+            assert_hits(another, page_keys(40))
+            another.clear([IDENTITY])
+            another.close()
+
+        def files_open_after_another() -> int:
+            use()
+            # A client library closes its connections when the last reference to it goes.
+            gc.collect()
+            return len(os.listdir("/proc/self/fd"))
+
+        # What is opened once in a process may stay.
+        files_open_after_another()
+        counts = [files_open_after_another() for _ in range(8)]
+        assert counts[-1] - counts[0] < 7, f"open files, store by store: {counts}"
 
     @pytest.fixture
     def threads_before(self) -> set[threading.Thread]:

@@ -51,9 +51,8 @@ def set_timeout(store: DeadlineStore, timeout: float) -> None:
 
 
 def wait_for_late_ends(store: DeadlineStore, calls: int) -> None:
-    """Wait until the ``calls`` calls left behind have ended: what is done last of them is that they are counted."""
-    eventually(lambda: store.metrics.value("late") == calls)
-    assert store.stuck_calls == 0
+    """Wait until the ``calls`` calls left behind have ended: they are counted, then their threads are free."""
+    eventually(lambda: store.metrics.value("late") == calls and store.stuck_calls == 0)
 
 
 def test_each_call_of_a_hung_store_ends_and_says_so(hung: HungStore) -> None:
@@ -177,6 +176,22 @@ def test_a_store_that_raises_has_failed() -> None:
     assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
     assert store_pages(store, [KEY]) == [SetResult.ERROR]
     assert store.contains([KEY]) == [False]
+    assert store._bounce.lent == 0
+    store.close()
+
+
+def test_a_store_with_too_few_answers_has_failed_and_keeps_no_memory() -> None:
+    class Short(PageStoreWrapper):
+        def get(self, batch: PageBatch) -> list[GetResult]:
+            return self.inner.get(batch)[1:]
+
+        def set(self, batch: PageBatch) -> list[SetResult]:
+            return []
+
+    store, keys = guard(Short(MemoryPageStore())), page_keys(3)
+    assert read_pages(store, keys)[0] == [GetResult.ERROR] * 3
+    assert store_pages(store, keys) == [SetResult.ERROR] * 3
+    assert store.metrics.value("error", "raised") == 2
     assert store._bounce.lent == 0
     store.close()
 

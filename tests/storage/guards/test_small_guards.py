@@ -207,8 +207,9 @@ def test_a_look_up_that_failed_teaches_nothing(clock: Clock, event: str) -> None
     assert_hits(store, [KEY])
 
 
-def test_the_negative_cache_is_bounded(counting: CountingStore, clock: Clock) -> None:
-    store = NegativeCacheStore(counting, 60.0, most_entries=10, clock=clock)
+def test_the_negative_cache_is_bounded(counting: CountingStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache_ext.storage.guards.negative_cache._MOST_ENTRIES", 10)
+    store = NegativeCacheStore(counting, 60.0, clock=clock)
     store.contains(page_keys(1000))
     assert len(store._absent) == 10
 

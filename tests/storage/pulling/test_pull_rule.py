@@ -15,7 +15,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiering.pulling.linear_cost import LinearCost
 from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
-from hicache_ext.storage.tiering.pulling.rule import PullRule, open_pull_rule
+from hicache_ext.storage.tiering.pulling.rule import PullRule
 from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
 
 MIB = 2**20
@@ -360,4 +360,4 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_mode_off_has_no_rule() -> None:
-    assert open_pull_rule(PullConfig(), list, SizedCost()) is None
+    assert PullRule.of(PullConfig(), list, SizedCost()) is None

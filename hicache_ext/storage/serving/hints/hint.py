@@ -11,13 +11,11 @@ to look for under the reader's own identity.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MAGIC = b"HXHINT1\0"
 _HEAD = struct.Struct("<8s16sQI")
 _HASH_LENGTH = 32
-SCOPE_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +41,10 @@ def decode(data: bytes, most_pages: int) -> Hint | None:
     magic, scope, milliseconds, pages = _HEAD.unpack_from(data)
     if magic != _MAGIC or not 0 < pages <= most_pages or len(data) != _HEAD.size + pages * _HASH_LENGTH:
         return None
-    return Hint(scope, milliseconds / 1000, tuple(_split(data[_HEAD.size :])))
+    hashes = (data[first : first + _HASH_LENGTH] for first in range(_HEAD.size, len(data), _HASH_LENGTH))
+    return Hint(scope, milliseconds / 1000, tuple(hashes))
 
 
 def longest(most_pages: int) -> int:
     """Bytes of a hint of ``most_pages`` pages."""
     return _HEAD.size + most_pages * _HASH_LENGTH
-
-
-def _split(data: bytes) -> Sequence[bytes]:
-    return [data[first : first + _HASH_LENGTH] for first in range(0, len(data), _HASH_LENGTH)]

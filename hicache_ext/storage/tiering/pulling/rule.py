@@ -21,7 +21,7 @@ from functools import partial
 
 from hicache_ext.config.pd import PullConfig
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import PageBatch, PageStore
 from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
@@ -59,11 +59,6 @@ Tiers = Callable[[], Sequence[PageStore]]
 """The tiers in use; a reload may change them."""
 
 
-def open_pull_rule(config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> PullRule | None:
-    """The rule over the measured ones of ``tiers()``; None with mode off."""
-    return None if config.mode == "off" else PullRule(config, tiers, compute_cost)
-
-
 @dataclass(slots=True)
 class Asked:
     """One question of SGLang: how many of ``pages`` leading pages to pull. ``looked_up``: outcome by tier, at the
@@ -84,19 +79,18 @@ class Asked:
 
 
 class PullRule:
-    """Thread-safe; a decision costs a few microseconds."""
+    """The rule over the measured ones of ``tiers()``. Thread-safe; a decision costs a few microseconds."""
 
-    def __init__(
-        self,
-        config: PullConfig,
-        tiers: Tiers,
-        compute_cost: SizedCost,
-        metrics: TierMetrics | None = None,
-    ) -> None:
+    @classmethod
+    def of(cls, config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> PullRule | None:
+        """None with mode off."""
+        return None if config.mode == "off" else cls(config, tiers, compute_cost)
+
+    def __init__(self, config: PullConfig, tiers: Tiers, compute_cost: SizedCost) -> None:
         self._config = config
         self._in_use = tiers
         self._compute_cost = compute_cost
-        self.metrics = metrics or TierMetrics("pull", prefix="pull_")
+        self.metrics = TierMetrics("pull", prefix="pull_")
         self._was_too_dear = False
         self._probing = threading.Lock()
 
@@ -220,7 +214,7 @@ class PullRule:
             finally:
                 self._probing.release()
 
-        if not BackgroundLoop("hicache-ext-pull-probe", measure).wake():
+        if not once_in_background("hicache-ext-pull-probe", measure):
             self._probing.release()
 
     def _measure(self, tier: MeasuredStore, keys: list[bytes], asked: Asked) -> None:

@@ -11,13 +11,11 @@ import logging
 import math
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.threads import call_within
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 logger = logging.getLogger(__name__)
 

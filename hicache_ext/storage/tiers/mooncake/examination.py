@@ -10,15 +10,13 @@ import secrets
 import time
 import urllib.request
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hicache_ext.config.units import rounded_size
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 _PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 _SAMPLE_BYTES = 1 << 20

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page import envelope
@@ -30,6 +30,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment
 from hicache_ext.storage.tiers.mooncake.bad_copies import MooncakeMedium
+from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.transfers import (
     FIRST_PIECES,
     HEADER_LENGTH,
@@ -39,9 +40,6 @@ from hicache_ext.storage.tiers.mooncake.transfers import (
     ScratchPool,
     portions,
 )
-
-if TYPE_CHECKING:
-    from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 logger = logging.getLogger(__name__)
 
@@ -139,28 +137,25 @@ class MooncakeStore(TierStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
+        results = [GetResult.REJECTED] * len(batch)
         deadline = self._deadline()
         with self._attachment.client() as client:
-            return self._get(client, batch, deadline)
-
-    def _get(self, client: Any, batch: PageBatch, deadline: float) -> list[GetResult]:
-        results = [GetResult.REJECTED] * len(batch)
-        if client is None:
-            self.metrics.add("rejected", "away", len(batch))
-            return results
-        positions = []
-        for position in range(len(batch)):
-            if self._clearing.hides(batch.keys[position]):
-                results[position] = GetResult.MISS
-            elif batch.sizes[position]:
-                positions.append(position)
-        if not positions:
-            return results
-        with self._scratch.lent(max(batch.sizes)) as scratch:
-            for chosen in _without_repeats(batch.keys, positions):
-                for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pieces()):
-                    if not self._get_portion(client, batch, portion, scratch, deadline, results):
-                        return results
+            if client is None:
+                self.metrics.add("rejected", "away", len(batch))
+                return results
+            positions = []
+            for position in range(len(batch)):
+                if self._clearing.hides(batch.keys[position]):
+                    results[position] = GetResult.MISS
+                elif batch.sizes[position]:
+                    positions.append(position)
+            if not positions:
+                return results
+            with self._scratch.lent(max(batch.sizes)) as scratch:
+                for chosen in _without_repeats(batch.keys, positions):
+                    for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pieces()):
+                        if not self._get_portion(client, batch, portion, scratch, deadline, results):
+                            return results
         return results
 
     def _first_pieces(self) -> int:

@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hicache_ext.config import Secret
 from hicache_ext.errors import StoreSetupError
-
-if TYPE_CHECKING:
-    from hicache_ext.config import Secret
-    from hicache_ext.storage.tiers.object.config import ObjectTierConfig
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
 RETRIES = 3
 _FIRST_PAUSE = timedelta(milliseconds=50)

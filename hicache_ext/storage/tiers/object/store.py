@@ -28,6 +28,7 @@ from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.object.client import Failure, delete_objects, explain
 from hicache_ext.storage.tiers.object.conditional import ConditionalCreate
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.examination import ObjectMedium, is_md5_of
 from hicache_ext.storage.tiers.object.names import (
     IDENTITIES,
@@ -65,47 +66,34 @@ class ObjectPageStore(TierStore):
 
     type_name = "object"
 
-    def __init__(
-        self,
-        name: str,
-        client: Any,
-        *,
-        url: str,
-        shared: bool = True,
-        timeout: float = 5.0,
-        concurrency: int | None = None,
-        required: bool = True,
-        reopen: Callable[[], Any] | None = None,
-    ) -> None:
-        """``timeout`` in seconds bounds each call; ``concurrency`` is the number of requests at once. ``reopen`` makes
-        another client like ``client``: pages that arrived damaged are looked at again through it.
+    def __init__(self, name: str, tier: ObjectTierConfig, connect: Callable[[], Any]) -> None:
+        """``connect`` makes a client; pages that arrived damaged are looked at again through another one.
 
         Raises StoreSetupError when the store cannot be used; with ``required`` false only when threads are lacking: a
         store that cannot be reached then is asked again by each call.
         """
+        client = connect()
         import obstore
 
         self._obstore: Any = obstore
         super().__init__(name)
         self._client = client
-        self._url = url
-        self.shared = shared
-        self._timeout = timeout
-        self._concurrency = concurrency or DEFAULT_CONCURRENCY
+        self._url = tier.url
+        self.shared = tier.sharing().shared
+        self._timeout = tier.longest_call
+        self._concurrency = tier.concurrency or DEFAULT_CONCURRENCY
         self._clearing = Clearing(name)
         self._create = ConditionalCreate(obstore, client)
         self._reached = False
         """Whether the last request that ended was answered by the store."""
-        medium = ObjectMedium(
-            obstore, reopen or (lambda: client), self._clearing.hides, lambda: self._create.etags_are_md5
-        )
+        medium = ObjectMedium(obstore, connect, self._clearing.hides, lambda: self._create.etags_are_md5)
         self._bad_pages = BadPages(name, self.metrics, medium)
         try:
             self._threads = ThreadPool(f"hicache-{name}", self._concurrency)
         except RuntimeError as error:
             raise StoreSetupError(name, f"no threads for {self._concurrency} requests at once ({error})") from error
         try:
-            self._look_at_the_store(required)
+            self._look_at_the_store(tier.required)
         except BaseException:
             self._threads.close()
             raise
@@ -149,10 +137,6 @@ class ObjectPageStore(TierStore):
     def client(self) -> Any:
         """The obstore client, for diagnosis and tools."""
         return self._client
-
-    @property
-    def timeout(self) -> float:
-        return self._timeout
 
     def details(self) -> dict[str, Any]:
         return {

@@ -29,20 +29,9 @@ class ObjectTier(TierType):
 
     def open(self, name: str, tier: ObjectTierConfig) -> PageStore:
         from hicache_ext.storage.tiers.object.client import make_client
-
-        client = make_client(name, tier)
         from hicache_ext.storage.tiers.object.store import ObjectPageStore
 
-        return ObjectPageStore(
-            name,
-            client,
-            url=tier.url,
-            shared=tier.sharing().shared,
-            timeout=tier.longest_call,
-            concurrency=tier.concurrency,
-            required=tier.required,
-            reopen=lambda: make_client(name, tier),
-        )
+        return ObjectPageStore(name, tier, lambda: make_client(name, tier))
 
     def examine(self, name: str, tier: ObjectTierConfig) -> Sequence[Finding]:
         """Of a directory the trial is in one of its own, so that nothing in it is made or changed."""

@@ -40,12 +40,18 @@ _NAME_ALLOWED = "text"
 _PREFIX = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{LONGEST_PREFIX}}}", re.ASCII)
 
 
-class Server(NamedTuple):
-    """One address: scheme redis, rediss or unix; for unix ``host`` is the path."""
+class Endpoint(NamedTuple):
+    """Where one server listens: host and port, or the path of a Unix socket."""
 
-    scheme: str
     host: str
-    port: int
+    port: int = 0
+
+    @property
+    def is_path(self) -> bool:
+        return self.host.startswith("/")
+
+    def __str__(self) -> str:
+        return self.host if self.is_path else f"{self.host}:{self.port}"
 
 
 def parse_urls(value: object) -> tuple[str, ...]:
@@ -61,17 +67,17 @@ def parse_urls(value: object) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise refuse(text, _URL_ALLOWED, place)
         url = expand_templates(text, place)
-        server = _parse_url(url, text, place)
-        schemes = {urlsplit(other).scheme for other in urls}
+        _parse_url(url, text, place)
+        scheme, schemes = urlsplit(url).scheme, {urlsplit(other).scheme for other in urls}
         if url in urls:
             raise ConfigError(place, f"{quoted(text)} is there twice", "distinct addresses")
-        if schemes and ({server.scheme} != schemes or server.scheme == "unix"):
+        if schemes and ({scheme} != schemes or scheme == "unix"):
             raise ConfigError(place, "nodes of one cluster are all redis:// or all rediss://", _URL_ALLOWED)
         urls.append(url)
     return tuple(urls)
 
 
-def _parse_url(url: str, written: str, place: str) -> Server:
+def _parse_url(url: str, written: str, place: str) -> Endpoint:
     """``written`` is what errors show: what came out of an environment variable is not repeated."""
 
     def wrong(problem: str) -> ConfigError:
@@ -95,13 +101,13 @@ def _parse_url(url: str, written: str, place: str) -> Server:
         raise wrong(f"{quoted(written)} has a path; the database is the key database")
     if not parts.hostname or port == 0 or any(character.isspace() for character in url):
         raise wrong(f"{quoted(written)} is not an address")
-    return Server(parts.scheme, parts.hostname, port or DEFAULT_PORT)
+    return Endpoint(parts.hostname, port or DEFAULT_PORT)
 
 
-def _parse_unix(parts: SplitResult, written: str, wrong: Callable[[str], ConfigError]) -> Server:
+def _parse_unix(parts: SplitResult, written: str, wrong: Callable[[str], ConfigError]) -> Endpoint:
     if parts.netloc or not os.path.isabs(parts.path) or "\0" in parts.path:
         raise wrong(f"{quoted(written)} does not name the absolute path of a socket")
-    return Server("unix", parts.path, 0)
+    return Endpoint(parts.path)
 
 
 def parse_cluster(value: object) -> bool | Literal["auto"]:
@@ -220,12 +226,12 @@ class RedisTierConfig(RemoteTierConfig):
     ] = "full"
 
     @property
-    def servers(self) -> tuple[Server, ...]:
+    def endpoints(self) -> tuple[Endpoint, ...]:
         return tuple(_parse_url(url, url, "") for url in self.url)
 
     @property
     def tls(self) -> bool:
-        return self.servers[0].scheme == "rediss"
+        return self.url[0].startswith("rediss://")
 
     def summary(self) -> str:
         limits = "" if self.ttl is None else f", ttl {self.ttl}s"

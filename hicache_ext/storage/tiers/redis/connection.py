@@ -6,8 +6,9 @@ import ssl
 from collections.abc import Sequence
 
 from hicache_ext.errors import LoginError, ProtocolError
+from hicache_ext.storage.tiers.redis.clients import login_arguments
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, ReplyReader, command
-from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
 from hicache_ext.storage.tiers.redis.wire import Wire, connect
 
 _SHORT_REQUESTS = 1024
@@ -44,7 +45,7 @@ class Connection:
 
 
 def open_connection(
-    settings: RedisSettings,
+    tier: RedisTierConfig,
     endpoint: Endpoint,
     address: tuple[int, tuple[str, int] | str],
     tls: ssl.SSLContext | None,
@@ -55,13 +56,13 @@ def open_connection(
     Raises TimeoutError, OSError (LoginError and ssl.SSLError are), ProtocolError, and ConfigError where the secret
     cannot be read.
     """
-    login = settings.login_arguments()
+    login = login_arguments(tier)
     wire = connect(*address, deadline, tls=tls, server_name=endpoint.host)
     try:
         connection = Connection(wire, deadline)
         steps = [login] if login else []
-        if settings.database:
-            steps.append([b"SELECT", b"%d" % settings.database])
+        if tier.database:
+            steps.append([b"SELECT", b"%d" % tier.database])
         steps.append([b"PING"])
         for step, reply in zip(steps, connection.ask([command(*step) for step in steps]), strict=True):
             name = step[0].decode()

@@ -14,11 +14,12 @@ from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.errors import ConfigError, ProtocolError, RefusedError
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.redis.clients import admin_client
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.names import page_name, page_prefix
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
-from hicache_ext.storage.tiers.redis.settings import RedisSettings
 from hicache_ext.storage.tiers.redis.topology import SLOTS, Topology
 
 LARGEST_SKEW = 1.0
@@ -30,19 +31,19 @@ _PINGS = 20
 _GOOD_POLICIES = ("allkeys-lru", "allkeys-lfu")
 
 
-def diagnose(settings: RedisSettings, topology: Topology) -> list[Finding]:
+def diagnose(tier: RedisTierConfig, topology: Topology) -> list[Finding]:
     """Findings about the tier and each of its nodes. Never raises; every step is bounded by the tier's timeout."""
     nodes = topology.nodes
     if not nodes:
-        servers = ", ".join(str(endpoint) for endpoint in settings.endpoints)
+        servers = ", ".join(str(endpoint) for endpoint in tier.endpoints)
         return [Finding(servers, Level.ERROR, "no server has been reached", "start it, or correct url and login")]
     findings: list[Finding] = []
     if topology.is_cluster:
         findings.append(_coverage(topology))
     for node in nodes:
-        findings.extend(_node_findings(settings, node))
+        findings.extend(_node_findings(tier, node))
         if node.up:
-            findings.append(_round_trip(settings, topology, node))
+            findings.append(_round_trip(tier, topology, node))
     return findings
 
 
@@ -55,20 +56,18 @@ def _coverage(topology: Topology) -> Finding:
     return Finding(subject, Level.OK, f"{len(topology.nodes)} masters hold all {SLOTS} slots")
 
 
-def _node_findings(settings: RedisSettings, node: Node) -> Iterator[Finding]:
+def _node_findings(tier: RedisTierConfig, node: Node) -> Iterator[Finding]:
     subject = str(node.endpoint)
     if not node.up:
         yield Finding(subject, Level.ERROR, "cannot be reached", "start it; the tier attaches by itself")
         return
     try:
-        client: Any = settings.admin_client(node.endpoint, settings.timeout)
-        try:
+        client: Any
+        with admin_client(tier, node.endpoint, tier.longest_call) as client:
             yield from _latency(subject, client)
             yield _clock(subject, client)
-            yield from _server_facts(subject, settings, client.info())
+            yield from _server_facts(subject, tier, client.info())
             yield from _cluster_settings(subject, client)
-        finally:
-            client.close()
     except redis.exceptions.NoPermissionError:
         yield Finding(subject, Level.NOTE, "the user may not use INFO: not examined", "allow +info +time +ping")
     except (redis.RedisError, OSError, ConfigError) as error:
@@ -97,19 +96,19 @@ def _clock(subject: str, client: Any) -> Finding:
     return Finding(subject, Level.OK, f"its clock agrees within {abs(skew) * 1000:.0f} ms")
 
 
-def _server_facts(subject: str, settings: RedisSettings, facts: dict[str, Any]) -> Iterator[Finding]:
+def _server_facts(subject: str, tier: RedisTierConfig, facts: dict[str, Any]) -> Iterator[Finding]:
     engine = "valkey" if "valkey_version" in facts else "redis"
     yield Finding(subject, Level.OK, f"{engine} {facts.get('valkey_version') or facts.get('redis_version', 'unknown')}")
     if facts.get("role") == "slave":
         yield Finding(subject, Level.ERROR, "is a replica and takes no writes", "name the master in url")
-    yield _memory(subject, settings, facts)
+    yield _memory(subject, tier, facts)
     if facts.get("aof_enabled"):
         yield Finding(subject, Level.WARNING, "each write goes to its append-only file, too", "appendonly no")
     if facts.get("evicted_keys"):
         yield Finding(subject, Level.NOTE, f"{facts['evicted_keys']} keys evicted since it started")
 
 
-def _memory(subject: str, settings: RedisSettings, facts: dict[str, Any]) -> Finding:
+def _memory(subject: str, tier: RedisTierConfig, facts: dict[str, Any]) -> Finding:
     limit, policy = int(facts.get("maxmemory", 0)), str(facts.get("maxmemory_policy", "unknown"))
     used = rounded_size(int(facts.get("used_memory", 0)))
     if limit == 0:
@@ -118,9 +117,9 @@ def _memory(subject: str, settings: RedisSettings, facts: dict[str, Any]) -> Fin
     seen = f"maxmemory {format_size(limit)}, policy {policy}, {used} used"
     if policy in _GOOD_POLICIES:
         return Finding(subject, Level.OK, seen)
-    if policy == "noeviction" and settings.ttl is None:
+    if policy == "noeviction" and tier.ttl is None:
         return Finding(subject, Level.WARNING, f"{seen}: once full, it takes no more pages", "allkeys-lru, or a ttl")
-    if policy.startswith("volatile") and settings.ttl is None:
+    if policy.startswith("volatile") and tier.ttl is None:
         return Finding(subject, Level.WARNING, f"{seen}: pages without ttl are never evicted", "allkeys-lru, or a ttl")
     return Finding(subject, Level.NOTE, seen, "allkeys-lru keeps the pages that are used")
 
@@ -140,15 +139,15 @@ def _cluster_settings(subject: str, client: Any) -> Iterator[Finding]:
         yield Finding(subject, Level.WARNING, seen, "cluster-require-full-coverage no")
 
 
-def _round_trip(settings: RedisSettings, topology: Topology, node: Node) -> Finding:
+def _round_trip(tier: RedisTierConfig, topology: Topology, node: Node) -> Finding:
     """Pages of an identity that no server has, written, read back and removed on the tier's own path."""
     subject = str(node.endpoint)
-    calls = _probe_calls(settings, topology, node)
-    deadline = time.monotonic() + settings.timeout
+    calls = _probe_calls(tier, topology, node)
+    deadline = time.monotonic() + tier.longest_call
     names = [PageCall(call.key, call.name) for call in calls]
     try:
         with node.connection(node.pages, deadline) as connection:
-            writing, reading = _timed_pages(connection, calls, settings)
+            writing, reading = _timed_pages(connection, calls, tier)
             ask_integers(connection, names, b"UNLINK")
     except (OSError, ProtocolError, RefusedError) as error:
         return Finding(subject, Level.ERROR, f"a round trip of pages failed: {error_words(error)}", "look at its log")
@@ -161,11 +160,11 @@ def _round_trip(settings: RedisSettings, topology: Topology, node: Node) -> Find
 
 
 def _timed_pages(
-    connection: Connection, calls: Sequence[PageCall], settings: RedisSettings
+    connection: Connection, calls: Sequence[PageCall], tier: RedisTierConfig
 ) -> tuple[float | None, float | None]:
     """Seconds for writing and for reading; None for what did not do it all."""
     begun = time.perf_counter()
-    write_pages(connection, calls, 60, settings.in_flight)
+    write_pages(connection, calls, 60, tier.in_flight)
     written = time.perf_counter()
     if any(call.result is not SetResult.STORED for call in calls):
         return None, None
@@ -174,18 +173,18 @@ def _timed_pages(
         for segment in call.segments:
             segment[:] = bytes(segment.nbytes)
     read_begun = time.perf_counter()
-    read_pages(connection, calls, settings.in_flight)
+    read_pages(connection, calls, tier.in_flight)
     read = time.perf_counter()
     whole = all(call.result is GetResult.HIT for call in calls)
     return written - begun, read - read_begun if whole else None
 
 
-def _probe_calls(settings: RedisSettings, topology: Topology, node: Node) -> list[PageCall]:
+def _probe_calls(tier: RedisTierConfig, topology: Topology, node: Node) -> list[PageCall]:
     payload = os.urandom(_PROBE_PAGE)
     calls: list[PageCall] = []
     while len(calls) < _PROBE_PAGES:
         key = os.urandom(48)
-        name = page_name(page_prefix(settings.prefix), key)
+        name = page_name(page_prefix(tier.prefix), key)
         if not topology.is_cluster or topology.node_of(name) is node:
             calls.append(PageCall(key, name, [memoryview(bytearray(payload))], _PROBE_PAGE))
     return calls

@@ -11,10 +11,11 @@ from hicache_ext.errors import LaneBusyError, NodeDownError, ProtocolError, Refu
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.redis.clients import short_call
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.node import Lane, Node
 from hicache_ext.storage.tiers.redis.page_calls import PageCall
-from hicache_ext.storage.tiers.redis.settings import RedisSettings
 from hicache_ext.storage.tiers.redis.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -40,20 +41,20 @@ class Dispatch:
     def __init__(
         self,
         name: str,
-        settings: RedisSettings,
+        tier: RedisTierConfig,
         topology: Topology,
         hides: Callable[[bytes], bool],
         metrics: TierMetrics,
     ) -> None:
         """``hides``: the page was cleared. Raises RuntimeError when the machine has no threads left."""
         self._name = name
-        self._settings = settings
+        self._tier = tier
         self._topology = topology
         self._hides = hides
         self._metrics = metrics
         nodes = max(3, len(topology.nodes)) if topology.is_cluster else 1
         # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
-        self._threads = ThreadPool(f"hicache-{name}", min(_MOST_THREADS, settings.connections * nodes))
+        self._threads = ThreadPool(f"hicache-{name}", min(_MOST_THREADS, tier.connections * nodes))
 
     def close(self) -> None:
         self._threads.close()
@@ -114,7 +115,7 @@ class Dispatch:
                 by_turn.append((0, node, node.requests, calls))
                 continue
             wanted = sum([call.size for call in calls]) // _SHARE
-            count = max(1, min(self._settings.connections, wanted, len(calls)))
+            count = max(1, min(self._tier.connections, wanted, len(calls)))
             # Dealt round-robin: the pages that came before a call is cut are then nearly a leading run.
             by_turn += [(turn, node, node.pages, calls[turn::count]) for turn in range(count)]
         by_turn.sort(key=lambda share: share[0])
@@ -174,7 +175,7 @@ class Dispatch:
                 # "The same host as the one that was asked."
                 endpoint = endpoint._replace(host=known.endpoint.host)
             node = self._topology.asked(endpoint) if call.asking else self._topology.redirected(slot, endpoint)
-            node.wait_until_tried(min(self._settings.short_call, max(0.0, deadline - time.monotonic())))
+            node.wait_until_tried(min(short_call(self._tier), max(0.0, deadline - time.monotonic())))
             waiting.setdefault(node, []).append(call)
         return waiting
 

@@ -17,8 +17,9 @@ from hicache_ext.errors import ConfigError, LaneBusyError, NodeDownError, Protoc
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.tiers.redis.clients import resolve, short_call
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection, open_connection
-from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Node:
 
     def __init__(
         self,
-        settings: RedisSettings,
+        tier: RedisTierConfig,
         endpoint: Endpoint,
         tls: ssl.SSLContext | None,
         metrics: TierMetrics,
@@ -78,11 +79,11 @@ class Node:
     ) -> None:
         """Down until it was reached for the first time: in the background from ``start`` on, or by ``attempt``."""
         self.endpoint = endpoint
-        self._settings = settings
+        self._tier = tier
         self._tls = tls
         self._metrics = metrics
         self._when_down = when_down
-        self.pages = Lane(settings.connections)
+        self.pages = Lane(tier.connections)
         self.requests = Lane(2)
         self.examinations = Lane(1, keeps=False)
         self._address: tuple[int, tuple[str, int] | str] | None = None
@@ -131,7 +132,7 @@ class Node:
         if address is None:
             raise NodeDownError(f"{self.endpoint} is down")
         try:
-            opened = open_connection(self._settings, self.endpoint, address, self._tls, deadline)
+            opened = open_connection(self._tier, self.endpoint, address, self._tls, deadline)
         except (OSError, ProtocolError) as error:
             self.mark_down(error)
             raise
@@ -168,12 +169,15 @@ class Node:
     def _reach(self) -> bool:
         try:
             self._address = resolve(self.endpoint)
-            deadline = time.monotonic() + self._settings.short_call
-            connection = open_connection(self._settings, self.endpoint, self._address, self._tls, deadline)
-        except (OSError, ProtocolError, ConfigError) as error:
+            deadline = time.monotonic() + short_call(self._tier)
+            connection = open_connection(self._tier, self.endpoint, self._address, self._tls, deadline)
+        except Exception as error:
+            # Kept whatever it is: without a problem the node would pass for one that was reached.
             self._problem = error
             self._tried.set()
-            return False
+            if isinstance(error, (OSError, ProtocolError, ConfigError)):
+                return False
+            raise
         if self._breaker.closing:
             connection.close()
         else:

@@ -18,9 +18,9 @@ from hicache_ext.errors import OversizedValueError, ProtocolError, RefusedError
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
 from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.redis.config import Endpoint
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, Status, command
-from hicache_ext.storage.tiers.redis.settings import Endpoint
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 

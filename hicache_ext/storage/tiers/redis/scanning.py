@@ -1,28 +1,31 @@
-"""SCAN over the keys of a node: for clear(), which removes pages by UNLINK, and for other names of a tier.
+"""SCAN over the keys of a node: for clear(), which removes pages by UNLINK, and for the identity documents of a tier.
 
-It takes about a second per million keys. Why there is no generation in the keys: docs/decisions/clear.md.
+It takes about a second per million keys, whatever they are. Why the keys hold no generation: docs/decisions/clear.md.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import redis
 
-from hicache_ext.errors import ClearLaterError, ConfigError
+from hicache_ext.errors import ClearLaterError, ConfigError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.clearing import Cleared
+from hicache_ext.storage.tiers.redis.clients import admin_client
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.names import identity_name, is_hex, page_key, page_name, page_prefix
 from hicache_ext.storage.tiers.redis.node import Node
-from hicache_ext.storage.tiers.redis.settings import RedisSettings
 
 _SCAN_COUNT = 2000
+_DIGEST_DIGITS = 32
 _GLOB_SPECIAL = re.compile(rb"[\\*?\[\]]")
 
 
-def sweep_nodes(cleared: Cleared, nodes: Sequence[Node], settings: RedisSettings, metrics: TierMetrics) -> None:
+def sweep_nodes(cleared: Cleared, nodes: Sequence[Node], tier: RedisTierConfig, metrics: TierMetrics) -> None:
     """Remove cleared pages from every node; the pages of a node that left the cluster are gone with it.
 
     Raises ClearLaterError while a node is down.
@@ -35,11 +38,8 @@ def sweep_nodes(cleared: Cleared, nodes: Sequence[Node], settings: RedisSettings
             left.append(f"{node.endpoint} is down")
             continue
         try:
-            client = settings.admin_client(node.endpoint, settings.timeout)
-            try:
-                _sweep_node(cleared, client, settings.prefix, metrics)
-            finally:
-                client.close()
+            with admin_client(tier, node.endpoint, tier.longest_call) as client:
+                _sweep_node(cleared, client, tier.prefix, metrics)
         except (redis.RedisError, OSError, ConfigError) as error:
             metrics.add("error", "clear")
             left.append(f"{node.endpoint}: {type(error).__name__}")
@@ -63,7 +63,37 @@ def _sweep_node(cleared: Cleared, client: redis.Redis, prefix: str, metrics: Tie
     if cleared.digests is None:
         identities = identity_name(prefix, b"")
         for names in scan(client, identities, b""):
-            _unlink(client, [name for name in names if is_hex(name.removeprefix(identities), 32)])
+            _unlink(client, [name for name in names if is_hex(name.removeprefix(identities), _DIGEST_DIGITS)])
+
+
+def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -> dict[bytes, dict[str, Any]]:
+    """Digest -> document, as servers have left them on all ``nodes``, for tools. Raises StoreError where a node cannot
+    be asked."""
+    prefix = identity_name(tier.prefix, b"")
+    documents: dict[bytes, dict[str, Any]] = {}
+    for node in nodes:
+        try:
+            with admin_client(tier, node.endpoint, tier.longest_call) as client:
+                for names in scan(client, prefix, b""):
+                    for digest in [name.removeprefix(prefix) for name in names]:
+                        if not is_hex(digest, _DIGEST_DIGITS):
+                            continue
+                        document = _document(client.get(prefix + digest))
+                        if document is not None:
+                            documents[bytes.fromhex(digest.decode())] = document
+        except (redis.RedisError, OSError, ConfigError) as error:
+            raise StoreError(
+                f"tier {name!r}: {node.endpoint} cannot be asked which identities it has ({type(error).__name__})"
+            ) from None
+    return documents
+
+
+def _document(text: Any) -> dict[str, Any] | None:
+    try:
+        document = json.loads(text)
+    except (TypeError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
 
 
 def _unlink(client: redis.Redis, names: Sequence[bytes]) -> int:

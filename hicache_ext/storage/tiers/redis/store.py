@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from hicache_ext.errors import (
 )
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
-from hicache_ext.storage.contract.bad_pages import BadPages, Verdict
+from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
@@ -33,13 +34,20 @@ from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import hints
+from hicache_ext.storage.tiers.redis.clients import admin_client, short_call, tls_context
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.dispatch import Dispatch, Talk
-from hicache_ext.storage.tiers.redis.examination import RedisMedium
 from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_prefix
-from hicache_ext.storage.tiers.redis.page_calls import PageCall, ask_integers, read_pages, write_pages
+from hicache_ext.storage.tiers.redis.page_calls import (
+    PageCall,
+    ask_integers,
+    read_again,
+    read_pages,
+    remove_bad,
+    write_pages,
+)
 from hicache_ext.storage.tiers.redis.resp import LARGEST_VALUE, command
-from hicache_ext.storage.tiers.redis.scanning import sweep_nodes
-from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
+from hicache_ext.storage.tiers.redis.scanning import stored_identities, sweep_nodes
 from hicache_ext.storage.tiers.redis.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -80,39 +88,39 @@ class RedisPageStore(TierStore):
     type_name = "redis"
     shared = True
 
-    def __init__(self, name: str, settings: RedisSettings, *, required: bool = True) -> None:
+    def __init__(self, name: str, tier: RedisTierConfig) -> None:
         """Raises StoreSetupError, see ``Topology``."""
         super().__init__(name)
         self._calls = _GateOfOneProcess(name)
-        self._settings = settings
-        self._page_names = page_prefix(settings.prefix)
+        self._tier = tier
+        self._page_names = page_prefix(tier.prefix)
         self._documents: dict[bytes, bytes] = {}
         self._documents_saved: dict[bytes, float] = {}
         try:
-            tls = None if settings.tls is None else settings.tls.context()
+            tls = tls_context(tier)
         except (ssl.SSLError, OSError) as error:
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
-        self._topology = Topology(name, settings, tls, self.metrics, required=required)
+        self._topology = Topology(name, tier, tls, self.metrics)
         self._clearing = Clearing(name, self._endpoint_of)
         try:
-            self._dispatch = Dispatch(name, settings, self._topology, self._clearing.hides, self.metrics)
+            self._dispatch = Dispatch(name, tier, self._topology, self._clearing.hides, self.metrics)
         except RuntimeError as error:
             self._topology.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
-        self._bad_pages = BadPages(name, self.metrics, RedisMedium(self._examine))
+        self._bad_pages = BadPages(name, self.metrics, _Medium(self._examine))
 
     def details(self) -> dict[str, Any]:
         return {
-            "servers": [str(endpoint) for endpoint in self._settings.endpoints],
+            "servers": [str(endpoint) for endpoint in self._tier.endpoints],
             "cluster": self._topology.is_cluster,
             "nodes": {str(node.endpoint): "up" if node.up else "down" for node in self._topology.nodes},
-            "database": self._settings.database,
-            "prefix": self._settings.prefix,
-            "connections": self._settings.connections,
-            "ttl": self._settings.ttl,
-            "timeout": self._settings.timeout,
-            "tls": self._settings.tls is not None,
+            "database": self._tier.database,
+            "prefix": self._tier.prefix,
+            "connections": self._tier.connections,
+            "ttl": self._tier.ttl,
+            "timeout": self._tier.longest_call,
+            "tls": self._tier.tls,
         }
 
     def gauges(self) -> dict[str, float]:
@@ -120,10 +128,22 @@ class RedisPageStore(TierStore):
         return {**(self._last_look.known() if up else {}), "tier_up": float(up)}
 
     def _look(self) -> dict[str, float]:
-        """What the servers say of their memory, all data of theirs included. Raises redis.RedisError."""
-        from hicache_ext.storage.tiers.redis.memory import memory_of
+        """How full all nodes that are up are together, as they say; everything they hold counts, whoever wrote it.
 
-        return memory_of(self._settings, self._topology.nodes)
+        Takes at most a short call per node. Raises redis.RedisError: also where the user may not use INFO.
+        """
+        used = capacity = 0.0
+        for node in self._topology.nodes:
+            if not node.up:
+                continue
+            with admin_client(self._tier, node.endpoint, database=0) as client:
+                facts: Any = client.info("memory")
+            used += int(facts["used_memory"])
+            # 0 is no limit: then the whole has none.
+            capacity += int(facts.get("maxmemory", 0)) or math.inf
+        if capacity == math.inf:
+            return {"used_bytes": used, "capacity_bytes": math.nan, "free_bytes": math.nan}
+        return {"used_bytes": used, "capacity_bytes": capacity, "free_bytes": max(0.0, capacity - used)}
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._documents[digest] = json.dumps(document, sort_keys=True, ensure_ascii=False).encode()
@@ -131,10 +151,8 @@ class RedisPageStore(TierStore):
         self._save_identities([digest], self._deadline())
 
     def identities(self) -> dict[bytes, dict[str, Any]]:
-        from hicache_ext.storage.tiers.redis.identities import stored_identities
-
         with self._calls:
-            return stored_identities(self.name, self._settings, self._topology.nodes)
+            return stored_identities(self.name, self._tier, self._topology.nodes)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +164,7 @@ class RedisPageStore(TierStore):
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         calls = self._page_calls(batch)
-        talk = partial(read_pages, in_flight=self._settings.in_flight)
+        talk = partial(read_pages, in_flight=self._tier.in_flight)
         self._dispatch.run(calls, talk, self._deadline(), GetResult, hidden=GetResult.MISS)
         self._note_suspects(calls)
         self._bad_pages.clear(call.key for call in calls if call.result is GetResult.HIT)
@@ -193,7 +211,7 @@ class RedisPageStore(TierStore):
     def _write_pages(self, calls: list[PageCall], deadline: float) -> None:
         if not calls:
             return
-        talk = partial(write_pages, ttl=self._settings.ttl, in_flight=self._settings.in_flight)
+        talk = partial(write_pages, ttl=self._tier.ttl, in_flight=self._tier.in_flight)
         with self._clearing.writing([call.key for call in calls], deadline) as writing:
             if writing.cleared:
                 self._remove_before([call for call in calls if call.key in writing.cleared], deadline)
@@ -228,10 +246,10 @@ class RedisPageStore(TierStore):
             if document is None or now - self._documents_saved.get(digest, -_IDENTITY_INTERVAL) < _IDENTITY_INTERVAL:
                 continue
             self._documents_saved[digest] = now
-            ttl = self._settings.ttl
+            ttl = self._tier.ttl
             # Lives longer than the last page that was written while it was fresh.
             options = [] if ttl is None else [b"EX", b"%d" % (ttl + 2 * int(_IDENTITY_INTERVAL))]
-            name = identity_name(self._settings.prefix, digest)
+            name = identity_name(self._tier.prefix, digest)
             node = self._topology.node_of(name)
             try:
                 if node is None:
@@ -281,7 +299,7 @@ class RedisPageStore(TierStore):
         return found
 
     def _sweep(self, cleared: Cleared) -> None:
-        sweep_nodes(cleared, self._topology.nodes, self._settings, self.metrics)
+        sweep_nodes(cleared, self._topology.nodes, self._tier, self.metrics)
 
     def _endpoint_of(self, key: bytes) -> Endpoint | None:
         """The server that has a page."""
@@ -292,24 +310,24 @@ class RedisPageStore(TierStore):
 
     def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
         with self._calls:
-            hints.post_hint(self._settings, self._topology, hint, limits)
+            hints.post_hint(self._tier, self._topology, hint, limits)
 
     def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
         with self._calls:
-            return hints.read_hints(self._settings, self._topology, since, limits)
+            return hints.read_hints(self._tier, self._topology, since, limits)
 
     def diagnose(self) -> list[Finding]:
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose
 
         with self._calls:
-            return diagnose(self._settings, self._topology)
+            return diagnose(self._tier, self._topology)
 
     def wait_until_examined(self, timeout: float) -> bool:
         """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
         return self._bad_pages.wait(timeout)
 
     def _close(self) -> None:
-        self._last_look.close(self._settings.short_call)
+        self._last_look.close(short_call(self._tier))
         self._bad_pages.close()
         self._dispatch.close()
         self._clearing.close(_CLEAR_AT_CLOSE)
@@ -319,7 +337,24 @@ class RedisPageStore(TierStore):
         return page_name(self._page_names, key)
 
     def _deadline(self) -> float:
-        return call_deadline(self._settings.timeout)
+        return call_deadline(self._tier.longest_call)
+
+
+class _Medium:
+    """``Medium`` of bad_pages.py: one page at a time, each over a connection of its own."""
+
+    def __init__(self, ask: Callable[[bytes, Talk], Any]) -> None:
+        """``ask``: (key, the commands for its page) -> the page's result; raises NotReadError."""
+        self._ask = ask
+
+    def read_again(self, key: bytes, most: int) -> Stored | None:
+        answer = self._ask(key, lambda connection, calls: read_again(connection, calls[0], most))
+        return answer if isinstance(answer, Stored) else None
+
+    def remove(self, key: bytes, bad: Stored) -> Removal:
+        answer = self._ask(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
+        # A miss: it is being cleared.
+        return answer if isinstance(answer, Removal) else Removal.CHANGED
 
 
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult) -> Counter[str]:

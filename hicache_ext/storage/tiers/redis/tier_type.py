@@ -20,10 +20,9 @@ class RedisTier(TierType):
 
     def open(self, name: str, tier: RedisTierConfig) -> PageStore:
         """With ``required: false`` a server that cannot be reached yet is attached when it can."""
-        from hicache_ext.storage.tiers.redis.settings import RedisSettings
         from hicache_ext.storage.tiers.redis.store import RedisPageStore
 
-        return RedisPageStore(name, RedisSettings.of(tier), required=tier.required)
+        return RedisPageStore(name, tier)
 
     def series(self) -> Mapping[str, Sequence[str]]:
         from hicache_ext.storage.contract.reports import SUSPECTS

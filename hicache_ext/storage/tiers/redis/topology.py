@@ -20,8 +20,9 @@ import redis
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.tiers.redis.clients import admin_client
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.node import Node, error_words
-from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,14 @@ _LONGEST_FAREWELL = 5.0
 class Topology:
     """Threads: any; ``node_of`` costs a dictionary look-up or a checksum of the key."""
 
-    def __init__(
-        self, name: str, settings: RedisSettings, tls: ssl.SSLContext | None, metrics: TierMetrics, *, required: bool
-    ) -> None:
+    def __init__(self, name: str, tier: RedisTierConfig, tls: ssl.SSLContext | None, metrics: TierMetrics) -> None:
         """Reach a server and learn the map, in at most the tier's timeout.
 
-        Raises StoreSetupError when no server can be reached and ``required``, and always when what was reached is not
-        what the configuration says. Not required, the keeper goes on trying.
+        Raises StoreSetupError when no server can be reached and the tier is ``required``, and always when what was
+        reached is not what the configuration says. Not required, the keeper goes on trying.
         """
         self._name = name
-        self._settings = settings
+        self._tier = tier
         self._tls = tls
         self._metrics = metrics
         self._lock = threading.Lock()
@@ -57,17 +56,16 @@ class Topology:
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
         self._looked = threading.Event()
-        self._required = required
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
         if not self._keeper.wake():
             raise StoreSetupError(name, "there is no thread to keep its topology with")
-        reached = self._looked.wait(settings.timeout)
-        problem = self._first_look if reached else TimeoutError(f"no answer within {settings.timeout:g} s")
-        if isinstance(problem, StoreSetupError) or (problem is not None and required):
+        reached = self._looked.wait(tier.longest_call)
+        problem = self._first_look if reached else TimeoutError(f"no answer within {tier.longest_call:g} s")
+        if isinstance(problem, StoreSetupError) or (problem is not None and tier.required):
             self.close()
             if isinstance(problem, StoreSetupError):
                 raise problem
-            servers = ", ".join(str(endpoint) for endpoint in settings.endpoints)
+            servers = ", ".join(str(endpoint) for endpoint in tier.endpoints)
             raise StoreSetupError(name, f"redis at {servers}: {error_words(problem)}")
         if problem is not None:
             logger.warning("tier %s: not reachable yet: %s", name, error_words(problem))
@@ -128,7 +126,7 @@ class Topology:
         with self._lock:
             node = self._nodes.get(endpoint)
             if node is None:
-                node = Node(self._settings, endpoint, self._tls, self._metrics, self.refresh_soon)
+                node = Node(self._tier, endpoint, self._tls, self._metrics, self.refresh_soon)
                 self._nodes[endpoint] = node
                 node.start()
             return node
@@ -159,7 +157,7 @@ class Topology:
             problem = error
             logger.exception("tier %s: learning the topology", self._name)
         if not self._looked.is_set():
-            if self._required and isinstance(problem, TimeoutError):
+            if self._tier.required and isinstance(problem, TimeoutError):
                 # One that is only slow gets the tier's whole timeout: a start depends on it.
                 self._refresh_wanted = True
                 return
@@ -172,7 +170,7 @@ class Topology:
         best: list[tuple[int, int, Endpoint]] | None = None
         with self._lock:
             known = sorted(self._nodes.values(), key=lambda node: not node.up)
-        for endpoint in dict.fromkeys([*(node.endpoint for node in known), *self._settings.endpoints]):
+        for endpoint in dict.fromkeys([*(node.endpoint for node in known), *self._tier.endpoints]):
             if self._keeper.stopping:
                 break
             try:
@@ -193,20 +191,18 @@ class Topology:
 
     def _slot_ranges(self, endpoint: Endpoint) -> list[tuple[int, int, Endpoint]] | None:
         """(first slot, last slot, master) for each range; None when the server is no cluster."""
-        if self._settings.cluster is False:
+        if self._tier.cluster is False:
             return None
-        client: Any = self._settings.admin_client(endpoint, database=0)
         try:
-            answer = client.execute_command("CLUSTER SLOTS")
+            with admin_client(self._tier, endpoint, database=0) as client:
+                answer: Any = client.execute_command("CLUSTER SLOTS")
         except redis.ResponseError as error:
-            if self._settings.cluster is None and "cluster support disabled" in str(error):
-                return None
             if "cluster support disabled" in str(error):
+                if self._tier.cluster == "auto":
+                    return None
                 problem = f"redis at {endpoint} is not a cluster, and cluster is true"
                 raise StoreSetupError(self._name, problem, ["leave cluster out, or set it to false"]) from None
             raise
-        finally:
-            client.close()
         return [_slot_range(entry, endpoint) for entry in answer]
 
     def _use_single(self, endpoint: Endpoint) -> BaseException | None:
@@ -217,7 +213,7 @@ class Topology:
         return None
 
     def _use_cluster(self, ranges: Sequence[tuple[int, int, Endpoint]]) -> BaseException | None:
-        if self._settings.database:
+        if self._tier.database:
             raise StoreSetupError(self._name, "a redis cluster has only database 0", ["leave database out"])
         slots: list[Node | None] = [None] * SLOTS
         for first, last, endpoint in ranges:

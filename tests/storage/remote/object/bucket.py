@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ import obstore.store
 import pytest
 
 from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.storage.media import RawMedium
@@ -52,12 +54,14 @@ class Objects(RawMedium):
 
     type = "object"
     shared = False
+    tier = ObjectTierConfig(url="file:///test", timeout=60.0, concurrency=8)
     keeps_identities = True
     clears_at_once = False
 
     def __init__(self, client: Callable[[], Any]) -> None:
         self._client = client
-        self._opened: list[ObjectPageStore] = []
+        # A store that nobody has any more has let go of its connections.
+        self._opened: weakref.WeakSet[ObjectPageStore] = weakref.WeakSet()
         self.raw = RawBucket(client(), self._settle)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,15 +71,15 @@ class Objects(RawMedium):
         return self._open_over(self._client())
 
     def _open_over(self, client: Any) -> PageStore:
-        store = ObjectPageStore("cold", client, url="test", shared=self.shared, timeout=60.0, concurrency=8)
-        self._opened.append(store)
+        store = ObjectPageStore("cold", self.tier, lambda: client)
+        self._opened.add(store)
         return store
 
     def open_elsewhere(self) -> PageStore:
         return self._open_over(obstore.store.MemoryStore())
 
     def _settle(self) -> None:
-        for store in self._opened:
+        for store in list(self._opened):
             assert store.wait_until_cleared(60)
 
     @contextmanager
@@ -89,7 +93,7 @@ class Objects(RawMedium):
             yield
 
     def close(self) -> None:
-        for store in self._opened:
+        for store in list(self._opened):
             store.close()
 
 
@@ -111,6 +115,7 @@ class ObjectsInADirectory(Objects):
 
 class ObjectsOnS3(Objects):
     shared = True
+    tier = ObjectTierConfig(url="s3://test", timeout=60.0, concurrency=8)
 
     def __init__(self, client: Callable[[], Any], damaging: Callable[[ExitStack], Any]) -> None:
         """``damaging`` makes a client whose path damages half of what it reads, until the stack ends."""

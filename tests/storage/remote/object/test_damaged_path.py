@@ -19,7 +19,7 @@ from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payloa
 from tests.rigs.s3_server import S3Server
 from tests.storage.remote.object.bucket import RawBucket, s3_client
 from tests.storage.remote.object.fault_proxy import FaultProxy
-from tests.storage.remote.object.test_object_faults import PATIENCE, through
+from tests.storage.remote.object.test_object_faults import PATIENCE, through, tier
 
 # Real servers.
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def open_store(s3_server: S3Server, prefix: str) -> Iterator[Callable[[int], Obj
         def client() -> Any:
             return through(port, s3_server.bucket, prefix)
 
-        opened.append(ObjectPageStore("cold", client(), url="test", timeout=PATIENCE, reopen=client))
+        opened.append(ObjectPageStore("cold", tier(), client))
         return opened[-1]
 
     yield open_one

@@ -14,6 +14,7 @@ import pytest
 
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -55,6 +56,10 @@ def raw(s3_server: S3Server, prefix: str) -> RawBucket:
     return RawBucket(s3_client(s3_server, prefix))
 
 
+def tier(**settings: int) -> ObjectTierConfig:
+    return ObjectTierConfig(url="s3://test", timeout=PATIENCE, **settings)
+
+
 def through(port: int, bucket: str, prefix: str) -> obstore.store.S3Store:
     return obstore.store.S3Store(
         bucket,
@@ -79,7 +84,7 @@ def through(port: int, bucket: str, prefix: str) -> obstore.store.S3Store:
 @pytest.fixture
 def store(proxy: FaultProxy, s3_server: S3Server, prefix: str) -> Iterator[ObjectPageStore]:
     client = through(proxy.port, s3_server.bucket, prefix)
-    store = ObjectPageStore("cold", client, url="test", timeout=PATIENCE, concurrency=4)
+    store = ObjectPageStore("cold", tier(concurrency=4), lambda: client)
     yield store
     proxy.released.set()
     proxy.break_with("")
@@ -170,7 +175,7 @@ def test_a_late_reply_is_dropped(s3_server: S3Server, prefix: str) -> None:
     """The reply arrives after the call has returned: the request goes on, the memory is not its any more."""
     release, arrived = threading.Event(), threading.Event()
 
-    store = ObjectPageStore("cold", through(s3_server.port, s3_server.bucket, prefix), url="test", timeout=PATIENCE)
+    store = ObjectPageStore("cold", tier(), lambda: through(s3_server.port, s3_server.bucket, prefix))
     keys = page_keys(1)
     store_pages(store, keys)
     real = store._obstore
@@ -228,7 +233,7 @@ def test_a_reply_that_is_cut_is_no_hit_and_the_page_stays(store: ObjectPageStore
 def test_a_server_that_is_killed_is_used_again_when_it_is_back(tmp_path: Path) -> None:
     with S3Server(tmp_path) as server:
         client = through(server.port, server.bucket, "tier")
-        store = ObjectPageStore("cold", client, url="test", timeout=PATIENCE, concurrency=4)
+        store = ObjectPageStore("cold", tier(concurrency=4), lambda: client)
         keys = page_keys(20)
         store_pages(store, keys)
         server.kill()
@@ -255,7 +260,7 @@ def test_a_server_killed_between_writes_leaves_whole_pages_or_none(tmp_path: Pat
     keys = page_keys(400, "kill")
     with S3Server(tmp_path) as server:
         client = through(server.port, server.bucket, "tier")
-        store = ObjectPageStore("cold", client, url="test", timeout=PATIENCE, concurrency=4)
+        store = ObjectPageStore("cold", tier(concurrency=4), lambda: client)
         writer = threading.Thread(target=store_pages, args=(store, keys, [20_000]))
         writer.start()
         # More than are under way at once, so that some are whole.

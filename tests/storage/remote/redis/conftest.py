@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import redis
 
 from hicache_ext.storage.tiers.redis import node
-from hicache_ext.storage.tiers.redis.settings import Endpoint, RedisSettings
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from tests.rigs.redis_servers import HOST, RedisCluster, RedisServer, redis_program
 from tests.storage.media import RawMedium
@@ -50,27 +49,27 @@ class RawValues:
         self._client.close()
 
 
-def settings_for(*servers: RedisServer, **changes: Any) -> RedisSettings:
-    return settings_of(*[server.port for server in servers], **changes)
+def tier_for(*servers: RedisServer, **changes: Any) -> RedisTierConfig:
+    return tier_of(*[server.port for server in servers], **changes)
 
 
-def settings_of(*ports: int, **changes: Any) -> RedisSettings:
-    endpoints = tuple(Endpoint(HOST, port) for port in ports)
-    return RedisSettings(**{"endpoints": endpoints, "prefix": PREFIX, "timeout": PATIENCE, **changes})
+def tier_of(*ports: int, **changes: Any) -> RedisTierConfig:
+    urls = [f"redis://{HOST}:{port}" for port in ports]
+    return RedisTierConfig(**{"url": urls, "prefix": PREFIX, "timeout": PATIENCE, **changes})
 
 
 class DamagedPath:
     """Damages a byte of a share of what arrives on the connections of one store."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: RedisSettings, share: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tier: RedisTierConfig, share: float) -> None:
         self.share = share
-        self.settings = settings
+        self.tier = tier
         self._random = random.Random(0)
         real = node.open_connection
 
-        def open_connection(settings: RedisSettings, *others: Any) -> Any:
-            connection = real(settings, *others)
-            if settings is self.settings:
+        def open_connection(tier: RedisTierConfig, *others: Any) -> Any:
+            connection = real(tier, *others)
+            if tier is self.tier:
                 connection.reader._receive_into = self._damaging(connection.reader._receive_into)
             return connection
 
@@ -106,17 +105,17 @@ class Values(RawMedium):
     def __getstate__(self) -> dict[str, Any]:
         return {"_ports": self._ports, "_changes": self._changes}
 
-    def _settings(self) -> RedisSettings:
-        return settings_of(*self._ports, **self._changes)
+    def _tier(self) -> RedisTierConfig:
+        return tier_of(*self._ports, **self._changes)
 
     def open(self) -> RedisPageStore:
-        return RedisPageStore("pool", self._settings())
+        return RedisPageStore("pool", self._tier())
 
     def open_elsewhere(self) -> RedisPageStore:
         return self.open()
 
     def open_over_a_damaging_path(self) -> RedisPageStore:
-        return RedisPageStore("pool", DamagedPath(self._patch, self._settings(), 0.5).settings)
+        return RedisPageStore("pool", DamagedPath(self._patch, self._tier(), 0.5).tier)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -138,7 +137,7 @@ class Values(RawMedium):
 
 def set_timeout(store: RedisPageStore, seconds: float) -> None:
     """Of the calls from now on; the store was opened, and finds its nodes, with the timeout it was given."""
-    store._settings = replace(store._settings, timeout=seconds)
+    store._tier = store._tier.model_copy(update={"timeout": seconds})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -184,8 +183,8 @@ def open_store() -> Iterator[Callable[..., RedisPageStore]]:
     """Opens stores over servers, and closes them."""
     opened: list[RedisPageStore] = []
 
-    def open_one(*servers: RedisServer, required: bool = True, **changes: Any) -> RedisPageStore:
-        opened.append(RedisPageStore("pool", settings_for(*servers, **changes), required=required))
+    def open_one(*servers: RedisServer, **changes: Any) -> RedisPageStore:
+        opened.append(RedisPageStore("pool", tier_for(*servers, **changes)))
         return opened[-1]
 
     yield open_one

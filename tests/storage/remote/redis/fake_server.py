@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from hicache_ext.storage.tiers.redis.settings import Endpoint
+from hicache_ext.storage.tiers.redis.config import Endpoint
 
 Answer = bytes | None
 """What is sent for one request; None ends the connection."""

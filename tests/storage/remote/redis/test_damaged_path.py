@@ -14,7 +14,7 @@ from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
 from tests.rigs.redis_servers import RedisServer
 from tests.rigs.trouble_proxy import Trouble, TroubleProxy
-from tests.storage.remote.redis.conftest import PATIENCE, DamagedPath, RawValues, settings_for
+from tests.storage.remote.redis.conftest import PATIENCE, DamagedPath, RawValues, tier_for
 
 # Real servers.
 pytestmark = pytest.mark.slow
@@ -53,8 +53,8 @@ def test_a_reader_with_a_damaged_path_removes_no_good_page(server, open_store):
 def test_a_cluster_loses_no_good_page_to_a_damaged_path(empty_cluster, open_store, monkeypatch):
     store, keys = open_store(*empty_cluster.servers), page_keys(PAGES)
     store_pages(store, keys, PAGE)
-    path = DamagedPath(monkeypatch, settings_for(*empty_cluster.servers), 0.08)
-    reader = RedisPageStore("pool", path.settings)
+    path = DamagedPath(monkeypatch, tier_for(*empty_cluster.servers), 0.08)
+    reader = RedisPageStore("pool", path.tier)
     read_until(reader, keys, lambda: reader.metrics.value("suspect", "good") > 50)
     reader.close()
     left = store.contains(keys).count(True)

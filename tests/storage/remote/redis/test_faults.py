@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from hicache_ext.config import Secret
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.storage.contract.bad_pages import Removal
 from hicache_ext.storage.contract.diagnosis import Level
@@ -33,7 +34,7 @@ from tests.rigs.redis_servers import (
     tls_options,
     wait_until,
 )
-from tests.storage.remote.redis.conftest import PATIENCE, RawValues, set_timeout, settings_for
+from tests.storage.remote.redis.conftest import PATIENCE, RawValues, set_timeout, tier_for
 
 # Real servers.
 pytestmark = pytest.mark.slow
@@ -230,7 +231,7 @@ def test_another_type_under_a_pages_name_is_replaced(server, open_store):
 
 
 def test_a_good_copy_that_replaced_the_bad_one_is_not_removed(server, open_store, monkeypatch):
-    import hicache_ext.storage.tiers.redis.examination as module
+    import hicache_ext.storage.tiers.redis.store as module
 
     store, raw = open_store(server), RawValues(server)
     key = page_keys(1)
@@ -321,7 +322,7 @@ def test_a_frozen_server_does_not_hold_up_the_opening(server, open_store):
 
 
 def test_a_required_server_that_is_slow_at_the_start_is_waited_for(server, open_store, monkeypatch):
-    monkeypatch.setattr("hicache_ext.storage.tiers.redis.settings.SHORT_CALL", 0.2)
+    monkeypatch.setattr("hicache_ext.storage.tiers.redis.clients.SHORT_CALL", 0.2)
     server.freeze()
     thaw = threading.Timer(0.5, server.thaw)
     thaw.start()
@@ -343,14 +344,15 @@ def test_a_tier_that_is_not_required_is_attached_when_its_server_comes_up(tmp_pa
         wait_for_hits(store, keys)
 
 
-class Password:
-    """Stands for a Secret."""
+@pytest.fixture
+def password(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Secret]:
+    """A reference to a secret of this value."""
 
-    def __init__(self, value: str) -> None:
-        self.value = value
+    def secret(value: str) -> Secret:
+        monkeypatch.setenv("POOL_PASSWORD", value)
+        return Secret("env", "POOL_PASSWORD")
 
-    def reveal(self) -> str:
-        return self.value
+    return secret
 
 
 ACL_USER = (
@@ -359,10 +361,10 @@ ACL_USER = (
 )
 
 
-def test_a_user_with_few_rights_is_enough(tmp_path, open_store):
+def test_a_user_with_few_rights_is_enough(tmp_path, open_store, password):
     options = [("user", "default off"), ("user", ACL_USER.removeprefix("user "))]
     with RedisServer(tmp_path / "acl", options) as server:
-        store = open_store(server, username="pages", password=Password("hunter2"), database=3)
+        store = open_store(server, username="pages", password=password("hunter2"), database=3)
         keys = page_keys(20)
         store_pages(store, keys)
         assert_hits(store, keys)
@@ -372,28 +374,28 @@ def test_a_user_with_few_rights_is_enough(tmp_path, open_store):
         assert all(finding.level is not Level.ERROR for finding in store.diagnose())
 
 
-@pytest.mark.parametrize("login", [{}, {"password": Password("swordfish")}, {"username": "pages"}])
-def test_a_refused_login_is_a_sentence_without_the_secret(tmp_path, open_store, caplog, login):
-    if "username" in login:
-        login = {**login, "password": Password("swordfish")}
+@pytest.mark.parametrize("given", [(), ("password",), ("username", "password")])
+def test_a_refused_login_is_a_sentence_without_the_secret(tmp_path, open_store, caplog, password, given):
+    known = {"username": "pages", "password": password("swordfish")}
+    login = {key: known[key] for key in given}
     with RedisServer(tmp_path / "acl", [("requirepass", "hunter2")]) as server:
         with Bound(), pytest.raises(StoreSetupError) as raised:
             open_store(server, **login)
         assert "login" in str(raised.value) or "NOAUTH" in str(raised.value)
         for secret in ("swordfish", "hunter2"):
-            assert secret not in str(raised.value) + repr(settings_for(server, **login)) + caplog.text
+            assert secret not in str(raised.value) + repr(tier_for(server, **login)) + caplog.text
 
 
 @pytest.mark.parametrize("client_certificate", [False, True])
 def test_pages_travel_over_tls(tmp_path, client_certificate):
-    from hicache_ext.storage.tiers.redis.settings import TlsSettings
     from hicache_ext.storage.tiers.redis.store import RedisPageStore
 
     ca, certificate, key = make_certificates(tmp_path / "certificates")
     options = tls_options(ca, certificate, key, client_certificates=client_certificate)
     with RedisServer(tmp_path / "tls", options, tls=True) as server:
-        files = {"certificate": str(certificate), "key": str(key)} if client_certificate else {}
-        store = RedisPageStore("pool", settings_for(server, tls=TlsSettings(ca=str(ca), **files)))
+        files = {"tls_certificate": str(certificate), "tls_key": str(key)} if client_certificate else {}
+        url = f"rediss://{HOST}:{server.port}"
+        store = RedisPageStore("pool", tier_for(url=url, tls_ca=str(ca), **files))
         try:
             keys = page_keys(40)
             store_pages(store, keys, [100_000, 33_333])
@@ -408,17 +410,15 @@ def test_pages_travel_over_tls(tmp_path, client_certificate):
         finally:
             store.close()
         with Bound(), pytest.raises(StoreSetupError, match="certificate"):
-            RedisPageStore("pool", settings_for(server, tls=TlsSettings()))
+            RedisPageStore("pool", tier_for(url=url))
         with Bound(), pytest.raises(StoreSetupError, match="cannot start"):
-            RedisPageStore("pool", settings_for(server))
+            RedisPageStore("pool", tier_for(server))
 
 
 def test_a_unix_socket_serves(tmp_path, open_store):
-    from hicache_ext.storage.tiers.redis.settings import Endpoint
-
     path = f"/tmp/hicache-test-{os.getpid()}.sock"
     with RedisServer(tmp_path / "unix", [("unixsocket", path)]) as server:
-        store = open_store(server, endpoints=(Endpoint(path),))
+        store = open_store(server, url=f"unix://{path}")
         store_pages(store, page_keys(10))
         assert_hits(store, page_keys(10))
         assert store.clear(None) == 1
@@ -582,7 +582,7 @@ def test_a_cluster_node_that_is_replaced_by_another_is_found(cluster, open_store
 
 def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(tmp_path, open_store, monkeypatch):
     """Restarted on an empty disk, a node answers CLUSTER SLOTS with nothing, and may be the first to be asked."""
-    from hicache_ext.storage.tiers.redis.settings import Endpoint
+    from hicache_ext.storage.tiers.redis.config import Endpoint
     from hicache_ext.storage.tiers.redis.topology import Topology
 
     with RedisServer(tmp_path / "a") as first, RedisServer(tmp_path / "b") as second:

@@ -8,9 +8,11 @@ from collections import Counter
 
 import pytest
 
+from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.redis.settings import RedisSettings
+from hicache_ext.storage.tiers.redis import node
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
@@ -33,9 +35,8 @@ GOOD = bulk(value_of(KEY))
 
 
 def open_store(server: FakeServer, **changes) -> RedisPageStore:
-    return RedisPageStore(
-        "pool", RedisSettings((server.endpoint,), cluster=False, **{"connections": 1, "timeout": PATIENCE, **changes})
-    )
+    tier = {"url": f"redis://{server.endpoint}", "connections": 1, "timeout": PATIENCE, **changes}
+    return RedisPageStore("pool", RedisTierConfig(cluster=False, **tier))
 
 
 def get(store: RedisPageStore, keys: list[bytes]) -> tuple[list[GetResult], HostPages]:
@@ -249,3 +250,12 @@ def test_a_read_that_is_cut_ends_by_the_limit_of_its_call_and_what_came_is_a_lea
         assert [pages.payload(number) for number in range(20)] == [payload_of(key, size) for key in keys[:20]]
         go_on.set()
         store.close()
+
+
+def test_a_server_that_cannot_be_reached_for_whatever_reason_stops_the_start(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("nobody expects this")
+
+    monkeypatch.setattr(node, "open_connection", broken)
+    with FakeServer(lambda words: None) as server, pytest.raises(StoreSetupError, match="nobody expects this"):
+        open_store(server)

@@ -253,15 +253,16 @@ class IndexChange:
             added = new if known is None else known.and_(new)
             self._transaction.put(USES_NAME + digest, USES.pack(*added), db=self._index.state_db)
 
-    def is_at(self, key: bytes, place: tuple[int, int]) -> bool:
-        """Whether a page is in this (slab, slot)."""
+    def is_at(self, key: bytes, page: SlotReference) -> bool:
+        """Whether the page is still of that length in that slot."""
         (row,) = self._index.rows(self._view, [key])
-        return bool(row >= 0 and self._view.records[row, PLACE] == place[0] << 32 | place[1])
-
-    def remove(self, key: bytes, only: tuple[int, int] | None = None) -> bool:
-        """Forget a page and free its slot; with ``only``, only if it is in that slot. False when it was not."""
-        if only is not None and not self.is_at(key, only):
+        if row < 0:
             return False
+        record = self._view.records[row]
+        return bool(record[PLACE] == page.slab << 32 | page.slot and record[OBJECT] & LOW == page.length)
+
+    def remove(self, key: bytes) -> bool:
+        """Forget a page and free its slot. False when there is none."""
         return bool(slot_code.forget_pages(*self._view.table, self._index.rows(self._view, [key])))
 
     def clear(self, digest: bytes) -> bool:

@@ -37,7 +37,7 @@ from hicache_ext.page.envelope import (
     page_seal,
 )
 from hicache_ext.page.memory import addresses_of
-from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.jit import Function, compiled_kernels, sources_digest, use
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import key_words
@@ -275,7 +275,8 @@ class _Loading:
                     self._load(stamp)
                 else:
                     logger.info("the file tier compiles its code, once per version and machine; in Python until then")
-                    BackgroundLoop("hicache-compile", lambda: self._compile(stamp)).wake()
+                    if not once_in_background("hicache-compile", lambda: self._compile(stamp)):
+                        self._give_up("there is no thread to compile it on")
             self.begun = True
 
     def _compile(self, stamp: Path | None) -> None:

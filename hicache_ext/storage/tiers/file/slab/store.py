@@ -196,15 +196,18 @@ class SlabStore(PathStore):
         return envelope.reason_to_refuse(header, key, segments) or "seal"
 
     def _heal(self, batch: PageBatch, page: SlotReference, reason: str, results: list[GetResult]) -> bool:
-        """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere or gone, or
-        when it can be read now: since it was looked up it was evicted and written again, into the same slot."""
-        key, where = batch.keys[page.position], (page.slab, page.slot)
+        """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere, gone, or of
+        another length, or when it can be read now: since it was looked up it was evicted and written again, into the
+        same slot."""
+        key = batch.keys[page.position]
 
         def remove(change: IndexChange) -> bool:
             # Nobody publishes meanwhile: what the index says is in a slot stays there until this has ended.
-            if reason != "length" and change.is_at(key, where) and not self._read_run(batch, [page], results):
+            if not change.is_at(key, page):
                 return False
-            return change.remove(key, where)
+            if reason != "length" and not self._read_run(batch, [page], results):
+                return False
+            return change.remove(key)
 
         removed = self._index.change(remove)
         if removed:

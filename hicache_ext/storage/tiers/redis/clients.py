@@ -1,0 +1,85 @@
+"""Addresses, logins and clients of the servers of a tier, as its configuration says."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
+
+SHORT_CALL = 1.0
+"""Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""
+
+
+def short_call(tier: RedisTierConfig) -> float:
+    return min(SHORT_CALL, tier.longest_call)
+
+
+def login_arguments(tier: RedisTierConfig) -> list[bytes]:
+    """AUTH and its arguments; empty without a password. The secret is revealed for each login, so that a changed one is
+    found. Raises ConfigError when it cannot be read."""
+    if tier.password is None:
+        return []
+    user = [] if tier.username is None else [tier.username.encode()]
+    return [b"AUTH", *user, tier.password.reveal().encode()]
+
+
+def tls_context(tier: RedisTierConfig) -> ssl.SSLContext | None:
+    """None without TLS. Raises OSError (ssl.SSLError is one) for files that cannot be used."""
+    if not tier.tls:
+        return None
+    context = ssl.create_default_context(cafile=tier.tls_ca)
+    context.check_hostname = tier.tls_verify == "full"
+    context.verify_mode = ssl.CERT_NONE if tier.tls_verify == "none" else ssl.CERT_REQUIRED
+    if tier.tls_certificate is not None:
+        context.load_cert_chain(tier.tls_certificate, tier.tls_key)
+    return context
+
+
+def admin_client(
+    tier: RedisTierConfig, endpoint: Endpoint, timeout: float | None = None, *, database: int | None = None
+) -> redis.Redis:
+    """redis-py's client of this one server: no retries, no cluster logic, at most ``timeout`` per operation.
+
+    Nothing is sent until it is used. Raises ConfigError when the secret cannot be read.
+    """
+    limit = short_call(tier) if timeout is None else timeout
+    options: dict[str, Any] = {
+        "db": tier.database if database is None else database,
+        "username": tier.username,
+        "password": None if tier.password is None else tier.password.reveal(),
+        "socket_timeout": limit,
+        "socket_connect_timeout": limit,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    if endpoint.is_path:
+        return redis.Redis(unix_socket_path=endpoint.host, **options)
+    if tier.tls:
+        options.update(
+            ssl=True,
+            ssl_ca_certs=tier.tls_ca,
+            ssl_certfile=tier.tls_certificate,
+            ssl_keyfile=tier.tls_key,
+            ssl_cert_reqs="none" if tier.tls_verify == "none" else "required",
+            ssl_check_hostname=tier.tls_verify == "full",
+        )
+    return redis.Redis(host=endpoint.host, port=endpoint.port, **options)
+
+
+def resolve(endpoint: Endpoint) -> tuple[int, tuple[str, int] | str]:
+    """The address family and address of an endpoint. Raises OSError.
+
+    Name servers keep no deadline: never called on a thread that a store's caller waits for.
+    """
+    if endpoint.is_path:
+        return socket.AF_UNIX, endpoint.host
+    try:
+        family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
+    except (UnicodeError, OverflowError):
+        raise OSError(f"{endpoint.host!r} is not the name of a host") from None
+    return family, (str(address[0]), int(address[1]))

@@ -1,0 +1,141 @@
+"""The part of the PageStore suite about several stores over one medium: none works on what it remembers alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
+from hicache_ext.testing.conformance.cases import PageStoreCases
+from hicache_ext.testing.conformance.medium import Medium
+from hicache_ext.testing.conformance.pages import (
+    IDENTITY,
+    OTHER_IDENTITY,
+    assert_hits,
+    page_key,
+    page_keys,
+    payload_of,
+    read_pages,
+    settle,
+    store_pages,
+)
+
+_LARGE = (3_000_000, 5_000_000)
+_IN_THE_WAY = 1.0
+"""Seconds after which another store that has not written is taken to wait for a lock of the reader."""
+
+_WAYS: dict[str, Callable[[PageStore, list[bytes]], int]] = {
+    "remove": lambda store, keys: store.remove(keys),
+    "clear": lambda store, keys: store.clear([IDENTITY]) * len(keys),
+    "clear of everything": lambda store, keys: store.clear(None) * len(keys),
+}
+
+
+class SeveralStoresCases(PageStoreCases):
+    @pytest.fixture
+    def other(self, store: PageStore, medium: Medium) -> Iterator[PageStore]:
+        """A store that was opened over the medium while it was empty. It is closed before ``store``."""
+        other = medium.open()
+        yield other
+        other.close()
+
+    @pytest.mark.parametrize("way", list(_WAYS))
+    def test_what_another_store_takes_away_is_gone(self, store: PageStore, other: PageStore, way: str) -> None:
+        """Whatever the first one remembers of pages that it wrote, read and asked for."""
+        keys = page_keys(12)
+        for _ in range(2):
+            assert store_pages(store, keys) == [SetResult.STORED] * 12
+            settle(store)
+            assert_hits(store, keys)
+            assert store.contains(keys) == [True] * 12
+            assert _WAYS[way](other, keys) == 12, "the other store has not seen the pages"
+            settle(other)
+            assert store.contains(keys) == [False] * 12
+            assert store.count_leading(keys) == 0
+            assert read_pages(store, keys)[0] == [GetResult.MISS] * 12
+        assert store_pages(store, keys) == [SetResult.STORED] * 12
+        settle(store)
+        assert_hits(other, keys)
+
+    def test_clear_of_everything_takes_identities_that_another_store_brought(
+        self, store: PageStore, other: PageStore
+    ) -> None:
+        keys = page_keys(5) + page_keys(5, identity=OTHER_IDENTITY)
+        store_pages(store, keys)
+        settle(store)
+        assert other.clear(None) == 2
+        settle(other)
+        for each in (store, other):
+            assert read_pages(each, keys)[0] == [GetResult.MISS] * 10
+
+    def test_a_page_is_absent_until_it_is_whole(self, store: PageStore, other: PageStore) -> None:
+        """What a reader sees meanwhile is what a kill -9 would leave."""
+        for number in range(4):
+            key = page_key(f"large {number}")
+            seen: set[GetResult] = set()
+            written = threading.Event()
+
+            def read(key: bytes = key, seen: set[GetResult] = seen, written: threading.Event = written) -> None:
+                last = False
+                while not last:
+                    last = written.is_set()
+                    results, payloads = read_pages(other, [key], _LARGE)
+                    seen.add(results[0])
+                    assert results[0] is not GetResult.HIT or payloads[0] == payload_of(key, sum(_LARGE))
+
+            def write(key: bytes = key, written: threading.Event = written) -> None:
+                try:
+                    assert store_pages(store, [key], _LARGE) == [SetResult.STORED]
+                    settle(store)
+                finally:
+                    written.set()
+
+            self.in_threads(read, write)
+            assert seen <= {GetResult.MISS, GetResult.HIT}
+            assert_hits(store, [key], _LARGE)
+
+    @pytest.mark.parametrize("bad", [b"?", b"??"], ids=["of the same length", "of another length"])
+    def test_a_good_copy_that_replaced_a_bad_one_stays(
+        self, store: PageStore, other: PageStore, medium: Medium, monkeypatch: pytest.MonkeyPatch, bad: bytes
+    ) -> None:
+        """Between the read of a bad copy and its removal another store may have taken it away and written a good one:
+        a reader that removes by name takes that one. It is counted in between, which is where the other store comes
+        in here; one that has to wait for the reader comes afterwards."""
+        keys = page_keys(3)
+        store_pages(store, keys)
+        settle(store)
+        for key in keys:
+            medium.write(key, (medium.read(key) or b"")[:-1] + bad)
+        writers: list[threading.Thread] = []
+        replaced: list[list[SetResult]] = []
+
+        def replace() -> None:
+            other.remove(keys)
+            replaced.append(store_pages(other, keys))
+
+        def then_replace(count: Callable[..., None]) -> Callable[..., None]:
+            def add(metrics: TierMetrics, event: str, *amount: Any, **named: Any) -> None:
+                count(metrics, event, *amount, **named)
+                if event == "corrupt" and not writers:
+                    writers.append(threading.Thread(target=replace, daemon=True))
+                    writers[0].start()
+                    writers[0].join(_IN_THE_WAY)
+
+            return add
+
+        for name in ("add", "add_many"):
+            monkeypatch.setattr(TierMetrics, name, then_replace(getattr(TierMetrics, name)))
+        read_pages(store, keys)
+        monkeypatch.undo()
+        for writer in writers:
+            writer.join(self.patience)
+            assert not writer.is_alive(), "the other store hangs"
+        assert writers, "the bad copies are not counted"
+        assert len(replaced) == 1
+        settle(other)
+        settle(store)
+        assert_hits(store, keys)
