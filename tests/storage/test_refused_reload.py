@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hicache_ext.storage.guards.tier_breaker import Outcome
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import live_tiers, reload
 from hicache_ext.storage.tiering.reload import ReloadableStore
+from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import store_pages
 from tests.storage.guards.hung import KEY, eventually
 
@@ -100,6 +102,30 @@ def test_a_tier_whose_guards_cannot_be_made_is_closed(
     with pytest.raises(StoreSetupError, match=r"guards\.bounce_memory"):
         open_tiers(config(timeout="60s", guards={"bounce_memory": TOO_MUCH}))
     assert [is_closed(tier) for tier in opened] == [True]
+
+
+def test_a_tier_that_does_not_close_delays_a_refused_start_by_its_timeout_alone(
+    config: Callable[..., HicacheExtConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go, closing = threading.Event(), []
+
+    class NeverCloses(MemoryPageStore):
+        def close(self) -> None:
+            closing.append(None)
+            let_go.wait(20)
+
+    def open_tier(name: str, _: Any) -> PageStore:
+        if name == "more":
+            raise StoreSetupError(name, "no such server")
+        return NeverCloses(name)
+
+    monkeypatch.setattr(live_tiers, "open_tier", open_tier)
+    begun = time.monotonic()
+    with pytest.raises(StoreSetupError, match="no such server"):
+        open_tiers(config("more", timeout="100ms"))
+    assert time.monotonic() - begun < 10
+    assert len(closing) == 1
+    let_go.set()
 
 
 def test_tiers_that_cannot_be_put_together_are_closed_and_those_in_use_stay(

@@ -66,9 +66,11 @@ def open_live_tiers(configs: Mapping[str, TierConfig]) -> dict[str, LiveTier]:
     with ExitStack() as undo:
         for name, config in configs.items():
             bare = _open(name, config)
-            undo.callback(bare.close)
-            opened[name] = guard(config, bare)
-            # Through the guards, which do not wait for ever.
+            with ExitStack() as unguarded:
+                unguarded.callback(bare.close)
+                opened[name] = guard(config, bare)
+                unguarded.pop_all()
+            # Through the guards alone, which do not wait for ever.
             undo.callback(opened[name].close)
         undo.pop_all()
     return opened
