@@ -127,6 +127,7 @@ PLACEHOLDERS = {
     "FILE": "hicache.yaml",
     "DIR": "scratch",
     "NAME": "example/model",
+    "TIER": "nvme",
 }
 """What stands for something of the user's -> what the test takes. Relative paths, as people type them."""
 

@@ -46,6 +46,9 @@ class Medium(ABC):
     clears_at_once: bool = True
     """clear() takes an identity out of every process's sight in one step, also if it is killed then."""
 
+    counts_all_identities: bool = True
+    """clear(None) counts each identity that had pages. If not, those that only other stores wrote count as one."""
+
     killed_writes_end_after: float = 0.0
     """Seconds for which a page that a killed process was writing may be refused (REJECTED), at most."""
 

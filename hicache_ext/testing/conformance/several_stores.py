@@ -63,12 +63,12 @@ class SeveralStoresCases(PageStoreCases):
         assert_hits(other, keys)
 
     def test_clear_of_everything_takes_identities_that_another_store_brought(
-        self, store: PageStore, other: PageStore
+        self, store: PageStore, other: PageStore, medium: Medium
     ) -> None:
         keys = page_keys(5) + page_keys(5, identity=OTHER_IDENTITY)
         store_pages(store, keys)
         settle(store)
-        assert other.clear(None) == 2
+        assert other.clear(None) == (2 if medium.counts_all_identities else 1)
         settle(other)
         for each in (store, other):
             assert read_pages(each, keys)[0] == [GetResult.MISS] * 10

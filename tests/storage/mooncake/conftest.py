@@ -142,6 +142,7 @@ class Pool(RawMedium):
     type = "mooncake"
     shared = True
     clears_at_once = False
+    counts_all_identities = False
     killed_writes_end_after = PATIENCE
     # The servers are in the network of this thread.
     start_method = "spawn"

@@ -260,14 +260,20 @@ class MooncakeStore(TierStore):
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         with self._attachment.client() as client:
-            return [False] * len(keys) if client is None else self._contains(client, keys, self._deadline())
+            if client is None:
+                self.metrics.add("rejected", "away", len(keys))
+                return [False] * len(keys)
+            return self._contains(client, keys, self._deadline())
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         """Asks in growing portions: to ask takes a lease, and pages behind a gap must not be kept from eviction."""
         deadline = self._deadline()
         with self._attachment.client() as client:
+            if client is None:
+                self.metrics.add("rejected", "away", len(keys))
+                return 0
             first, look = 0, _FIRST_LOOK
-            while client is not None and first < len(keys):
+            while first < len(keys):
                 present = self._contains(client, keys[first : first + look], deadline)
                 if False in present:
                     return first + present.index(False)
@@ -442,6 +448,7 @@ class MooncakeStore(TierStore):
         deadline = self._deadline()
         with self._attachment.client(resting_too=True) as client:
             if client is None:
+                self.metrics.add("rejected", "away", len(keys))
                 return 0
             codes = self._attachment.call_bounded(lambda: client.batch_remove(names, True), deadline)
             if codes is None:
