@@ -43,7 +43,7 @@ class RemovalCases(PageStoreCases):
         """They begin or end with the same bytes, or with what is a pattern or an end of text to somebody."""
         digests = [IDENTITY, IDENTITY[:15] + b"\xff", IDENTITY[:8] + bytes(8), b"\xff" + IDENTITY[1:], bytes(16)]
         digests += [bytes([byte]) * 16 for byte in b"*?%_/\n\xff"] + [b"[!a]" * 4]
-        pages = {digest: page_keys(2, identity=digest) for digest in digests}
+        pages = {digest: page_keys(2, digest.hex(), digest) for digest in digests}
         keys = [key for digest in digests for key in pages[digest]]
         assert store_pages(store, keys, [70]) == [SetResult.STORED] * len(keys)
         for number, digest in enumerate(digests):
