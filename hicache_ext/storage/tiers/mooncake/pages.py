@@ -355,6 +355,7 @@ class MooncakeStore(TierStore):
                 for portion in portions(batch.sizes, mine, scratch.memory, self._first_pieces()):
                     if not self._set_portion(client, batch, portion, scratch, deadline, results):
                         break
+            self._confirm(client, batch, mine, deadline, results)
         finally:
             with self._writing_ended:
                 self._writing -= claimed
@@ -366,24 +367,28 @@ class MooncakeStore(TierStore):
                 self._writing_ended.wait_for(
                     lambda: self._writing.isdisjoint(keys), max(0.0, deadline - time.monotonic())
                 )
-            for position in others:
-                results[position] = SetResult.EXISTS
+            for position, present in zip(others, self._contains(client, keys, deadline), strict=True):
+                results[position] = SetResult.EXISTS if present else SetResult.REJECTED
+
+    def _confirm(
+        self, client: Any, batch: PageBatch, positions: Sequence[int], deadline: float, results: list[SetResult]
+    ) -> None:
+        """Reject what the library calls written and nobody can read, also not a moment later.
+
+        A look takes a lease, which keeps a page from eviction, so the first page stands for all: a process that died
+        while it wrote the same pages left this one unfinished, and what it had finished before is not written again.
+        """
         written = [position for position in positions if results[position].durable]
-        for position in self._not_readable(client, batch, written, deadline):
+        if not written or self._contains(client, [batch.keys[written[0]]], deadline)[0]:
+            return
+        end = min(deadline, time.monotonic() + _WRITTEN_ELSEWHERE)
+        while written and time.monotonic() < end:
+            time.sleep(_LOOK_AGAIN)
+            present = self._contains(client, [batch.keys[position] for position in written], deadline)
+            written = [position for position, there in zip(written, present, strict=True) if not there]
+        for position in written:
             results[position] = SetResult.REJECTED
             self.metrics.add("rejected", "unconfirmed")
-
-    def _not_readable(self, client: Any, batch: PageBatch, positions: list[int], deadline: float) -> list[int]:
-        """Of the pages at ``positions`` those that are not in the pool, also not a moment later."""
-        end = min(deadline, time.monotonic() + _WRITTEN_ELSEWHERE)
-        while positions:
-            present = self._contains(client, [batch.keys[position] for position in positions], deadline)
-            positions = [position for position, there in zip(positions, present, strict=True) if not there]
-            if time.monotonic() >= end:
-                break
-            if positions:
-                time.sleep(_LOOK_AGAIN)
-        return positions
 
     def _set_portion(
         self,
@@ -454,8 +459,10 @@ class MooncakeStore(TierStore):
             if codes is None:
                 self.metrics.add("error", "timeout", len(names))
                 return 0
-            for code in codes:
+            for code, count in Counter(codes).items():
                 self._attachment.report(code)
+                if code not in (engine.OK, engine.NOT_FOUND):
+                    self.metrics.add("error", engine.reason_of(code), count)
         return sum(code == engine.OK for code in codes)
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
