@@ -79,6 +79,8 @@ class PoolWriter:
         self._finished: deque[Finished] = deque()
         self._last_log = 0.0
         self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
+        # At once: without a thread the jobs would keep host memory, and a start shows it earlier than the first request.
+        self._loop.wake()
 
     def submit(self, job: WriteJob) -> None:
         self._jobs.append(job)
