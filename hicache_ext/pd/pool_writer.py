@@ -79,7 +79,7 @@ class PoolWriter:
         self._finished: deque[Finished] = deque()
         self._last_log = 0.0
         self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
-        # At once: without a thread the jobs would keep host memory, and a start shows it earlier than the first request.
+        # At once: a machine without threads shows at the start, and not when jobs keep host memory.
         self._loop.wake()
 
     def submit(self, job: WriteJob) -> None:

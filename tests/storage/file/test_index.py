@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from hicache_ext.storage.tiers.file.slab.change import IndexChange
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.records import Slab
 from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
+from hicache_ext.storage.tiers.file.slab.slot_table import View
 
 A, B = bytes(range(16)), bytes(range(16, 32))
 SMALL, MIDDLE, LARGE = 4096, 1 << 20, 3 << 20
@@ -326,6 +329,35 @@ def test_a_slab_more_costs_no_look_at_the_others(index: SlabIndex, monkeypatch: 
     assert made_anew == [None]
     assert index.count_leading(keys_of(range(20))) == 20
     assert_sound(index)
+
+
+@pytest.mark.parametrize("look", ["contains", "count_leading", "locate"])
+def test_pages_that_a_change_hid_from_a_look_up_are_looked_up_again(
+    index: SlabIndex, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """The freeing of a cleared copy moves the entry of the page that was written after it, under the same hash."""
+    add_slab(index)
+    keys = keys_of(range(3))
+    store(index, keys)
+    current, looks = SlabIndex._current, itertools.count()
+
+    def without_entries_at_first(self: SlabIndex) -> View:
+        view = current(self)
+        if next(looks):
+            return view
+        index.table.begin_change()
+        index.table.end_change()
+        return replace(view, buckets=np.zeros_like(view.buckets))
+
+    monkeypatch.setattr(SlabIndex, "_current", without_entries_at_first)
+    match look:
+        case "contains":
+            assert index.contains(keys) == [True] * 3
+        case "count_leading":
+            assert index.count_leading(keys) == 3
+        case "locate":
+            assert len(index.locate(keys)[0]) == 3
+    assert next(looks) == 2
 
 
 def test_what_one_process_changes_the_other_sees_with_its_next_call(peer: Peer, index: SlabIndex) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    header           words: what this is, CHANGING, EPOCH, BUCKETS; a clock per slot size
+    header           words: what this is, CHANGING, EPOCH, BUCKETS, CHANGES; a clock per slot size
     records          a row per slot; those of a slab are neighbours
     seals            a row per slot, as the records: the 16 bytes that bind the payload in it to its page (envelope.py)
     groups           per slab, beginning with the row that its records begin with, its summary and a row per group
@@ -34,7 +34,7 @@ from hicache_ext.storage.tiers.file.slab.mapped import WORD, Words, extend, map_
 from hicache_ext.storage.tiers.file.slab.records import INDEX_VERSION, Slab, slots_in_group
 from hicache_ext.storage.tiers.file.slab.slot_code import CLOCK_SIZE, CLOCK_WORDS, GROUP_WORDS, RECORD_WORDS
 
-_FORMAT, _CHANGING, _EPOCH, _BUCKETS = range(4)
+_FORMAT, _CHANGING, _EPOCH, _BUCKETS, _CHANGES = range(5)
 _CLOCKS: Final = 16
 """The first word of the clocks."""
 _HEADER: Final = 4096 // WORD
@@ -194,7 +194,13 @@ class SlotTable:
         self._header[_CHANGING] = 1
 
     def end_change(self) -> None:
+        self._header[_CHANGES] += 1
         self._header[_CHANGING] = 0
+
+    @property
+    def changes(self) -> int:
+        """Differs after a change; odd during one."""
+        return int(self._header[_CHANGES]) << 1 | int(self._header[_CHANGING] != 0)
 
     def begin_epoch(self) -> int:
         """Slabs or generations are about to change. Until the change ends (or, after a kill, until the next change) all
