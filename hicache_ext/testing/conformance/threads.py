@@ -156,23 +156,21 @@ class ThreadCases(PageStoreCases):
         assert [thread.name for thread in threading.enumerate() if thread not in threads_before] == []
 
     def test_close_leaves_no_open_file_behind(self, store: PageStore, medium: Medium) -> None:
-        def use() -> None:
-            another = medium.open()
-            store_pages(another, page_keys(40))
-            assert_hits(another, page_keys(40))
-            another.clear([IDENTITY])
-            another.close()
-
-        def files_open_after_another() -> int:
-            use()
+        def files_open_after(stores: int) -> int:
+            for _ in range(stores):
+                another = medium.open()
+                store_pages(another, page_keys(40))
+                assert_hits(another, page_keys(40))
+                another.clear([IDENTITY])
+                another.close()
+                del another
             # A client library closes its connections when the last reference to it goes.
             gc.collect()
             return len(os.listdir("/proc/self/fd"))
 
-        # What is opened once in a process may stay.
-        files_open_after_another()
-        counts = [files_open_after_another() for _ in range(8)]
-        assert counts[-1] - counts[0] < 7, f"open files, store by store: {counts}"
+        first = files_open_after(2)  # what is opened once in a process may stay
+        last = files_open_after(7)
+        assert last - first < 7, f"{last - first} more open files after 7 more stores"
 
     def test_calls_leave_no_file_open(self, store: PageStore) -> None:
         def files_open_after_calls(name: str) -> int:

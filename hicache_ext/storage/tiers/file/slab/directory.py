@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 _IN_ORDER = f"closed in order, index {INDEX_VERSION}"
 _REBUILD_BATCH = 4096
 _MILLISECONDS = re.compile(rb"[0-9]{13}")
+_LONGEST_TICK = 10
+"""Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
 _ATTEMPTS = 20
 """To get the lock alone after its holder was killed."""
 
@@ -448,8 +450,8 @@ def cleared_at(path: Path, digest: bytes) -> int:
         content, written = file.read_bytes(), file.stat().st_mtime_ns // 1_000_000
     except OSError:
         return -1
-    # A file spoilt by a power loss still has, about, the time at which it was written.
-    return int(content) if _MILLISECONDS.fullmatch(content) else written
+    # A file spoilt by a power loss still has the time at which it was written, by a clock that is late by a tick at most.
+    return int(content) if _MILLISECONDS.fullmatch(content) else written + _LONGEST_TICK
 
 
 def pages_in_headers(fd: int, slab: Slab, cleared: Callable[[bytes], int]) -> Iterator[list[FoundPage]]:
