@@ -450,7 +450,7 @@ def cleared_at(path: Path, digest: bytes) -> int:
         content, written = file.read_bytes(), file.stat().st_mtime_ns // 1_000_000
     except OSError:
         return -1
-    # A file spoilt by a power loss still has the time at which it was written, by a clock that is late by a tick at most.
+    # A file spoilt by a power loss still has the time at which it was written, at most a tick too early.
     return int(content) if _MILLISECONDS.fullmatch(content) else written + _LONGEST_TICK
 
 
