@@ -17,10 +17,10 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -63,7 +63,6 @@ _CHANGES_BETWEEN_READER_CHECKS = 64
 noticed."""
 _LOOKS = 4
 """For pages that are not found while the index changes."""
-_Found = TypeVar("_Found")
 _FRESH_USES_KEPT = 0.05
 """Seconds for which the answer "this use need not be noted" is kept, whatever other processes write."""
 _CLEAR_BATCH = 2048
@@ -150,18 +149,19 @@ class SlabIndex:
         """The pages found, in the order of ``keys``, each with its position; and whether their use is worth a
         ``touch``. Pages written before ``oldest`` (wall-clock seconds) are not found."""
         words = key_words(keys)
-
-        def look(view: View) -> tuple[Words, Words, Seals]:
+        for view in self._views():
             of, fresh = self.generations(view, keys), self._fresh_uses(view)
-            return *lookup.locate(view.records, view.buckets, words, of, oldest, view.rows, fresh), view.seals
-
-        found, facts, seals = self._undisturbed(look, lambda answer: answer[0].shape[1] == len(keys))
+            found, facts = lookup.locate(view.records, view.buckets, words, of, oldest, view.rows, fresh)
+            if found.shape[1] == len(keys):
+                break
         if not found.shape[1]:
             return NO_SLOTS, False
         stale, in_order, length, slab = facts.tolist()
         slabs, slots, lengths, positions = found
         # With the seals of that view: where its rows have changed hands since, a seal is another page's.
-        return SlotReferences(slabs, slots, lengths, positions, Known(bool(in_order), length, slab), seals), bool(stale)
+        return SlotReferences(slabs, slots, lengths, positions, Known(bool(in_order), length, slab), view.seals), bool(
+            stale
+        )
 
     def _fresh_uses(self, view: View) -> Words:
         """For each slab: the use of a page last used before this is worth a ``touch``."""
@@ -182,26 +182,30 @@ class SlabIndex:
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""
-        rows = self._undisturbed(lambda view: self.rows(view, keys, oldest), lambda rows: bool((rows >= 0).all()))
+        for view in self._views():
+            rows = self.rows(view, keys, oldest)
+            if (rows >= 0).all():
+                break
         found: list[bool] = (rows >= 0).tolist()
         return found
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
         words = key_words(keys)
-        return self._undisturbed(
-            lambda view: lookup.count_leading(view.records, view.buckets, words, self.generations(view, keys), oldest),
-            lambda leading: leading == len(keys),
-        )
+        for view in self._views():
+            of = self.generations(view, keys)
+            leading = lookup.count_leading(view.records, view.buckets, words, of, oldest)
+            if leading == len(keys):
+                break
+        return leading
 
-    def _undisturbed(self, look: Callable[[View], _Found], found_all: Callable[[_Found], bool]) -> _Found:
-        """The answer of a look-up. It takes no lock, so a change that moves entries of the hash table may hide pages
-        from it that are there: then it looks again, a few times."""
+    def _views(self) -> Iterator[View]:
+        """Views to look pages up in, one after the other until all are found. A look-up takes no lock, so a change that
+        moves entries of the hash table may hide pages from it that are there: there is another view after a change."""
         for _ in range(_LOOKS):
             before = self.table.changes
-            found = look(self._current())
-            if found_all(found) or (before % 2 == 0 and self.table.changes == before):
-                break
-        return found
+            yield self._current()
+            if before % 2 == 0 and self.table.changes == before:
+                return
 
     def rows(self, view: View, keys: Sequence[bytes], oldest: int = 0) -> Words:
         """The row of each page, -1 where there is none; ``oldest`` as for ``locate``."""

@@ -18,7 +18,6 @@ from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, SlotRe
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
-_Otherwise = TypeVar("_Otherwise")
 
 
 class QuietIndex:
@@ -32,35 +31,47 @@ class QuietIndex:
         self._trouble = trouble
 
     def locate(self, keys: Sequence[bytes], oldest: int) -> tuple[SlotReferences, bool]:
-        return self._answer(lambda: self._index.locate(keys, oldest), (NO_SLOTS, False))
+        try:
+            return self._index.locate(keys, oldest)
+        except (lmdb.Error, OSError) as error:
+            return self._failed(error, (NO_SLOTS, False))
 
     def contains(self, keys: Sequence[bytes], oldest: int) -> list[bool]:
-        return self._answer(lambda: self._index.contains(keys, oldest), [False] * len(keys))
+        try:
+            return self._index.contains(keys, oldest)
+        except (lmdb.Error, OSError) as error:
+            return self._failed(error, [False] * len(keys))
 
     def count_leading(self, keys: Sequence[bytes], oldest: int) -> int:
-        return self._answer(lambda: self._index.count_leading(keys, oldest), 0)
+        try:
+            return self._index.count_leading(keys, oldest)
+        except (lmdb.Error, OSError) as error:
+            return self._failed(error, 0)
 
     def slabs(self) -> list[Slab] | None:
         """None when the index cannot be read."""
-        return self._answer(self._index.slabs, None)
+        try:
+            return self._index.slabs()
+        except (lmdb.Error, OSError) as error:
+            return self._failed(error, None)
 
     def change(self, action: Callable[[IndexChange], _Answer]) -> _Answer | None:
         """``action`` in one write transaction; None when the index cannot be written."""
-
-        def act() -> _Answer:
+        try:
             with self._index.changing() as change:
                 return action(change)
-
-        return self._answer(act, None)
+        except (lmdb.Error, OSError) as error:
+            return self._failed(error, None)
 
     def free_cleared(self, digests: Sequence[bytes]) -> None:
-        self._answer(lambda: [self._index.free_cleared(digest) for digest in digests], None)
-
-    def _answer(self, ask: Callable[[], _Answer], otherwise: _Otherwise) -> _Answer | _Otherwise:
         try:
-            return ask()
+            for digest in digests:
+                self._index.free_cleared(digest)
         except (lmdb.Error, OSError) as error:
-            self._metrics.add("error", type(error).__name__)
-            logger.error("tier %s: index of %s: %s", self._tier, self._path, error)
-            self._trouble(error)
-            return otherwise
+            self._failed(error, None)
+
+    def _failed(self, error: lmdb.Error | OSError, answer: _Answer) -> _Answer:
+        self._metrics.add("error", type(error).__name__)
+        logger.error("tier %s: index of %s: %s", self._tier, self._path, error)
+        self._trouble(error)
+        return answer
