@@ -124,20 +124,20 @@ class PathStore(TierStore):
         self._resources.close()
 
     def _portions(
-        self, positions: list[int], sizes: Sequence[int], room: Callable[[int], int], share: int
+        self, positions: list[int], sizes: Sequence[int], disk_bytes: Callable[[int], int], share: int
     ) -> list[list[int]]:
         """``positions`` cut so that no portion needs more than this share of the capacity, unless one page does.
-        ``room``: bytes of disk for a page of this size."""
+        ``disk_bytes``: of a page of this size."""
         if not positions:
             return []
-        rooms = {size: room(size) for size in set(sizes)}
+        needed = {size: disk_bytes(size) for size in set(sizes)}
         limit = math.inf if self._capacity is None else self._capacity // share
-        if len(positions) * max(rooms.values()) <= limit:
+        if len(positions) * max(needed.values()) <= limit:
             return [positions]
         portions: list[list[int]] = []
         filled = 0
         for position in positions:
-            need = rooms[sizes[position]]
+            need = needed[sizes[position]]
             if not portions or filled + need > limit:
                 portions.append([])
                 filled = 0
