@@ -123,7 +123,7 @@ class OurReader:
         return self._store.prefetcher.inside(_stored(keys))
 
     def read(self, keys: Sequence[str], batch: HostBatch) -> int:
-        buffers = [self._host.pages.buffers(page) for page in batch.pages]
+        buffers = self._host.pages.buffers_of(batch.pages)
         return self._store.get(PageBatch(_stored(keys), buffers)).count(GetResult.HIT)
 
     def held(self) -> float:
@@ -451,7 +451,7 @@ def _fill(pool: Path, theirs: Workplace, host: HostBuffers, requests: Sequence[S
     for request, keys in enumerate(requests):
         host.stamp(request)
         batch = host.first_sources(len(keys))
-        written = store.set(PageBatch(_stored(keys), [host.pages.buffers(page) for page in batch.pages]))
+        written = store.set(PageBatch(_stored(keys), host.pages.buffers_of(batch.pages)))
         if not all(result.durable for result in written) or sglang.write(keys, batch) != len(keys):
             raise BenchmarkError("the pool could not be filled")
     store.close()

@@ -93,11 +93,13 @@ class AiofilesContender:
 
     async def _write_page(self, key: str, page: int) -> bool:
         async with self._open(self._directory / key, "wb", buffering=0) as file:
-            return all([await file.write(segment) == segment.nbytes for segment in self._pages.buffers(page)])
+            return all([await file.write(segment) == segment.nbytes for segment in self._pages.buffers_of([page])[0]])
 
     async def _read_page(self, key: str, page: int) -> bool:
         async with self._open(self._directory / key, "rb", buffering=0) as file:
-            return all([await file.readinto(segment) == segment.nbytes for segment in self._pages.buffers(page)])
+            return all(
+                [await file.readinto(segment) == segment.nbytes for segment in self._pages.buffers_of([page])[0]]
+            )
 
     def count_leading(self, keys: Sequence[str]) -> int:
         raise NotImplementedError

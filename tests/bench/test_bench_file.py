@@ -313,7 +313,7 @@ def test_a_contender_that_returns_other_bytes_fails_the_run_and_gets_no_figures(
 
     def lying(self: Any, keys: Any, batch: Any) -> int:
         found = honest(self, keys, batch)
-        self._pages.buffers(batch.pages[-1])[-1][-1] ^= 1
+        self._pages.buffers_of([batch.pages[-1]])[0][-1][-1] ^= 1
         return found
 
     monkeypatch.setattr(RawContender, "read", lying)
