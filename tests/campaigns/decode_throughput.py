@@ -119,9 +119,7 @@ def _nodes(directory: Path, stride: int) -> Iterator[tuple[PdPair, dict[str, Rig
             storage_backend=None if config is None else "dynamic",
             config=config,
             arguments=small,
-            environment=rig_environment(
-                **{step_costs.VARIABLE: str(directory / f"{name}.steps")}, **(environment or {})
-            ),
+            environment=rig_environment({step_costs.VARIABLE: str(directory / f"{name}.steps"), **(environment or {})}),
         )
 
     fault = {tier_faults.VARIABLE: f"file:{directory / 'fault'}"}
