@@ -52,11 +52,13 @@ def ran() -> tuple[dict[str, str], str]:
     return run_cases(*[f"Test{fault}::{case}" for fault, case in FAULTS.items()], *_WITHOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "case"), FAULTS.items())
 def test_the_suite_finds_a_planted_fault(ran, fault, case):
     assert ran[0][f"Test{fault}::{case}"] == "FAILED"
 
 
+@pytest.mark.slow
 def test_a_store_without_a_way_past_it_fails_with_a_sentence(ran):
     outcomes, said = ran
     assert [outcomes[case] for case in _WITHOUT] == ["ERROR", "ERROR"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from hicache_ext.runtime.metrics import TierMetrics
@@ -36,8 +37,8 @@ class _Spread(OfDirectory):
 TestMemoryPageStore = page_store_machine(Memory).TestCase
 TestPageFileStore = page_store_machine(PageFiles).TestCase
 TestPageFileStoreThatEvicts = page_store_machine(lambda: PageFiles(capacity=80 * 1024), evicts=True).TestCase
-TestSpreadStore = page_store_machine(_Spread).TestCase
-TestTieredStore = page_store_machine(TwoTiers).TestCase
+TestSpreadStore = pytest.mark.slow(page_store_machine(_Spread).TestCase)
+TestTieredStore = pytest.mark.slow(page_store_machine(TwoTiers).TestCase)
 
 for _case in (
     TestMemoryPageStore,

@@ -72,6 +72,7 @@ def test_step_costs_are_read_as_they_were_written(tmp_path: Path, monkeypatch: p
     assert step_costs.read_step_costs(file, offset) == ([], offset)
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_a_process_of_the_rig_takes_the_hooks_that_its_environment_names() -> None:
     program = (
