@@ -137,7 +137,7 @@ class TierStore(abc.ABC):
             if pages == 0:
                 return []
             try:
-                results = _for_each(hook(batch), pages)
+                results = one_for_each(hook(batch), pages)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
                 results = [type(moved)[self._became_of_pages(error, call, pages)]] * pages
         self.metrics.add_many(call, counted(results))
@@ -166,7 +166,7 @@ class TierStore(abc.ABC):
                 return none
 
     def _has_each(self, keys: Sequence[bytes]) -> list[bool]:
-        return _for_each(self._has(keys), len(keys))
+        return one_for_each(self._has(keys), len(keys))
 
     def _note_failed_call(self, error: Exception, call: str, pages: int = 1) -> None:
         if isinstance(error, StoreClosedError):
@@ -177,8 +177,9 @@ class TierStore(abc.ABC):
         logger.warning("tier %s: %s: %r", self.name, call, error, exc_info=None if in_short else error)
 
 
-def _for_each(answers: list[_Answer], pages: int) -> list[_Answer]:
-    """The answers of a hook, if there is one for each page: callers put them together with their pages."""
+def one_for_each(answers: list[_Answer], pages: int) -> list[_Answer]:
+    """The answers of a hook or a store, if there is one for each page: callers put them together with their pages.
+    Raises ValueError."""
     if len(answers) != pages:
         raise ValueError(f"{len(answers)} answers for {pages} pages")
     return answers

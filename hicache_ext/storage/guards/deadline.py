@@ -21,6 +21,7 @@ from hicache_ext.page.copying import gather, scatter
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.bounce import BounceMemory, Lease
@@ -191,10 +192,7 @@ class DeadlineStore(DelegatingStore):
         Raises TooLateError and NotBegunError, which settle the lease, and StoreClosedError.
         """
         try:
-            answers = self._ended(work, deadline, lease)
-            if len(answers) != len(otherwise):
-                raise ValueError(f"{len(answers)} answers for {len(otherwise)} pages")
-            return answers
+            return one_for_each(self._ended(work, deadline, lease), len(otherwise))
         except (TooLateError, NotBegunError):
             raise
         except StoreClosedError:

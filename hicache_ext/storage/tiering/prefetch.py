@@ -26,6 +26,7 @@ from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.io_priority import IoPriority
 
@@ -282,10 +283,8 @@ class Prefetcher:
         memory = [bytearray(page.size) for page in pages]
         batch = PageBatch([page.key for page in pages], [[memoryview(target)] for target in memory])
         try:
-            results = source.get(batch)
-            if len(results) != len(pages):
-                # Found later, it would leave a foreground read waiting for these pages.
-                raise ValueError(f"{len(results)} answers for {len(pages)} pages")
+            # Found later, too few would leave a foreground read waiting for these pages.
+            results = one_for_each(source.get(batch), len(pages))
         except Exception:
             logger.exception("hicache_ext: prefetch from %s", source.name)
             results = [GetResult.ERROR] * len(pages)

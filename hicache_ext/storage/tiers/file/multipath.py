@@ -30,6 +30,7 @@ from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
@@ -202,8 +203,7 @@ class SpreadStore:
     def count_leading(self, keys: Sequence[bytes]) -> int:
         number = self._only
         if number is None:
-            present = self.contains(list(keys))
-            return present.index(False) if False in present else len(present)
+            return leading(self.contains(list(keys)))
         with self._calls:
             return self._call(number, "count_leading", keys, 0)
 
