@@ -17,6 +17,7 @@ from hicache_ext.bench.file_memory import PAGE_SIZE, HostBatch, HostBuffers
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, HicacheExtError
+from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.registry import open_tier
 
 HICACHE_FILE = "SGLang HiCacheFile"
@@ -182,8 +183,3 @@ def forget_environment(prefix: str) -> None:
     """A setting of the caller's shell must not send a contender to another directory."""
     for name in [name for name in os.environ if name.startswith(prefix)]:
         del os.environ[name]
-
-
-def leading(flags: Sequence[bool]) -> int:
-    """How many of ``flags`` are true before the first that is not."""
-    return flags.index(False) if False in flags else len(flags)

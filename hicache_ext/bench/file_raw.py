@@ -9,9 +9,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from hicache_ext.bench.file_contenders import NO_LOOKUP, TRANSFER_MODES, Contender, Workplace, leading
+from hicache_ext.bench.file_contenders import NO_LOOKUP, TRANSFER_MODES, Contender, Workplace
 from hicache_ext.bench.file_memory import HostBatch
 from hicache_ext.runtime import vectored
+from hicache_ext.storage.contract.base import leading
 
 _LARGEST_RUN = 1 << 20
 """Bytes the raw limit moves by one call at most."""
