@@ -1,7 +1,8 @@
-"""flock between processes with a bound on the wait.
+"""Locks between processes with a bound on the wait: the holder may be stopped (SIGSTOP, freezer) or hang on its disk.
 
-The holder may be stopped (SIGSTOP, freezer) or hang on its disk. A holder with much to do calls ``show_progress``;
-others wait as long as it does, and ``PATIENCE`` seconds more.
+``ChangeLock`` is for what calls need: held briefly, waited for briefly. ``lock_within`` is for a start: a holder with
+much to do calls ``show_progress``; others wait as long as it does, and ``PATIENCE`` seconds more.
+Reasons: docs/decisions/liveness.md.
 """
 
 from __future__ import annotations
@@ -10,9 +11,15 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from hicache_ext.runtime import ofd
+from hicache_ext.runtime.access import open_file
 from hicache_ext.runtime.background import Backoff
 
 logger = logging.getLogger(__name__)
@@ -21,6 +28,11 @@ PATIENCE = 90.0
 """Seconds without progress of the holder after which a start gives up. NFS shows an mtime up to 60 s late."""
 _REPORTED_AFTER = 2.0
 _ATTEMPTS = Backoff(0.001, 0.05)
+
+CHANGE_LOCK_BOUND = 1.0
+"""Seconds that a call waits for the holder of a lock, who may be stopped."""
+_ATTEMPTS_AT_ONCE = 3
+_SHORT_ATTEMPTS = Backoff(0.00005, 0.001)
 
 
 def lock_within(fd: int, operation: int, patience: float, path: Path) -> None:
@@ -63,3 +75,185 @@ def show_progress(fd: int) -> None:
 
 def _sign(fd: int) -> int:
     return os.fstat(fd).st_mtime_ns
+
+
+class FileLock(ABC):
+    """A lock on a file between processes, and between the threads of one process. Not reentrant.
+
+    Each opens a description of its own, so two of one process on one file exclude each other. A process that ends
+    gives it back, however it ends; one that is stopped keeps it. In a child that Python forked it begins anew: free,
+    whatever the parent holds. Calls raise OSError as the file system does.
+    """
+
+    def __init__(self, file: Path | int) -> None:
+        """``file``: a path, made where it is missing, or a descriptor, which must stay open as long as the lock."""
+        self._file = file
+        self._threads = threading.Lock()
+        self._held = False
+        self._closed = False
+        self._fd = -1
+        ofd.close_in_forks(self)
+        with self._threads:
+            self._open()
+
+    def acquire(self, within: float) -> bool:
+        """Take the lock; False where another thread or process still holds it after ``within`` seconds."""
+        deadline = time.monotonic() + within
+        if not self._threads.acquire(timeout=max(0.0, within)):
+            return False
+        try:
+            self._open()
+            attempts = 0
+            while not self._try(self._fd):
+                left = deadline - time.monotonic()
+                if left <= 0.0:
+                    self._leave()
+                    return False
+                attempts += 1
+                if attempts > _ATTEMPTS_AT_ONCE:
+                    time.sleep(min(left, _SHORT_ATTEMPTS.pause(attempts - _ATTEMPTS_AT_ONCE)))
+            self._held = True
+            return True
+        except BaseException:
+            self._leave()
+            raise
+
+    def try_acquire(self) -> bool:
+        """``acquire`` without waiting."""
+        return self.acquire(0.0)
+
+    def release(self) -> None:
+        """Give the lock back. Does nothing where it is not held, as in a fork child of the holder."""
+        if not self._held:
+            return
+        self._held = False
+        try:
+            self._unlock(self._fd)
+        except OSError:
+            # So the kernel takes it back. The next acquire opens the file anew.
+            self._forget()
+            raise
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Give it back, at the latest when the thread that holds it does. A second call does nothing.
+
+        Later acquires raise OSError.
+        """
+        self._closed = True
+        if self._threads.acquire(timeout=CHANGE_LOCK_BOUND):
+            self._leave()
+
+    def after_fork_in_child(self) -> None:
+        self._threads = threading.Lock()
+        self._held = False
+        self._forget()
+
+    @abstractmethod
+    def _try(self, fd: int) -> bool:
+        """Take the lock on ``fd`` without waiting."""
+
+    @abstractmethod
+    def _unlock(self, fd: int) -> None: ...
+
+    def _open(self) -> None:
+        if self._closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self._file))
+        if self._fd >= 0:
+            return
+        if isinstance(self._file, Path):
+            self._fd = open_file(self._file, os.O_RDWR)
+        else:
+            # A description of its own for the same file.
+            self._fd = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
+
+    def _leave(self) -> None:
+        """Let the next thread in."""
+        if self._closed:
+            self._forget()
+        self._threads.release()
+
+    def _forget(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class OfdLock(FileLock):
+    """The lock on one byte of a file."""
+
+    def __init__(self, file: Path | int, byte: int) -> None:
+        """``byte``: its offset; it need not exist."""
+        self._byte = byte
+        super().__init__(file)
+
+    def _try(self, fd: int) -> bool:
+        return ofd.try_lock_bytes(fd, self._byte)
+
+    def _unlock(self, fd: int) -> None:
+        ofd.unlock_bytes(fd, self._byte)
+
+
+class ChangeLock:
+    """A lock for changes of what processes share, waited for at most ``bound`` seconds, and once only.
+
+    The holder may be stopped. So after a wait that was in vain nobody waits: each call tries once, until one succeeds.
+    Both turns are logged once. Thread-safe.
+    """
+
+    def __init__(self, lock: FileLock, name: str, bound: float = CHANGE_LOCK_BOUND) -> None:
+        """``lock`` belongs to this object from now on. ``name``: what is locked, for the log."""
+        self._lock = lock
+        self._name = name
+        self._bound = bound
+        self._state = threading.Lock()
+        self._stuck = False
+        ofd.close_in_forks(self)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the last wait was in vain and nobody has had the lock since."""
+        return self._stuck
+
+    def acquire(self) -> bool:
+        """Raises OSError as the file system does."""
+        was_stuck = self._stuck
+        mine = self._lock.acquire(0.0 if was_stuck else self._bound)
+        if mine == was_stuck:
+            self._turn(not mine)
+        return mine
+
+    def release(self) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """``with lock.held() as mine: if not mine: ...``"""
+        mine = self.acquire()
+        try:
+            yield mine
+        finally:
+            if mine:
+                self.release()
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def after_fork_in_child(self) -> None:
+        self._state = threading.Lock()
+
+    def _turn(self, stuck: bool) -> None:
+        with self._state:
+            if stuck == self._stuck:
+                # Another thread was first.
+                return
+            self._stuck = stuck
+        if stuck:
+            logger.warning(
+                "%s has been held for %g s by another process, stopped perhaps; nothing is stored until it goes on",
+                self._name,
+                self._bound,
+            )
+        else:
+            logger.info("%s is free again", self._name)

@@ -1,0 +1,139 @@
+"""The processes that use a directory: each holds a lock on one byte of an empty file there.
+
+The byte's offset is the process' random id. The kernel takes the lock back when the process ends, however it ends, so
+an id is alive exactly while its byte is locked: in any PID or UTS namespace, and also while the process is stopped.
+Reasons: docs/decisions/liveness.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from hicache_ext.runtime import ofd
+from hicache_ext.runtime.access import open_file
+
+_ID_LIMIT = 1 << 40
+"""Ids are from 1 to this, exclusive."""
+
+
+class Members:
+    """One membership, taken when it is made. Thread-safe. Calls raise OSError as the file system does.
+
+    In a child that Python forked it takes an id of its own as soon as it is used there; so ``id`` is asked for anew at
+    each use, not kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """``path``: the file, made where it is missing."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._closed = False
+        self._id = 0
+        self._own = self._all = -1
+        ofd.close_in_forks(self)
+        with self._lock:
+            self._join()
+
+    @property
+    def id(self) -> int:
+        """This member: random, below 2**40, never 0."""
+        with self._lock:
+            self._join()
+            return self._id
+
+    def is_alive(self, member: int) -> bool:
+        """Whether the process with this id may be running, itself included. Raises nothing.
+
+        True, too, where the lock cannot be read: a live process must never be taken for dead.
+        """
+        if not 0 < member < _ID_LIMIT:
+            return False
+        try:
+            with self._lock:
+                self._join()
+                return ofd.lock_among(self._all, member, 1) is not None
+        except OSError:
+            return True
+
+    def living(self) -> list[int]:
+        """The ids of all living members, itself included, in order."""
+        with self._lock:
+            self._join()
+            return _locked_bytes(self._all)
+
+    def close(self) -> None:
+        """Leave. A second call does nothing. Afterwards ``is_alive`` says True of everybody, other calls raise."""
+        with self._lock:
+            self._closed = True
+            self._leave()
+
+    def after_fork_in_child(self) -> None:
+        # The parent's lock lives as long as any descriptor of it, so also through the child's.
+        self._lock = threading.Lock()
+        self._leave()
+
+    def _join(self) -> None:
+        """Under the lock of threads."""
+        if self._closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self._path))
+        if self._all >= 0:
+            return
+        try:
+            self._own = open_file(self._path, os.O_RDWR)
+            self._id = _new_id()
+            while not ofd.try_lock_bytes(self._own, self._id):
+                self._id = _new_id()
+            # A second description, which sees the first one's lock, too. By the path it could be another file now.
+            self._all = os.open(f"/proc/self/fd/{self._own}", os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        # Forgotten before they are closed: a number is given to another file at once.
+        fds, self._own, self._all = (self._own, self._all), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+
+def living_members(path: Path) -> list[int]:
+    """The ids of the processes that use the directory with the file ``path``, for those who only look.
+
+    Makes nothing; none where the file is missing. Raises OSError.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return []
+    try:
+        return _locked_bytes(fd)
+    finally:
+        os.close(fd)
+
+
+def _new_id() -> int:
+    return 1 + secrets.randbelow(_ID_LIMIT - 1)
+
+
+def _locked_bytes(fd: int) -> list[int]:
+    found: list[int] = []
+    ranges = [(1, _ID_LIMIT)]
+    while ranges:
+        start, end = ranges.pop()
+        if start >= end:
+            continue
+        # The kernel names one lock of perhaps many: look on both sides of it.
+        lock = ofd.lock_among(fd, start, end - start)
+        if lock is None:
+            continue
+        first, length = lock
+        if length == 1:
+            found.append(first)
+        ranges.append((start, first))
+        ranges.append((first + length if length else end, end))
+    return sorted(found)
