@@ -70,9 +70,12 @@ class _Store:
             "hicache_ext": {"tiers": {"tier": wanted["tier"]}},
         }
         self._store = open_tiers(load_config(document))
-        compiled = [name for name in sys.modules if name.endswith(".slab.compiled_code")]
-        if wanted["tier"]["type"] == "file" and compiled:
-            sys.modules[compiled[0]].wait_for_compiled_code()
+        # By what they have: modules have not the same names in all checkouts.
+        loading = [
+            module for module in sys.modules.values() if "wait_for_compiled_code" in getattr(module, "__dict__", {})
+        ]
+        if wanted["tier"]["type"] == "file" and loading:
+            loading[0].wait_for_compiled_code()
         self._kept = self._new_keys(self._count)
         self._put(self._kept)
         self._read()

@@ -182,9 +182,11 @@ class _Bench:
 
 
 def _wait_for_compiled_code() -> None:
-    # By its name, which is not the same in all checkouts.
-    name = next(name for name in sys.modules if name.startswith("hicache_ext") and name.endswith(".slab.compiled_code"))
-    sys.modules[name].wait_for_compiled_code()
+    # By what it has: the module has not the same name in all checkouts.
+    loading = next(
+        module for module in sys.modules.values() if "wait_for_compiled_code" in getattr(module, "__dict__", {})
+    )
+    loading.wait_for_compiled_code()
 
 
 def _serve(directory: Path, *, watched: bool) -> None:

@@ -37,12 +37,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+
 from benchmarks.eviction_policy import Ghost, PageByPage, Rank
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file.eviction import Clock
-from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
 
 Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024
@@ -123,38 +125,33 @@ def ours_in_the_index(requests: Requests, capacity: int) -> int:
     """The same through the tier's index: slots, groups of neighbours, ghosts forgotten together; everything but I/O."""
     served = 0
     wait_for_compiled_code()
-    with tempfile.TemporaryDirectory() as directory:
-        index = SlabIndex(Path(directory) / "index")
-        with index.changing() as change:
-            change.add_slab(_SLOT_SIZE, capacity)
+    with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
+        slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
+        assert slab is not None
+        index.finish_slab(slab)
+        index.grow_sets()
+        index.register([_IDENTITY])
         for request in requests:
             # Evenly spread, as SGLang's page hashes are.
             keys = [_IDENTITY + hashlib.sha256(str(block).encode()).digest() for block in request]
-            placed, stale = index.locate(keys)
-            present = set(placed.positions.tolist())
+            found = index.locate(keys)
+            present = set(found.positions.tolist())
             served += leading_run(range(len(keys)), present)
-            with index.changing() as change:
-                if stale:
-                    change.touch([keys[position] for position in sorted(present)])
+            index.note_hits(found, keys, len(found))
             missing = [position for position in range(len(keys)) if position not in present]
             for first in range(0, len(missing), max(1, min(128, capacity // 4))):
                 _store(index, keys, missing[first : first + max(1, min(128, capacity // 4))])
-        faults = index.check()
-        index.close(sync=False)
-    if faults:
-        raise AssertionError(faults[0])
     return served
 
 
 def _store(index: SlabIndex, keys: Sequence[bytes], positions: Sequence[int]) -> None:
-    with index.changing() as change:
-        portion = index.next_portion()
-        change.evict(_SLOT_SIZE, len(positions) - change.free_slots(_SLOT_SIZE, len(positions)))
-        places = change.take_free_slots(_SLOT_SIZE, len(positions), portion).T.tolist()
-        taken = SlotReferences.of(
-            [SlotReference(slab, slot, 1, i) for i, (slab, slot) in zip(positions, places, strict=True)]
-        )
-        change.publish(portion, keys, taken, taken)
+    ticket, rows = index.next_ticket(), np.empty(0, np.int64)
+    while len(rows) < len(positions):
+        some, _ = index.take(_SLOT_SIZE, len(positions) - len(rows), ticket, 0, rows[:0], evicting=True)
+        rows = np.concatenate([rows, some])
+    ones = np.ones(len(rows), np.int64)
+    taken = SlotReferences(*index.places_of(rows), ones, np.array(positions), rows)
+    index.publish(ticket, keys, taken, taken, 0, 1)
 
 
 def ours_without_ghosts(requests: Requests, capacity: int) -> int:

@@ -16,6 +16,7 @@
     |   |-- NoBoardError            a tier carries no hints
     |   |-- NotReadError            an object that is under suspicion could not be read again
     |   |-- ClearLaterError         cleared pages could not be removed now; tried again
+    |   |-- IndexBusyError          another process holds the index of slabs and does not go on
     |   |-- NotBegunError           a deadline ended a call before it began
     |   |-- TooLateError            a call did not end by its deadline
     |   |-- LoginError              a Redis server refuses the login; also a ConnectionError
@@ -151,6 +152,13 @@ class NotReadError(StoreError):
 class ClearLaterError(StoreError):
     """Cleared pages could not be removed now, and it was counted why (contract/clearing.py). The message is for the
     log."""
+
+
+class IndexBusyError(StoreError):
+    """Another process holds the change lock of an index of slabs; it is stopped, perhaps."""
+
+    def __init__(self) -> None:
+        super().__init__("another process holds the index")
 
 
 class NotBegunError(StoreError):

@@ -26,7 +26,7 @@ _missing: Counter[str] = Counter()
 @pytest.fixture(scope="session", autouse=True)
 def code_is_compiled() -> None:
     """So that no test begins in Python and ends in compiled code."""
-    from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
+    from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 
     wait_for_compiled_code()
 
@@ -35,7 +35,7 @@ def code_is_compiled() -> None:
 def batch_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiled functions of batch_code.py, and without."""
     from hicache_ext.page import batch_code
-    from hicache_ext.storage.tiers.file.slab.compiled_code import compiled_code
+    from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 
     code = compiled_code()
     if request.param == "plain":

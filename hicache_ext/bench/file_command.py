@@ -45,7 +45,7 @@ _MODES_IN_MINUTES = ("overwrite", "read-warm", "read-cold", "exists")
 _BATCHES_IN_MINUTES = 8
 _BATCH_BYTES_IN_MINUTES = 32 << 20
 """With --minutes: the modes where none is named, batches per mode, and the largest batch."""
-_PACKAGES = ("hicache-ext", "sglang", "torch", "aiofiles", "nixl-cu12", "lmdb", "xxhash")
+_PACKAGES = ("hicache-ext", "sglang", "torch", "aiofiles", "nixl-cu12", "xxhash")
 
 
 _TITLES = {

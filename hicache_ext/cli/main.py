@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hicache_ext import __version__
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import package_behind
+from hicache_ext.runtime.progress import progress_on_standard_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         parsed = _parser(words[0] if words else "").parse_args(words)
-        code: int = parsed.run(parsed)
+        with progress_on_standard_error():
+            code: int = parsed.run(parsed)
         return code
 
     return without_traceback(run)

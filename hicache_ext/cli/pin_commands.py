@@ -17,6 +17,7 @@ from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.manifest import layout_in
 from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
@@ -121,7 +122,7 @@ def _directories(target: str) -> list[Path]:
         if not directories:
             raise ConfigError("hicache_ext.tiers", f"{target!r} has no tier of type file")
     for directory in directories:
-        if not (directory / "hicache_ext.json").is_file():
+        if layout_in(directory) is None:
             raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has no hicache_ext.json")
     return directories
 

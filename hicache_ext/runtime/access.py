@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,6 +80,22 @@ def open_file(path: Path, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def open_plain_file(path: Path, flags: int) -> int:
+    """``open_file`` for a file of the tier's own: what has its name and is no plain file (a directory, a link, a pipe)
+    is moved aside, whole. Raises OSError."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        status = None
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        aside = path.with_name(f"{path.name}.not-a-file-{secrets.token_hex(4)}")
+        with suppress(FileNotFoundError):
+            # Otherwise another process was faster.
+            path.rename(aside)
+            logger.warning("%s is no plain file; it is moved to %s", path, aside)
+    return open_file(path, flags)
 
 
 def settle(file: int | Path, mode: int) -> None:

@@ -1,7 +1,6 @@
 """Locks between processes with a bound on the wait: the holder may be stopped (SIGSTOP, freezer) or hang on its disk.
 
-``ChangeLock`` is for what calls need: held briefly, waited for briefly. ``lock_within`` is for a start: a holder with
-much to do calls ``show_progress``; others wait as long as it does, and ``PATIENCE`` seconds more.
+``ChangeLock`` is for what calls need: held briefly, waited for briefly.
 Reasons: docs/decisions/liveness.md.
 """
 
@@ -19,42 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hicache_ext.runtime import ofd
-from hicache_ext.runtime.access import open_file
+from hicache_ext.runtime.access import open_plain_file
 from hicache_ext.runtime.background import Backoff
 
 logger = logging.getLogger(__name__)
-
-PATIENCE = 90.0
-"""Seconds without progress of the holder after which a start gives up. NFS shows an mtime up to 60 s late."""
-_REPORTED_AFTER = 2.0
-_ATTEMPTS = Backoff(0.001, 0.05)
 
 CHANGE_LOCK_BOUND = 1.0
 """Seconds that a call waits for the holder of a lock, who may be stopped."""
 _ATTEMPTS_AT_ONCE = 3
 _SHORT_ATTEMPTS = Backoff(0.00005, 0.001)
-
-
-def lock_within(fd: int, operation: int, patience: float, path: Path) -> None:
-    """``fcntl.flock(fd, operation)`` on the open file ``path``, for ``patience`` seconds after the last progress.
-
-    Raises TimeoutError with a sentence then, OSError as the file system does.
-    """
-    begun = seen = time.monotonic()
-    last_sign, reported, attempts = _sign(fd), False, 0
-    while not try_lock(fd, operation):
-        now = time.monotonic()
-        if (sign := _sign(fd)) != last_sign:
-            last_sign, seen = sign, now
-        if now - seen >= patience:
-            raise TimeoutError(
-                errno.ETIMEDOUT, f"another process has held {str(path)!r} for {now - begun:.0f} s and does nothing"
-            )
-        if not reported and now - begun >= min(_REPORTED_AFTER, patience / 4):
-            reported = True
-            logger.warning("waiting for %s, which another process holds", path)
-        attempts += 1
-        time.sleep(_ATTEMPTS.pause(attempts))
 
 
 def try_lock(fd: int, operation: int) -> bool:
@@ -69,12 +41,8 @@ def try_lock(fd: int, operation: int) -> bool:
 
 
 def show_progress(fd: int) -> None:
-    """Show those who wait for the lock on ``fd`` that its holder works. Raises OSError."""
+    """Show processes of a former release, which wait for the lock on ``fd``, that its holder works. Raises OSError."""
     os.utime(fd)
-
-
-def _sign(fd: int) -> int:
-    return os.fstat(fd).st_mtime_ns
 
 
 class FileLock(ABC):
@@ -104,7 +72,7 @@ class FileLock(ABC):
         try:
             self._open()
             attempts = 0
-            while not self._try(self._fd):
+            while not self._try_file():
                 left = deadline - time.monotonic()
                 if left <= 0.0:
                     self._leave()
@@ -136,6 +104,11 @@ class FileLock(ABC):
         finally:
             self._leave()
 
+    @property
+    def fd(self) -> int:
+        """The descriptor of the file, for who holds the lock."""
+        return self._fd
+
     def close(self) -> None:
         """Give it back, at the latest when the thread that holds it does. A second call does nothing.
 
@@ -157,13 +130,23 @@ class FileLock(ABC):
     @abstractmethod
     def _unlock(self, fd: int) -> None: ...
 
+    def _try_file(self) -> bool:
+        if not self._try(self._fd):
+            return False
+        if not isinstance(self._file, Path) or os.fstat(self._fd).st_nlink:
+            return True
+        # The file was removed: others lock the one that has its name now.
+        self._forget()
+        self._open()
+        return False
+
     def _open(self) -> None:
         if self._closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self._file))
         if self._fd >= 0:
             return
         if isinstance(self._file, Path):
-            self._fd = open_file(self._file, os.O_RDWR)
+            self._fd = open_plain_file(self._file, os.O_RDWR)
         else:
             # A description of its own for the same file.
             self._fd = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
@@ -195,6 +178,16 @@ class OfdLock(FileLock):
         ofd.unlock_bytes(fd, self._byte)
 
 
+class FlockLock(FileLock):
+    """flock on a whole file, as older releases take it."""
+
+    def _try(self, fd: int) -> bool:
+        return try_lock(fd, fcntl.LOCK_EX)
+
+    def _unlock(self, fd: int) -> None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 class ChangeLock:
     """A lock for changes of what processes share, waited for at most ``bound`` seconds, and once only.
 
@@ -210,6 +203,11 @@ class ChangeLock:
         self._state = threading.Lock()
         self._stuck = False
         ofd.close_in_forks(self)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the file, for who holds the lock."""
+        return self._lock.fd
 
     @property
     def stuck(self) -> bool:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -33,6 +36,8 @@ _SOURCES = (
 
 _compiling: dict[str, Function] | None = None
 """The kernels of the module that is being compiled."""
+_overloads: _Overloads | None = None
+"""What ``compiled`` takes its functions from, or adds them to."""
 
 
 @functools.cache
@@ -42,21 +47,72 @@ def sources_digest() -> str:
     return hashlib.sha256(b"-".join(sources)).hexdigest()[:16]
 
 
-def compiled(signature: str, function: Function) -> Function:
-    """``function`` compiled now, to run without the GIL; taken from numba's cache where it has it.
+@contextmanager
+def compiling_into(functions: dict[str, bytes]) -> Iterator[None]:
+    """Inside, ``compiled`` compiles, and adds what it made to ``functions``. One thread at a time."""
+    with _overloads_are(_Overloads(functions, complete=False)):
+        yield
 
-    Raises whatever numba does."""
+
+@contextmanager
+def loading_from(functions: Mapping[str, bytes]) -> Iterator[None]:
+    """Inside, ``compiled`` takes what was made with ``compiling_into``, and never compiles. One thread at a time."""
+    with _overloads_are(_Overloads(dict(functions), complete=True)):
+        yield
+
+
+def compiled(signature: str, function: Function) -> Function:
+    """``function`` as machine code that runs without the GIL. Only inside one of the two above: to compile takes
+    seconds, and no server may do it by the way. Raises whatever numba does."""
     import numba
 
-    compiled_function: Function
+    if _overloads is None:
+        raise ImportError(f"{function.__name__} is to be loaded, see loading_from")
+    made = numba.njit(**_OPTIONS)(function)
+    # In place of numba's cache of files: code_cache.py says why.
+    made._cache = _cache_of(f"{function.__module__}.{function.__name__}", _overloads)
+    made.compile(signature)
+    made.disable_compile()
+    return cast("Function", made)
+
+
+@dataclass(frozen=True, slots=True)
+class _Overloads:
+    """Compiled functions, by module and name, as bytes. ``complete``: what is missing is an error."""
+
+    functions: dict[str, bytes]
+    complete: bool
+
+
+@contextmanager
+def _overloads_are(overloads: _Overloads) -> Iterator[None]:
+    global _overloads
+    _overloads = overloads
     try:
-        # The name in numba's cache, which by itself notices changes in the function's own file only.
-        function.__qualname__ = f"{function.__name__}_{sources_digest()}"
-        compiled_function = numba.njit(signature, cache=True, **_OPTIONS)(function)
-    except Exception:  # noqa: BLE001 - what the function itself is at fault for is raised once more
-        # No directory for the cache, a full disk, damaged cache files, or no sources: compile without the cache.
-        compiled_function = numba.njit(signature, **_OPTIONS)(function)
-    return compiled_function
+        yield
+    finally:
+        _overloads = None
+
+
+def _cache_of(name: str, overloads: _Overloads) -> Any:
+    """The cache of one function with one signature, as numba's dispatcher asks it."""
+    from numba.core.caching import NullCache
+    from numba.core.compiler import CompileResult
+    from numba.core.serialize import dumps
+
+    class Cache(NullCache):  # type: ignore[misc]
+        def load_overload(self, _signature: Any, target_context: Any) -> Any:
+            if name not in overloads.functions and not overloads.complete:
+                return None
+            target_context.refresh()
+            return CompileResult._rebuild(target_context, *pickle.loads(overloads.functions[name]))
+
+        def save_overload(self, _signature: Any, made: Any) -> None:
+            if made.lifted or made.library.has_dynamic_globals:
+                raise ImportError(f"{name} holds addresses of the process that compiled it")
+            overloads.functions[name] = dumps(made._reduce())
+
+    return Cache()
 
 
 def helper(function: _Marked) -> _Marked:

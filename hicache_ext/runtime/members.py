@@ -14,10 +14,10 @@ import threading
 from pathlib import Path
 
 from hicache_ext.runtime import ofd
-from hicache_ext.runtime.access import open_file
+from hicache_ext.runtime.access import open_plain_file
 
-_ID_LIMIT = 1 << 40
-"""Ids are from 1 to this, exclusive."""
+ID_LIMIT = 1 << 40
+"""Ids are from 1 to this, exclusive. Locks on byte 0, and from this one on, are free for other use."""
 
 
 class Members:
@@ -50,7 +50,7 @@ class Members:
 
         True, too, where the lock cannot be read: a live process must never be taken for dead.
         """
-        if not 0 < member < _ID_LIMIT:
+        if not 0 < member < ID_LIMIT:
             return False
         try:
             with self._lock:
@@ -64,6 +64,17 @@ class Members:
         with self._lock:
             self._join()
             return _locked_bytes(self._all)
+
+    def renew(self) -> None:
+        """Join anew, with another id, if the file was removed: who came since sees only members of the new one.
+
+        For who keeps no id anywhere but in files that were removed with it.
+        """
+        with self._lock:
+            self._join()
+            if not os.fstat(self._own).st_nlink:
+                self._leave()
+                self._join()
 
     def close(self) -> None:
         """Leave. A second call does nothing. Afterwards ``is_alive`` says True of everybody, other calls raise."""
@@ -83,7 +94,7 @@ class Members:
         if self._all >= 0:
             return
         try:
-            self._own = open_file(self._path, os.O_RDWR)
+            self._own = open_plain_file(self._path, os.O_RDWR)
             self._id = _new_id()
             while not ofd.try_lock_bytes(self._own, self._id):
                 self._id = _new_id()
@@ -117,12 +128,12 @@ def living_members(path: Path) -> list[int]:
 
 
 def _new_id() -> int:
-    return 1 + secrets.randbelow(_ID_LIMIT - 1)
+    return 1 + secrets.randbelow(ID_LIMIT - 1)
 
 
 def _locked_bytes(fd: int) -> list[int]:
     found: list[int] = []
-    ranges = [(1, _ID_LIMIT)]
+    ranges = [(1, ID_LIMIT)]
     while ranges:
         start, end = ranges.pop()
         if start >= end:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
+import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,25 @@ def remove_whole(path: Path) -> None:
         sync_directory(path.parent)
 
 
+def read_small(path: Path) -> bytes:
+    """The content of a small file; empty where something else than a plain file has its name: reading a pipe would wait
+    for ever. Raises OSError, FileNotFoundError for nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return b""
+        raise
+    with open(fd, "rb") as file:
+        return file.read() if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+
+
 def read_document(path: Path) -> dict[str, Any] | None:
     """The JSON object in a small file; None where the file is missing or holds no JSON object."""
     try:
-        return parsed(path.read_bytes())
+        return parsed(read_small(path))
     except OSError:
         return None
 
@@ -95,9 +111,8 @@ def parsed(content: bytes) -> dict[str, Any] | None:
 
 
 def _write_beside(path: Path, text: str, sync: bool) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    # Left by an earlier process with this number; or a link made by others who may write into the directory.
-    temporary.unlink(missing_ok=True)
+    # By chance: processes in containers of their own may have equal pids.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.randbelow(1 << 63)}")
     fd = open_file(temporary, os.O_WRONLY | os.O_EXCL | os.O_NOFOLLOW)
     try:
         content = text.encode()

@@ -1,5 +1,7 @@
-"""Imported by the process that a campaign forks its processes from: the file tier's code, and its compiled code."""
+"""Imported by the process that a campaign forks its processes from: what they import, and compiled code."""
 
-from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
+import tests.campaigns.slab_insides
+import tests.campaigns.slab_workers  # noqa: F401
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 
 wait_for_compiled_code()

@@ -3,19 +3,27 @@
 ::
 
     python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
+    python -m tests.campaigns.kill_slabs --kills 1000 --namespaces --stops --report docs/reports/kills-slab-pods.md
 
-Three processes work on one directory of slabs while this one reads and verifies all the time; one of them after the
+Some processes work on one directory of slabs while this one reads and verifies all the time; one of them after the
 other is killed with SIGKILL and replaced. The bytes of a page follow from its key, so any process can tell a wrong
-one. Every so often all are killed, the index is thrown away, and a process that rebuilds it from the envelopes is
-killed too. After that, and at the end: the index does not contradict itself, no slot is lost, the slabs are within the
-capacity, and every key can be written and read.
+one. Every so often all are killed and nobody is left who has the index; of the processes that make it anew from the
+headers of the pages, those that come first are killed, too.
+
+``--namespaces``: each worker has PID, host name, /proc, network and IPC of its own, as a pod's container has; the tools
+of the host look after left-overs meanwhile. ``--stops``: workers are stopped (SIGSTOP) for 0.1 to 4 seconds, some for
+20, and go on, at the same time as others are killed.
+
+What must hold: no wrong byte, nothing CORRUPT (a published page was overwritten) and no ERROR in what any process gets
+or writes; no call of a process that is not stopped itself takes longer than ``LONGEST_CALL``; the index never
+contradicts itself or the files; no slot is lost; the disk holds no more than the capacity; each rebuild finds what was
+published; every key can be written and read.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
 import os
 import platform
 import random
@@ -24,107 +32,70 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from hicache_ext.errors import FormatError
-from hicache_ext.page import envelope
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.io_plan import IoPlan
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
-from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.tiers.file.inspection import open_editor
+from hicache_ext.testing.conformance.pages import HostPages
+from tests.campaigns.slab_insides import faults, slots_by_state, unknown_files, wait_until_rebuilt
+from tests.campaigns.slab_workers import (
+    CAPACITY,
+    KEYS,
+    LONG,
+    SIZES,
+    Crew,
+    Findings,
+    only_open,
+    open_store,
+    payload,
+    some_keys,
+)
+from tests.campaigns.stops import LONGEST_CALL
+from tests.rigs.workers import Worker, WorkerError
 
-KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(96)]
-SIZES = {key: cut(random.Random(key).choice([1000, 12_288, 65_536, 131_072]), 3) for key in KEYS}
-OF_ONE_SIZE = [[key for key in KEYS if sum(SIZES[key]) == size] for size in sorted({sum(SIZES[key]) for key in KEYS})]
-CAPACITY = 6 << 20
-"""Less than half of what all keys need: every writer evicts."""
-INDEX_GROWTH = 512 << 10
-"""What the index may have grown by since the last write looked at it; the next one takes that back from the slabs."""
+SMALL_FILES = 512 << 10
+"""Bytes on disk beside headers and slots."""
 WORKERS = 3
 KILLS_BETWEEN_REBUILDS = 25
 LATEST_KILL = 0.05
+LATEST_KILL_BESIDE_STOPS = 0.4
+"""Seconds: workers must live long enough to go on after a stop."""
+GC = 0.1
+"""How often the tools of the host look for left-overs, per kill."""
 HITS_BESIDE_WRITERS = 100
 """Between two rebuilds so many pages at least are read and verified while others work."""
-LONG = 60.0
+MOST_REFUSED_STARTS = 10
+BESIDE_WRITERS = "while others work"
 AFTER_KILLS_AND_REBUILD = "at the first read after kills and a rebuild"
-PROCESSES = multiprocessing.get_context("forkserver")
-"""Forked from a process that has compiled code already: loading it takes longer than most of them live."""
-PROCESSES.set_forkserver_preload(["tests.campaigns.compiled_beforehand"])
 
 
-@dataclass
-class Findings:
-    """What was seen; ``problems`` is what must not be."""
-
-    kills: int = 0
-    rebuilds_killed: int = 0
-    pages_rebuilt: int = 0
-    hits: int = 0
-    hits_beside_writers: int = 0
-    misses: int = 0
-    refused: int = 0
-    """Damaged pages that rebuilds right after kills brought back."""
-    problems: Counter[str] = field(default_factory=Counter)
+# -- the process that looks on -----------------------------------------------------------------------------------------
 
 
-def open_store(place: Path) -> SlabStore:
-    return SlabStore("disk", place, capacity=CAPACITY, plan=IoPlan(threads=2))
+@contextmanager
+def timed(findings: Findings, kind: str) -> Iterator[None]:
+    begun = time.monotonic()
+    yield
+    findings.note_calls({kind: time.monotonic() - begun})
 
 
-def some_keys(chance: random.Random, most: int) -> list[bytes]:
-    """Half of the time of one size: only such batches are moved by compiled code."""
-    among = chance.choice([KEYS, chance.choice(OF_ONE_SIZE)])
-    return chance.sample(among, min(chance.randint(1, most), len(among)))
-
-
-def work(place: str, seed: int, ready: Connection) -> None:
-    """The process that is killed: writes (and so evicts), reads, removes, clears."""
-    chance = random.Random(seed)
-    payloads = {key: payload_of(key, sum(SIZES[key])) for key in KEYS}
-    store = open_store(Path(place))
-    ready.send("working")
-    # Nobody is left behind where the campaign itself is killed.
-    campaign = multiprocessing.parent_process()
-    while campaign is None or campaign.is_alive():
-        keys = some_keys(chance, 24)
-        pages = HostPages([SIZES[key] for key in keys])
-        for position, key in enumerate(keys):
-            pages.write(position, payloads[key])
-        store.set(PageBatch(keys, pages.buffers))
-        choice = chance.random()
-        if choice < 0.05:
-            store.clear([chance.choice([IDENTITY, OTHER_IDENTITY])])
-        elif choice < 0.2:
-            store.remove(chance.sample(KEYS, 24))
-        elif choice < 0.5:
-            store.get(PageBatch(keys, pages.buffers))
-
-
-def only_open(place: str, ready: Connection) -> None:
-    """The process that is killed while it rebuilds the index."""
-    ready.send("opening")
-    open_store(Path(place))
-    time.sleep(60)
-
-
-def verify(store: SlabStore, keys: Sequence[bytes], findings: Findings, when: str) -> list[GetResult]:
+def verify(store: PageStore, keys: Sequence[bytes], findings: Findings, when: str) -> list[GetResult]:
     pages = HostPages([SIZES[key] for key in keys])
-    results = store.get(PageBatch(keys, pages.buffers))
+    with timed(findings, "get"):
+        results = store.get(PageBatch(keys, pages.buffers))
     for position, (key, result) in enumerate(zip(keys, results, strict=True)):
         if result is GetResult.HIT:
             findings.hits += 1
-            if pages.payload(position) != payload_of(key, sum(SIZES[key])):
+            if pages.payload(position) != payload(key):
                 findings.problems[f"a wrong page, {when}"] += 1
         elif result is GetResult.MISS:
             findings.misses += 1
         elif result is GetResult.CORRUPT and when == AFTER_KILLS_AND_REBUILD:
             findings.refused += 1
+        elif result is GetResult.CORRUPT and when == BESIDE_WRITERS:
+            findings.problems["a published page was overwritten"] += 1
         else:
             findings.problems[f"{result.name}, {when}"] += 1
     return results
@@ -133,8 +104,8 @@ def verify(store: SlabStore, keys: Sequence[bytes], findings: Findings, when: st
 class Reader:
     """Reads random pages in a thread until it is stopped, and verifies every hit."""
 
-    def __init__(self, place: Path, findings: Findings, seed: int) -> None:
-        self._store = open_store(place)
+    def __init__(self, store: PageStore, findings: Findings, seed: int) -> None:
+        self._store = store
         self._findings = findings
         self._chance = random.Random(seed)
         self._hits = 0
@@ -144,8 +115,10 @@ class Reader:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            results = verify(self._store, some_keys(self._chance, 8), self._findings, "while others work")
-            self._hits += results.count(GetResult.HIT)
+            keys = some_keys(self._chance, 8)
+            with timed(self._findings, "contains"):
+                self._store.contains(keys)
+            self._hits += verify(self._store, keys, self._findings, BESIDE_WRITERS).count(GetResult.HIT)
             time.sleep(0.001)
 
     def wait_for_hits(self, count: int) -> None:
@@ -160,167 +133,179 @@ class Reader:
         self._stop.set()
         self._thread.join()
         self._findings.hits_beside_writers += self._hits
-        self._store.close()
 
 
-def start(target: object, *arguments: object) -> BaseProcess:
-    mine, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=target, args=(*arguments, theirs))  # type: ignore[arg-type]
-    process.start()
-    if not mine.poll(60):
-        raise TimeoutError("a worker did not start")
-    return process
+def clean_up(place: Path) -> None:
+    """``hicache-ext gc``"""
+    with closing(open_editor(place)) as editor:
+        editor.clean_up()
 
 
-def kill(process: BaseProcess) -> None:
-    if not process.is_alive():
-        raise ChildProcessError("a worker ended by itself")
-    process.kill()
-    process.join()
+def look_at_directory(place: Path, findings: Findings, when: str) -> None:
+    """This process alone has the directory open: index and files must agree, and no slot may be lost. (Files that
+    belong to no slab are looked for after rebuilds: a process killed while it made a slab leaves one.)"""
+    clean_up(place)
+    for fault in faults(place):
+        findings.problems[f"{fault}, {when}"] += 1
+    if slots_by_state(place)["pending"]:
+        findings.problems[f"slots are still pending, {when}"] += 1
+    used = sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
+    if used > CAPACITY + SMALL_FILES:
+        findings.problems[f"{used} bytes used, {CAPACITY} allowed, {when}"] += 1
 
 
-def look_at_index(place: Path, findings: Findings, when: str) -> None:
-    """Nobody else has the directory open: index and files must agree, and no slot may be lost."""
-    with slab_directory(place, "disk") as directory:
-        index = directory.index
-        with index.changing() as change:
-            change.release_dead_writers()
-        for fault in index.check():
-            findings.problems[f"the index contradicts itself, {when}: {fault}"] += 1
-        if index.counts()["pending"]:
-            findings.problems[f"slots are still pending, {when}"] += 1
-        slabs = index.slabs()
-        wrong = pages_with_other_headers(directory)
-        if wrong:
-            findings.problems[f"{wrong} pages whose header or seal is another's, {when}"] += 1
-        files = {path.name: path.stat().st_size for path in directory.slabs_path.iterdir()}
-        expected = {directory.slab_path(slab).name: slab.size for slab in slabs}
-        if files != expected | {directory.headers_path(slab).name: slab.headers_size for slab in slabs}:
-            findings.problems[f"index and slab files differ, {when}"] += 1
-        used = sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
-        if used > CAPACITY + INDEX_GROWTH:
-            findings.problems[f"{used} bytes used, {CAPACITY} allowed, {when}"] += 1
+def every_key_works(store: PageStore, findings: Findings) -> list[bytes]:
+    """Write and read each; the keys that were written now."""
+    written = []
+    for key in KEYS:
+        pages = HostPages([SIZES[key]])
+        pages.write(0, payload(key))
+        (result,) = store.set(PageBatch([key], pages.buffers))
+        if not result.durable:
+            findings.problems["a key that cannot be written"] += 1
+        elif verify(store, [key], findings, "after it was written again") != [GetResult.HIT]:
+            findings.problems["a key that cannot be read"] += 1
+        elif result is SetResult.STORED:
+            written.append(key)
+    return written
 
 
-def pages_with_other_headers(directory: SlabDirectory) -> int:
-    """How many pages of the index do not have the header and the seal of their key and length."""
-    index, wrong = directory.index, 0
-    slabs = {slab.number: slab for slab in index.slabs()}
-    headers = {number: directory.headers_path(slab).read_bytes() for number, slab in slabs.items()}
-    for page in index.pages():
-        number, slot = page.place.slab, page.place.slot
-        fields = headers[number][slot * 128 : (slot + 1) * 128]
-        seal = index.seals[slabs[number].first_record + slot].tobytes()
-        try:
-            header = envelope.decode_header(fields)
-        except FormatError:
-            wrong += 1
-            continue
-        wrong += (header.key, header.payload_length, envelope.seal_of(fields)) != (page.key, page.place.length, seal)
-    return wrong
-
-
-def every_key_works(place: Path, findings: Findings) -> None:
-    store = open_store(place)
+def kill_rebuilds(
+    place: Path, chance: random.Random, findings: Findings, published: Sequence[bytes], namespaces: bool
+) -> None:
+    """Nobody has the directory open. Kill processes that make its index anew, then let one finish what they began:
+    it must find the pages ``published``."""
+    last: Worker | None = None
+    for number in range(3):
+        workers = [Worker(only_open, str(place), namespaces=namespaces) for _ in range(2)]
+        for worker in workers:
+            worker.answer(LONG)
+        if number == 2:
+            last = workers.pop()
+        for worker in workers:
+            time.sleep(chance.random() * 0.05)
+            worker.close()
+            findings.kills += 1
+            findings.rebuilds_killed += 1
     try:
-        for key in KEYS:
-            pages = HostPages([SIZES[key]])
-            pages.write(0, payload_of(key, sum(SIZES[key])))
-            if store.set(PageBatch([key], pages.buffers)) not in ([SetResult.STORED], [SetResult.EXISTS]):
-                findings.problems["a key that cannot be written"] += 1
-            elif verify(store, [key], findings, "after it was written again") != [GetResult.HIT]:
-                findings.problems["a key that cannot be read"] += 1
+        with closing(open_store(place)) as store:
+            if not wait_until_rebuilt(place, LONG):
+                findings.problems["a rebuild that did not end"] += 1
+            findings.pages_rebuilt += sum(store.contains(KEYS))
+            if lost := store.contains(published).count(False):
+                findings.problems["a published page was lost by a rebuild"] += lost
+            for fault in faults(place):
+                findings.problems[f"{fault}, after a rebuild"] += 1
+            if unknown := unknown_files(place):
+                findings.problems["files of no slab, after a rebuild"] += len(unknown)
     finally:
-        store.close()
+        if last is not None:
+            last.close()
+            findings.kills += 1
 
 
-def read_all(place: Path, findings: Findings, when: str) -> None:
-    store = open_store(place)
-    try:
-        verify(store, KEYS, findings, when)
-    finally:
-        store.close()
+# -- the campaign ------------------------------------------------------------------------------------------------------
 
 
-def kill_rebuilds(place: Path, chance: random.Random, findings: Findings) -> None:
-    """Throw the index away, kill processes that rebuild it, then let one finish."""
-    for _ in range(3):
-        shutil.rmtree(place / "index", ignore_errors=True)
-        (place / "trust").unlink(missing_ok=True)
-        process = start(only_open, str(place))
-        time.sleep(chance.random() * 0.1)
-        kill(process)
-        findings.kills += 1
-        findings.rebuilds_killed += 1
-    # As after a power loss: the trust is that of another boot.
-    (place / "trust").write_text("another boot")
-    with slab_directory(place, "disk") as directory:
-        findings.pages_rebuilt += directory.rebuilt
-        for fault in directory.index.check():
-            findings.problems[f"the rebuilt index contradicts itself: {fault}"] += 1
-
-
-def run(kills: int, seed: int) -> Findings:
+def run(kills: int, seed: int, *, namespaces: bool = False, stops: bool = False) -> Findings:
+    """Ends early, with a problem, where starts are refused again and again."""
     chance = random.Random(seed)
     findings = Findings()
     root = Path(tempfile.mkdtemp(prefix="hicache-kills-"))
     place = root / "disk"
     try:
-        while findings.kills < kills:
-            workers = [start(work, str(place), chance.randrange(1 << 30)) for _ in range(WORKERS)]
-            reader = Reader(place, findings, chance.randrange(1 << 30))
-            try:
-                for _ in range(min(KILLS_BETWEEN_REBUILDS, kills - findings.kills)):
-                    time.sleep(chance.random() * LATEST_KILL)
-                    kill(workers.pop(0))
-                    findings.kills += 1
-                    workers.append(start(work, str(place), chance.randrange(1 << 30)))
-                reader.wait_for_hits(HITS_BESIDE_WRITERS)
-            finally:
-                for worker in workers:
-                    worker.kill()
-                    worker.join()
-                reader.close()
-            look_at_index(place, findings, "after kills")
-            if chance.random() < 0.5:
-                every_key_works(place, findings)
-                kill_rebuilds(place, chance, findings)
-            else:
-                kill_rebuilds(place, chance, findings)
-                read_all(place, findings, AFTER_KILLS_AND_REBUILD)
-            every_key_works(place, findings)
-            look_at_index(place, findings, "after a rebuild")
+        while findings.kills < kills and findings.refused_starts < MOST_REFUSED_STARTS:
+            with closing(open_store(place)) as store:
+                _kill_workers(place, store, kills, chance, findings, namespaces, stops)
+                look_at_directory(place, findings, "after kills")
+                quiet = chance.random() < 0.5
+                written = every_key_works(store, findings) if quiet else []
+                present = store.contains(written)
+            published = [key for key, known in zip(written, present, strict=True) if known]
+            kill_rebuilds(place, chance, findings, published, namespaces)
+            with closing(open_store(place)) as store:
+                if not quiet:
+                    wait_until_rebuilt(place, LONG)
+                    verify(store, KEYS, findings, AFTER_KILLS_AND_REBUILD)
+                every_key_works(store, findings)
+                look_at_directory(place, findings, "after a rebuild")
     finally:
         shutil.rmtree(root)
     return findings
 
 
-def report(found: Findings, seed: int, seconds: float) -> str:
+def _kill_workers(
+    place: Path,
+    store: PageStore,
+    kills: int,
+    chance: random.Random,
+    findings: Findings,
+    namespaces: bool,
+    stops: bool,
+) -> None:
+    crew = Crew(place, chance, findings, namespaces, stops)
+    reader = Reader(store, findings, chance.randrange(1 << 30))
+    try:
+        for _ in range(WORKERS + stops):
+            crew.start_one()
+        crew.wait_until_all_work()
+        for _ in range(min(KILLS_BETWEEN_REBUILDS, kills - findings.kills)):
+            time.sleep(chance.random() * (LATEST_KILL_BESIDE_STOPS if stops else LATEST_KILL))
+            crew.replace_one()
+            if chance.random() < GC:
+                with timed(findings, "gc"):
+                    clean_up(place)
+        reader.wait_for_hits(HITS_BESIDE_WRITERS)
+    except WorkerError as error:
+        findings.refused_starts += 1
+        findings.problems[f"a worker that could not start: {str(error).replace(str(place), 'the directory')}"] += 1
+    finally:
+        crew.end()
+        reader.close()
+
+
+def report(found: Findings, seed: int, seconds: float, namespaces: bool, stops: bool) -> str:
     problems = sum(found.problems.values())
+    switches = " --namespaces" * namespaces + " --stops" * stops
+    rows = [
+        ("processes killed with SIGKILL", found.kills),
+        ("of them while making the index anew", found.rebuilds_killed),
+        *([("processes stopped for a while", found.stops)] if stops else []),
+        ("pages brought back by rebuilds", found.pages_rebuilt),
+        ("pages read and verified", found.hits + found.workers_results["get hit"]),
+        ("of them by this process while others worked", found.hits_beside_writers),
+        ("pages stored by the workers", found.workers_results["set stored"]),
+        ("pages that workers were refused to store", found.workers_results["set rejected"]),
+        ("misses", found.misses),
+        ("refused at the first read after kills and a rebuild", found.refused),
+        (
+            "longest call of each kind, without the caller's own stops",
+            ", ".join(f"{kind} {longest:.1f} s" for kind, longest in sorted(found.longest.items()) if longest >= 0.05),
+        ),
+        ("problems", problems),
+    ]
     return "\n".join(
         [
             "# Killed slab writers",
             "",
-            f"`python -m tests.campaigns.kill_slabs --kills {found.kills} --seed {seed}`: four processes on one "
-            f"directory of {CAPACITY >> 20} MiB, {seconds:.0f} s on {os.cpu_count()} cores, "
+            f"`python -m tests.campaigns.kill_slabs --kills {found.kills} --seed {seed}{switches}`: "
+            f"{WORKERS + stops + 1} processes on one directory of {CAPACITY >> 20} MiB"
+            + ", each worker in PID, host name, mount, network and IPC namespaces of its own"
+            * namespaces
+            + f", {seconds:.0f} s on {os.cpu_count()} cores, "
             f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}.",
             "",
             "| | |",
             "|---|---|",
-            f"| processes killed with SIGKILL | {found.kills} |",
-            f"| of them while rebuilding the index | {found.rebuilds_killed} |",
-            f"| pages brought back by rebuilds | {found.pages_rebuilt} |",
-            f"| pages read and verified | {found.hits} |",
-            f"| of them while others worked | {found.hits_beside_writers} |",
-            f"| misses | {found.misses} |",
-            f"| refused at the first read after kills and a rebuild | {found.refused} |",
-            f"| problems | {problems} |",
+            *(f"| {name} | {value} |" for name, value in rows),
             "",
-            "Checked: no wrong byte, no CORRUPT and no ERROR in what another process read meanwhile; after all were"
-            " killed, and after each rebuild, an index that does not contradict itself, files, headers and seals that"
-            " agree with it, no slot lost, everything within the capacity, every key written and read again. Half of"
-            " the rebuilds follow kills at once: what they bring back that is damaged (the header of an evicted page"
-            " over one that was being written) is refused at its first read.",
+            "Checked: no wrong byte, no CORRUPT and no ERROR in what any process read or wrote; no call of a process"
+            f" that was not stopped itself longer than {LONGEST_CALL:g} s; after all were killed, and after each"
+            " rebuild, an index that does not contradict itself, files, headers and seals that agree with it, no slot"
+            " lost, everything within the capacity, every key written and read again. Half of the rebuilds follow a"
+            " quiet moment and must find every page that was published; the others follow kills at once: what they"
+            " bring back that is damaged (the header of an evicted page over one that was being written) is refused at"
+            " its first read.",
             "",
             "Problems: none." if not problems else "Problems:",
             *(f"- {count} x {problem}" for problem, count in found.problems.most_common(20)),
@@ -333,12 +318,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--namespaces", action="store_true", help="each worker in namespaces of its own, as root")
+    parser.add_argument("--stops", action="store_true", help="workers are stopped for a while, too")
     parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.ERROR)
+    logging.basicConfig(level=logging.CRITICAL)
     begun = time.monotonic()
-    findings = run(options.kills, options.seed)
-    text = report(findings, options.seed, time.monotonic() - begun)
+    findings = run(options.kills, options.seed, namespaces=options.namespaces, stops=options.stops)
+    text = report(findings, options.seed, time.monotonic() - begun, options.namespaces, options.stops)
     print(text)
     if options.report:
         options.report.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 ::
 
     python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report docs/reports/kills.md
+    python -m tests.campaigns.kill_writers --kills 1000 --contained --stops
 
 Over one directory per mode: a process works (writes; writes and evicts; removes and clears) and is killed with SIGKILL
 at a random moment, while this process reads and verifies all the time. The bytes of a page follow from its key, so any
@@ -12,6 +13,9 @@ process can tell a wrong one. After each kill:
 - the account on disk is not below what a walk finds;
 - the next start removes every temp file and cleared tree, and its account equals a walk;
 - every key can be written and read.
+
+With ``--contained`` the process that is killed has PID and UTS namespaces of its own. With ``--stops`` it is stopped
+now and then before (SIGSTOP), while this process writes, which must not wait longer than a stated bound.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import multiprocessing
 import os
 import platform
 import random
@@ -31,18 +34,28 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
+from tests.rigs.container import Program
 
 KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(48)]
 SIZES = {key: cut(random.Random(key).choice([1000, 16_384, 65_536, 262_144]), 5) for key in KEYS}
 BLOCK = 4096
 LATEST_KILL = 0.08
 """Seconds after the first finished batch within which the kill comes."""
+
+
+BOUND = 5.0
+"""Seconds, generous, of one call beside a process that is stopped."""
+WORK = """
+import sys
+from pathlib import Path
+from tests.campaigns import kill_writers
+kill_writers.work(Path(sys.argv[1]), kill_writers.MODES[int(sys.argv[2])], int(sys.argv[3]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +84,8 @@ class Findings:
     misses: int = 0
     killed_under_way: int = 0
     """Kills after which the account named operations that were never ended."""
+    longest_call: float = 0.0
+    """Seconds, of writes beside a process that was stopped."""
     left_files: int = 0
     """Temp files and cleared trees that kills left behind, and the next start had to remove."""
     problems: Counter[str] = field(default_factory=Counter)
@@ -79,10 +94,10 @@ class Findings:
 # -- the process that is killed ----------------------------------------------------------------------------------------
 
 
-def work(place: str, mode: Mode, seed: int, ready: Connection) -> None:
+def work(place: Path, mode: Mode, seed: int) -> None:
     chance = random.Random(seed)
     payloads = {key: payload_of(key, sum(SIZES[key])) for key in KEYS}
-    store = open_store(Path(place), mode)
+    store = open_store(place, mode)
     for number in range(1_000_000):
         keys = chance.sample(KEYS, chance.randint(1, 24))
         pages = HostPages([SIZES[key] for key in keys])
@@ -90,7 +105,7 @@ def work(place: str, mode: Mode, seed: int, ready: Connection) -> None:
             pages.write(position, payloads[key])
         store.set(PageBatch(keys, pages.buffers))
         if number == 0:
-            ready.send("working")
+            print("working", flush=True)
         if mode.removes and chance.random() < 0.3:
             store.clear([chance.choice([IDENTITY, OTHER_IDENTITY])])
         elif mode.capacity is None:
@@ -183,24 +198,42 @@ def look_after_start(place: Path, mode: Mode, findings: Findings) -> None:
         store.close()
 
 
-def kill_once(place: Path, mode: Mode, chance: random.Random, findings: Findings) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    process = spawn.Process(target=work, args=(str(place), mode, chance.randrange(1 << 30), theirs))
-    process.start()
-    if not mine.poll(60):
-        raise TimeoutError("the worker did not start")
-    time.sleep(chance.random() * LATEST_KILL)
-    if not process.is_alive():
-        raise ChildProcessError("the worker ended by itself")
-    process.kill()
-    process.join()
+def write_beside(store: PageFileStore, chance: random.Random, findings: Findings) -> None:
+    """Write while the other process is stopped."""
+    keys = chance.sample(KEYS, 8)
+    pages = HostPages([SIZES[key] for key in keys])
+    for position, key in enumerate(keys):
+        pages.write(position, payload_of(key, sum(SIZES[key])))
+    begun = time.monotonic()
+    results = store.set(PageBatch(keys, pages.buffers))
+    took = time.monotonic() - begun
+    findings.longest_call = max(findings.longest_call, took)
+    if took > BOUND:
+        findings.problems[f"a write took longer than {BOUND:g} s beside a process that was stopped"] += 1
+    for result in set(results) - {SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED}:
+        findings.problems[f"{result.name}, written beside a process that was stopped"] += 1
+
+
+def kill_once(
+    place: Path, mode: Mode, chance: random.Random, findings: Findings, contained: bool, beside: PageFileStore | None
+) -> None:
+    """``beside``: what this process writes to while the other one is stopped."""
+    seed = chance.randrange(1 << 30)
+    with Program(WORK, place, MODES.index(mode), seed, contained=contained) as process:
+        if process.line() != "working":
+            raise ChildProcessError("the worker did not start")
+        for _ in range(chance.randint(1, 3) if beside is not None else 0):
+            time.sleep(chance.random() * LATEST_KILL)
+            with process.stopped():
+                write_beside(beside, chance, findings)
+        time.sleep(chance.random() * LATEST_KILL)
+        process.kill()
     findings.kills += 1
     look_after_kill(place, findings)
     look_after_start(place, mode, findings)
 
 
-def run(kills: int, seed: int) -> dict[Mode, Findings]:
+def run(kills: int, seed: int, contained: bool = False, stops: bool = False) -> dict[Mode, Findings]:
     """``kills`` kills, spread over the modes."""
     chance = random.Random(seed)
     all_findings = {mode: Findings() for mode in MODES}
@@ -209,34 +242,38 @@ def run(kills: int, seed: int) -> dict[Mode, Findings]:
         for number, (mode, findings) in enumerate(all_findings.items()):
             place = root / str(number)
             reader = Reader(place, findings, seed)
+            beside = open_store(place, mode) if stops else None
             try:
                 for _ in range(kills // len(MODES) + (number < kills % len(MODES))):
-                    kill_once(place, mode, chance, findings)
+                    kill_once(place, mode, chance, findings, contained, beside)
             finally:
                 reader.close()
+                if beside is not None:
+                    beside.close()
     finally:
         shutil.rmtree(root)
     return all_findings
 
 
-def report(all_findings: dict[Mode, Findings], seed: int, seconds: float) -> str:
+def report(all_findings: dict[Mode, Findings], command: str, seconds: float) -> str:
     total = sum(findings.kills for findings in all_findings.values())
     problems = sum((findings.problems for findings in all_findings.values()), Counter())
     lines = [
         "# Killed writers",
         "",
-        f"`python -m tests.campaigns.kill_writers --kills {total} --seed {seed}`: {total} processes killed with "
+        f"`python -m tests.campaigns.kill_writers {command}`: {total} processes killed with "
         f"SIGKILL while they worked on a file tier, in {seconds:.0f} s on {os.cpu_count()} cores, "
         f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}.",
         "",
         "| the killed process | kills | killed amid an operation | left-overs the next start removed | pages verified |"
-        " misses | problems |",
-        "|---|---|---|---|---|---|---|",
+        " misses | longest write beside a stopped process | problems |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for mode, found in all_findings.items():
         lines.append(
             f"| {mode.name} | {found.kills} | {found.killed_under_way} | {found.left_files} | {found.hits} |"
-            f" {found.misses} | {sum(found.problems.values())} |"
+            f" {found.misses} | {f'{found.longest_call:.2f} s' if found.longest_call else '-'} |"
+            f" {sum(found.problems.values())} |"
         )
     lines += [
         "",
@@ -254,12 +291,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--contained", action="store_true", help="in namespaces of its own")
+    parser.add_argument("--stops", action="store_true", help="stopped now and then before it is killed")
     parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
     begun = time.monotonic()
-    findings = run(options.kills, options.seed)
-    text = report(findings, options.seed, time.monotonic() - begun)
+    findings = run(options.kills, options.seed, options.contained, options.stops)
+    command = f"--kills {options.kills} --seed {options.seed}"
+    command += " --contained" * options.contained + " --stops" * options.stops
+    text = report(findings, command, time.monotonic() - begun)
     print(text)
     if options.report:
         options.report.parent.mkdir(parents=True, exist_ok=True)

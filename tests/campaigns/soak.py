@@ -38,8 +38,8 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.opening import open_file_tier
-from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, payload_of
+from tests.campaigns.slab_insides import faults, slots_by_state
 from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
 
 WORKERS = 4
@@ -186,8 +186,7 @@ def slots(root: Path) -> tuple[int, int, int]:
     """(occupied, free, being written) over both paths."""
     total: Counter[str] = Counter()
     for path in (root / "a", root / "b"):
-        with slab_directory(path, "soak") as directory:
-            total.update(directory.index.counts())
+        total.update(slots_by_state(path))
     return total["pages"], total["free"], total["pending"]
 
 
@@ -281,11 +280,10 @@ def _look_at_the_end(root: Path, findings: Findings) -> None:
     if used > CAPACITY + (1 << 20):
         findings.problems[f"{used} bytes used, {CAPACITY} allowed"] += 1
     for path in (root / "a", root / "b"):
-        with slab_directory(path, "soak") as directory:
-            for fault in directory.index.check():
-                findings.problems[f"the index contradicts itself: {fault}"] += 1
-            if directory.index.counts()["pending"]:
-                findings.problems["slots are still pending"] += 1
+        for fault in faults(path):
+            findings.problems[fault] += 1
+        if slots_by_state(path)["pending"]:
+            findings.problems["slots are still pending"] += 1
     if not findings.samples:
         findings.problems["nothing was sampled"] += 1
         return

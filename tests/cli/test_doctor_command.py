@@ -15,6 +15,7 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.doctor import installation
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
+from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.faults import DroppingStore, FailingStore, PageStoreWrapper
 from hicache_ext.testing.server import free_port
@@ -61,7 +62,8 @@ def test_a_sound_file_tier_has_a_round_trip_and_leaves_nothing_behind(
 def test_slabs_without_compiled_code_are_a_warning_that_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.diagnosis.why_not_compiled", lambda: "No module named 'numba'")
+    why = NotCompiled("No module named 'numba'", "pip install it")
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.diagnosis.why_not_compiled", lambda: why)
     tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
     _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
     assert found["tier disk"]["pages"]["level"] == "warning"

@@ -26,10 +26,12 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract import trial
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
+from tests.rigs.former_release import make_former_slabs
 
 pytestmark = pytest.mark.slow  # many starts of tiers and tools, a second each
 
@@ -76,15 +78,16 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, di
 
 SPOILT: dict[str, Callable[[Path], object]] = {
     "sound": lambda _: None,
-    "restarted": lambda path: (path / "trust").write_text("another boot"),
-    "an index of another version": lambda path: (path / "trust").write_text("closed in order, index 1"),
-    "no index": lambda path: [file.unlink() for file in path.glob("index/*")],
-    "a damaged index": lambda path: [file.write_bytes(b"x" * 5000) for file in path.glob("index/*.mdb")],
+    "no members and no locks": lambda path: [file.unlink() for file in path.glob("v3/[lm]*")],
     "what a killed writer left": lambda path: (
         (path / "tmp").mkdir(exist_ok=True),
         (path / "tmp" / "host:1:2.3.tmp").write_text("half a page"),
-        (path / "slabs").mkdir(exist_ok=True),
-        (path / "slabs" / "000000ff-4096.slab").write_bytes(bytes(4096)),
+        (path / "v3" / "slabs").exists()
+        and (
+            (path / "v3" / "0123456789.sock").write_bytes(b""),
+            (path / "v3" / "slabs" / "000000ff-4096.slab").write_bytes(bytes(4096)),
+            (path / "v3" / "slabs" / "000000fe-4096.headers").write_bytes(bytes(4096)),
+        ),
     ),
 }
 
@@ -135,16 +138,50 @@ def test_the_doctor_on_a_tier_in_use_leaves_its_pages(tmp_path: Path, capsys: py
     store.close()
 
 
-def test_slabs_of_an_older_format_are_reported_and_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = filled(tmp_path / "l3", "slab")
-    (path / "hicache_ext.json").write_text('{"format": 1, "layout": "slab"}')
+def test_slabs_of_a_former_release_are_reported_and_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "l3"
+    make_former_slabs(path)
     before = seen(path, times=False)
     code, found = doctor(capsys, configuration(tmp_path, path))
-    assert (code, found["format"]["level"]) == (0, "warning")
-    assert "holds format 1, an older one: the first server" in found["format"]["seen"]
-    for command in ("ls", "stat", "verify", "gc", "clear"):
-        assert main([command, str(path), *(["--all"] if command == "clear" else [])]) == 1
-        assert "holds format 1, layout 'slab'" in capsys.readouterr().err
+    assert (code, found["former release"]["level"]) == (0, "note")
+    words = "of slabs of a former release (format 2), which this release cannot read, and which a server removes"
+    assert words in found["former release"]["seen"]
+    assert found["capacity"]["seen"].startswith("64MiB, of which 460KiB are taken")
+    for command in ("ls", "stat", "verify", "gc", "gc --dry-run", "clear --all", "pins"):
+        name, *options = command.split()
+        assert main([name, str(path), *options]) == 1
+        told = capsys.readouterr()
+        assert (told.out, words in told.err, len(told.err.splitlines())) == ("", True, 1), command
+    assert seen(path, times=False) == before
+
+
+def test_slabs_of_a_former_release_beside_ours_are_named_with_what_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "l3"
+    make_former_slabs(path)
+    filled(path, "slab")
+    before = seen(path)
+    assert main(["ls", str(path)]) == 0
+    told = capsys.readouterr()
+    assert "40" in told.out.split()
+    assert "there are also" in told.err and "of slabs of a former release (format 2)" in told.err
+    assert seen(path) == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_newer_release_beside_ours_is_reported_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    path = filled(tmp_path / "l3", layout)
+    (path / "v4").mkdir()
+    (path / "v4" / "hicache_ext.json").write_text('{"format": 4}')
+    before = seen(path, times=False)
+    code, found = doctor(capsys, configuration(tmp_path, path))
+    assert (code, found["newer release"]["level"]) == (0, "warning")
+    assert found["newer release"]["seen"].startswith(f"{path}/v4 is of a newer release; it stays as it is")
+    assert main(["ls", str(path)]) == 0
+    assert "40" in capsys.readouterr().out.split()
     assert seen(path, times=False) == before
 
 
@@ -153,7 +190,7 @@ def test_a_manifest_that_cannot_be_read_is_reported_and_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
 ) -> None:
     path = filled(tmp_path / "l3", layout)
-    (path / "hicache_ext.json").write_bytes(b"")
+    ((slab_home(path) if layout == "slab" else path) / "hicache_ext.json").write_bytes(b"")
     before = seen(path, times=False)
     code, found = doctor(capsys, configuration(tmp_path, path))
     assert (code, found["format"]["level"]) == (0, "warning")
@@ -268,6 +305,19 @@ def test_the_trial_of_a_doctor_at_work_is_left_to_it(tmp_path: Path) -> None:
             assert first.exists() and first != second
         assert first.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_that_nobody_is_known_to_be_at_is_removed_when_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an earlier version, say, whose doctor is known by its pid."""
+    left = tmp_path / ".hicache-ext-trial-host:17:4711-abcdef"
+    left.mkdir()
+    with trial.trial_directory(tmp_path):
+        assert left.exists()
+    monkeypatch.setattr(trial, "_LONGEST_TRIAL", -1.0)
+    with trial.trial_directory(tmp_path):
+        assert not left.exists()
 
 
 def test_a_path_that_cannot_be_written_is_an_error_and_another_one_is_looked_at(

@@ -64,7 +64,7 @@ def damage(files: list[Path]) -> None:
 def damage_slots(directory: Path) -> int:
     """Every slot damaged in its last block; how many those were."""
     damaged = 0
-    for slab in (directory / "slabs").iterdir():
+    for slab in (directory / "v3" / "slabs").glob("*.slab"):
         slot_size = int(slab.stem.split("-")[1])
         with slab.open("r+b") as file:
             for offset in range(slot_size - 100, slab.stat().st_size, slot_size):

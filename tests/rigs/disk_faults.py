@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 
 
 class DiskFaults:

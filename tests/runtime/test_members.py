@@ -100,6 +100,19 @@ def test_a_tool_that_looks_makes_nothing(path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_member_of_a_removed_file_joins_the_new_one(members: Members, path: Path) -> None:
+    before = members.id
+    members.renew()
+    assert members.id == before
+    path.unlink()
+    other = Members(path)
+    assert other.living() == [other.id] and members.living() == [before]
+    members.renew()
+    assert members.id != before
+    assert members.living() == other.living() == sorted([members.id, other.id])
+    other.close()
+
+
 def test_a_killed_process_is_dead_at_once_and_a_stopped_one_lives(members: Members, path: Path) -> None:
     with Program(MEMBER, path) as program:
         other = int(program.line().split()[0])

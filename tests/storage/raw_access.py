@@ -12,6 +12,9 @@ from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.path_choice import PathChoice
+from hicache_ext.storage.tiers.file.slab.index import milliseconds
+from hicache_ext.storage.tiers.file.slab.listing import SlabListing
+from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
 from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -67,17 +70,21 @@ class RawSlots:
     def __init__(self, store: SlabStore) -> None:
         self._directory = store._directory
 
-    def _files(self, slab_number: int, slot: int) -> list[tuple[Path, int]]:
+    def _files(self, page: SlotReference) -> list[tuple[Path, int]]:
         """The files of headers and slots, and where in each something of this slot begins."""
-        (file,) = (self._directory.path / "slabs").glob(f"{slab_number:08x}-*.slab")
-        return [(file.with_suffix(".headers"), slot * 128), (file, slot * int(file.stem.split("-")[1]))]
+        (file,) = (self._directory.home / "slabs").glob(f"{page.slab:08x}-*.slab")
+        return [(file.with_suffix(".headers"), page.slot * 128), (file, page.slot * int(file.stem.split("-")[1]))]
+
+    def _find(self, key: bytes) -> SlotReference | None:
+        found = self._directory.index.locate([key]).pages()
+        return found[0] if found else None
 
     def read(self, key: bytes) -> bytes | None:
-        place = self._directory.index.find(key)
-        if place is None:
+        page = self._find(key)
+        if page is None:
             return None
-        (headers, at), (slots, offset) = self._files(place.slab, place.slot)
-        return headers.read_bytes()[at : at + 128] + slots.read_bytes()[offset : offset + place.length]
+        (headers, at), (slots, offset) = self._files(page)
+        return headers.read_bytes()[at : at + 128] + slots.read_bytes()[offset : offset + page.length]
 
     def write(self, key: bytes, stored: bytes) -> None:
         """As if a writer had published ``stored`` under ``key``; in the page's own slot where it has one. Its seal is
@@ -88,38 +95,34 @@ class RawSlots:
             seal = envelope.seal_of(header)
         except FormatError:
             seal = bytes(envelope.SEAL_LENGTH)
-        index = self._directory.index
-        place = index.find(key)
-        with index.changing() as change:
-            if place is not None:
-                slab, slot = place.slab, place.slot
-                change.remove(key)
-            else:
-                slab, slot = -1, -1
-            if not change.slabs():
+        index, ticket = self._directory.index, self._directory.index.next_ticket()
+        index.register([key[:16]])
+        page = self._find(key)
+        if page is not None:
+            (row,) = index.seize(np.array([page.row]), ticket).tolist()
+        else:
+            if not index.view().slabs:
                 # No page was stored here yet.
-                self._directory.create_slab_file(change.add_slab(max(1, -(-len(payload) // 4096)) * 4096, 16))
-            slot_size = next(s.slot_size for s in change.slabs() if slab in (-1, s.number))
-            payload, portion = payload[:slot_size], index.next_portion()
-            taken = []
-            while not taken or slab not in (-1, taken[-1].slab) or slot not in (-1, taken[-1].slot):
-                (found,) = change.take_free_slots(slot_size, 1, portion).T.tolist()
-                taken.append(SlotReference(*found, len(payload), len(taken)))
-            slab, slot = taken[-1][:2]
-            written = SlotReferences.of(taken[-1:])
-            keys = [bytes(48)] * (len(taken) - 1) + [key]
-            assert change.publish(portion, keys, SlotReferences.of(taken), written) == [True]
-        first = next(s.first_record for s in index.slabs() if s.number == slab)
-        index.seals[first + slot] = np.frombuffer(seal, np.uint64)
+                slab = index.begin_slab(max(1, -(-len(payload) // 4096)) * 4096, lambda _: 16)
+                assert slab is not None
+                self._directory.create_slab_files(slab)
+                index.finish_slab(slab)
+            (size, *_) = index.view().slots
+            (row,) = index.take(size, 1, ticket, 0, np.empty(0, np.int64), evicting=True)[0].tolist()
+        (slab_number,), (slot,) = (column.tolist() for column in index.places_of(np.array([row])))
+        slot_size = index.view().slabs[slab_number].slot_size
+        written = SlotReferences.of([SlotReference(slab_number, slot, min(len(payload), slot_size), 0, row)])
+        index.memory.rows[row, SEAL : SEAL + 2] = np.frombuffer(seal, np.int64)
+        assert index.publish(ticket, [key], written, written, 0, milliseconds()) == [1]
         for (file, offset), content in zip(
-            self._files(slab, slot), (header, payload.ljust(slot_size, b"\0")), strict=True
+            self._files(written.pages()[0]), (header, payload[:slot_size].ljust(slot_size, b"\0")), strict=True
         ):
             with file.open("r+b") as opened:
                 opened.seek(offset)
                 opened.write(content)
 
     def keys(self) -> list[bytes]:
-        return [page.key for page in self._directory.index.pages()]
+        return [page.key for page in SlabListing(self._directory.path).pages()]
 
 
 class SpreadRaw:

@@ -268,7 +268,7 @@ def test_a_configuration_of_one_type_imports_no_other(tmp_path: Path) -> None:
     code = (
         "import sys; from hicache_ext.config import ExtraConfig, load_config\n"
         "load_config(ExtraConfig.around({'tiers': {'pool': {'type': 'redis', 'url': 'redis://pool'}}}))\n"
-        "heavy = {'numpy', 'lmdb', 'numba', 'redis', 'obstore', 'mooncake', 'torch', 'hicache_sqlite'}\n"
+        "heavy = {'numpy', 'numba', 'redis', 'obstore', 'mooncake', 'torch', 'hicache_sqlite'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
         "print(sorted(name for name in sys.modules if name.startswith('hicache_ext.storage.tiers.')))"
     )

@@ -9,7 +9,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.memory import PageMemory, addresses_of
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
 from hicache_ext.storage.tiers.file.slab import page_moves, slot_code
-from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from tests.storage.media import Slabs

@@ -95,13 +95,13 @@ def test_every_rank_and_pool_of_a_prompt_is_brought(config, pool, tmp_path):
     assert (again.fetched, again.present) == (0, 30)
 
 
-def test_slabs_of_an_older_format_are_left_to_a_server(config, pool, tmp_path):
+def test_slabs_of_a_former_release_are_left_to_a_server(config, pool, tmp_path):
     fill(pool, identity())
     (tmp_path / "nvme" / "slabs").mkdir(parents=True)
-    (tmp_path / "nvme" / "hicache_ext.json").write_text('{"format": 1, "layout": "slab"}')
+    (tmp_path / "nvme" / "hicache_ext.json").write_text('{"format": 2, "layout": "slab"}')
     slab = tmp_path / "nvme" / "slabs" / "00000000-4096.slab"
     slab.write_bytes(bytes(4096))
-    with pytest.raises(WarmError, match="is of an older format; the next server that starts takes it over"):
+    with pytest.raises(WarmError, match="holds slabs of a former release; start a server on it first"):
         warm_prompts(config, [TOKENS])
     assert slab.exists()
 

@@ -144,6 +144,13 @@ def identity_of(keys: Sequence[bytes]) -> bytes:
     return keys.identity if isinstance(keys, PageKeys) else keys[0][:IDENTITY_LENGTH]
 
 
+def identities_of(keys: Sequence[bytes]) -> list[bytes]:
+    """The identities of these pages, each once."""
+    if isinstance(keys, PageKeys):
+        return [keys.identity]
+    return list(dict.fromkeys([key[:IDENTITY_LENGTH] for key in keys]))
+
+
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
     """The keys as int64, shape (pages, 6), for compiled code."""
     if isinstance(keys, PageKeys):

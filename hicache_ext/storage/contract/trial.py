@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.runtime.liveness import writer_alive, writer_name
+from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.members import Members, living_members
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 
@@ -27,6 +28,11 @@ _PAGES = 16
 _PAGE_BYTES = 1 << 20
 _LOOK_UPS = 10
 _TRIAL = ".hicache-ext-trial-"
+_BEGUN = f"{_TRIAL}begun-"
+_MEMBERS = f"{_TRIAL}members"
+"""In the directory of a trial: who is at it (runtime/members.py)."""
+_LONGEST_TRIAL = 600.0
+"""Seconds."""
 
 
 def nearest_directory(path: Path) -> Path:
@@ -47,13 +53,28 @@ def trial_directory(path: Path) -> Iterator[Path]:
     place = nearest_directory(path)
     for left in place.glob(f"{_TRIAL}*"):
         with suppress(OSError):
-            if not writer_alive(left.name.removeprefix(_TRIAL).rpartition("-")[0], left.lstat().st_ctime):
+            if _is_left_over(left):
                 shutil.rmtree(left)
-    made = Path(tempfile.mkdtemp(prefix=f"{_TRIAL}{writer_name()}-", dir=place))
+    made = Path(tempfile.mkdtemp(prefix=_BEGUN, dir=place))
     try:
-        yield made
+        members = Members(made / _MEMBERS)
+        try:
+            made = made.rename(made.with_name(made.name.replace(_BEGUN, _TRIAL)))
+            yield made
+        finally:
+            members.close()
     finally:
         shutil.rmtree(made)
+
+
+def _is_left_over(trial: Path) -> bool:
+    """Raises OSError."""
+    members = trial / _MEMBERS
+    if living_members(members):
+        return False
+    # Locks may not hold between machines; and one that has just begun has no member yet.
+    is_known = members.exists() and not trial.name.startswith(_BEGUN) and file_system_of(trial).local
+    return is_known or time.time() - trial.lstat().st_ctime > _LONGEST_TRIAL
 
 
 def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES) -> list[Finding]:

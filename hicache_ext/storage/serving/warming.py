@@ -22,7 +22,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiers.file.manifest import is_taken_over
+from hicache_ext.storage.tiers.file.manifest import holds_former_slabs, holds_slabs
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _PAGES_AT_ONCE = 64
@@ -66,7 +66,7 @@ def warm_prompts(
     """
     target_name, source_names = _route(config, to)
     for name in (target_name, *source_names):
-        _refuse_older_format(name, config.tiers[name])
+        _refuse_former_slabs(name, config.tiers[name])
     opened: list[PageStore] = []
     try:
         opened += [open_tier(name, config.tiers[name]) for name in source_names]
@@ -218,11 +218,12 @@ def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -
     return {digest: document for digest, document in documents.items() if document["model"]["id"] == chosen}
 
 
-def _refuse_older_format(name: str, tier: TierConfig) -> None:
-    """Only a server may take over a directory of an older format: that gives up its pages."""
-    for path in tier.directories():
-        if is_taken_over(Path(path), "slab"):
-            raise WarmError(f"tier {name}: {path!r} is of an older format; the next server that starts takes it over")
+def _refuse_former_slabs(name: str, tier: TierConfig) -> None:
+    """Only a server may begin beside slabs of a former release: their room is needed then, and their pages go."""
+    for directory in tier.directories():
+        path = Path(directory)
+        if holds_former_slabs(path) and not holds_slabs(path):
+            raise WarmError(f"tier {name}: {directory!r} holds slabs of a former release; start a server on it first")
 
 
 def _describes(document: Mapping[str, Any], digest: bytes) -> bool:

@@ -29,8 +29,10 @@ def store(place):
 
 
 @pytest.fixture
-def directory(place) -> PageDirectory:
-    return PageDirectory(place, "disk")
+def directory(place):
+    directory = PageDirectory(place, "disk")
+    yield directory
+    directory.close()
 
 
 @pytest.fixture

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import grp
 import multiprocessing
 import os
 import pwd
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,19 @@ import pytest
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.runtime import file_lock
+from hicache_ext.runtime.access import Access
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
-from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
+from tests.campaigns.slab_insides import hold
 
 LAYOUTS = ("pages", "slab")
 SOMEBODY, SOMEBODY_ELSE, TEAM = 54321, 54322, 54323
@@ -117,6 +119,21 @@ def as_account(uid: int, groups: list[int], call: Callable[[], Any]) -> Any:
     finally:
         process.join(10)
         process.kill()
+
+
+def slabs_of_this_version(path: Path) -> dict[str, Path]:
+    """The files of a directory in which a server of slabs is at work, by name."""
+    used(path, "slab")
+    home = slab_home(path)
+    files = {name: home / name for name in ("hicache_ext.json", "lock", "members", "ranks", "0123456789.sock")}
+    files |= {name: home / "slabs" / name for name in ("00000000-4096.slab", "00000000-4096.headers")}
+    for file in files.values():
+        if file.suffix == ".sock":
+            with contextlib.chdir(home), socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(file.name)
+        else:
+            file.touch()
+    return files
 
 
 def loosened(path: Path) -> Path:
@@ -234,6 +251,8 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
         "pages/index.html": 0o644,
         "index": 0o755,
         "index/vectors.db": 0o644,
+        "v3": 0o755,
+        "v3/index.html": 0o644,
         "pins": 0o775,
         "pins/board.txt": 0o664,
     }
@@ -250,7 +269,7 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
     assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o666
     with pytest.MonkeyPatch.context() as patch:
         # Left-overs of killed writers go when they are old.
-        patch.setattr("hicache_ext.runtime.liveness._FOREIGN_WRITER_SILENCE", -1.0)
+        patch.setattr("hicache_ext.storage.tiers.file.writers.SILENCE", -1.0)
         for _ in range(2):
             used(tmp_path, layout)
     assert {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in theirs} == theirs
@@ -258,15 +277,63 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
     assert {(tmp_path / name).read_text() for name, mode in theirs.items() if not mode & 0o100} == {"precious"}
 
 
-def test_an_index_of_somebody_else_is_no_place_for_slabs(tmp_path: Path) -> None:
-    (tmp_path / "index").mkdir()
-    (tmp_path / "index" / "data.mdb").write_text("precious")
-    before = sorted((str(entry), entry.stat().st_mode) for entry in [tmp_path, *tmp_path.rglob("*")])
-    with pytest.raises(StoreSetupError, match="is an index, and not of this package"):
-        opened(tmp_path, "slab")
-    assert sorted((str(entry), entry.stat().st_mode) for entry in [tmp_path, *tmp_path.rglob("*")]) == before
-    opened(tmp_path, "pages").close()
-    assert (tmp_path / "index" / "data.mdb").read_text() == "precious"
+@pytest.mark.parametrize("group", [False, True], ids=["private", "group"])
+def test_a_start_corrects_all_that_slabs_of_this_version_have_sockets_too(tmp_path: Path, group: bool) -> None:
+    files = slabs_of_this_version(tmp_path / "l3")
+    loosened(tmp_path / "l3")
+    prepare_directory(tmp_path / "l3", Access(group), "disk", is_tier=True)
+    assert modes(tmp_path / "l3") == (SHARED if group else PRIVATE)
+    assert stat.S_ISSOCK(files["0123456789.sock"].stat().st_mode)
+
+
+def test_files_of_others_among_slabs_of_this_version_keep_their_modes_with_the_directories_around_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = slabs_of_this_version(tmp_path)
+    theirs = [tmp_path / "v3" / "slabs" / "notes.txt", tmp_path / "v3" / "slabs" / "00000001-4096.sock"]
+    for stranger in theirs:
+        stranger.write_text("theirs")
+    loosened(tmp_path)
+    prepare_directory(tmp_path, Access(), "disk", is_tier=True)
+    for kept in (tmp_path, tmp_path / "v3", tmp_path / "v3" / "slabs"):
+        assert stat.S_IMODE(kept.stat().st_mode) == 0o755
+        assert f"{kept} holds other things than this tier ('" in caplog.text
+    assert {stat.S_IMODE(file.stat().st_mode) for file in theirs} == {0o644}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files.values()} == {0o600}
+
+
+def test_the_directory_of_a_newer_release_is_no_strangers_and_keeps_its_modes(tmp_path: Path) -> None:
+    slabs_of_this_version(tmp_path)
+    (tmp_path / "v4").mkdir()
+    for name in ("hicache_ext.json", "lock"):
+        (tmp_path / "v4" / name).write_text("{}")
+    loosened(tmp_path)
+    prepare_directory(tmp_path, Access(), "disk", is_tier=True)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+    assert modes(tmp_path / "v4") == {"directories": {"0755"}, "files": {"0644"}}
+
+
+@pytest.mark.parametrize("name", ["v3", "v4"])
+def test_a_directory_of_somebody_else_that_is_named_as_a_version_keeps_its_modes(tmp_path: Path, name: str) -> None:
+    used(tmp_path, "pages")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "lock").write_text("theirs")
+    loosened(tmp_path)
+    prepare_directory(tmp_path, Access(), "disk", is_tier=True)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    assert modes(tmp_path / name) == {"directories": {"0755"}, "files": {"0644"}}
+
+
+def test_an_index_of_somebody_else_is_left_alone_beside_slabs(tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir(mode=0o755)
+    (tmp_path / "index" / "notes.db").write_text("precious")
+    for layout in ("slab", "pages"):
+        path = tmp_path / layout
+        shutil.copytree(tmp_path / "index", path / "index")
+        for _ in range(2):
+            used(path, layout)
+        assert (path / "index" / "notes.db").read_text() == "precious"
+        assert stat.S_IMODE((path / "index").stat().st_mode) == 0o755
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -305,13 +372,15 @@ def test_a_file_that_somebody_has_linked_elsewhere_is_not_opened(tmp_path: Path)
     victim = tmp_path / "victim"
     victim.write_text("theirs")
     victim.chmod(0o644)
-    for name in ("lock", "index/header"):
+    for name in ("v3/lock", "v3/members", "v3/slabs/*.headers", "v3/slabs/*.slab"):
         path = tmp_path / name.replace("/", "-")
         used(path, "slab")
-        (path / name).unlink()
-        (path / name).symlink_to(victim)
-        with suppress(StoreSetupError):
-            opened(path, "slab").close()
+        (file,) = path.glob(name)
+        file.unlink()
+        file.symlink_to(victim)
+        store = opened(path, "slab")
+        store_pages(store, page_keys(40))
+        store.close()
         assert (victim.read_text(), stat.S_IMODE(victim.stat().st_mode)) == ("theirs", 0o644)
 
 
@@ -345,7 +414,8 @@ def test_a_file_system_without_links_and_without_synced_directories_will_do(
     monkeypatch.setattr(os, "fsync", files_only)
     for layout in LAYOUTS:
         used(tmp_path / layout, layout)
-        assert (tmp_path / layout / "hicache_ext.json").read_text().endswith("}\n")
+        home = slab_home(tmp_path / layout) if layout == "slab" else tmp_path / layout
+        assert (home / "hicache_ext.json").read_text().endswith("}\n")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -382,7 +452,8 @@ def test_another_account_reads_nothing_and_holds_no_lock(open_place: Path, layou
 
     def pry() -> list[str]:
         got = []
-        for name in ("", "lock", "usage", "hicache_ext.json", "slabs", "pages", "index/data.mdb", "pins/prompt.json"):
+        names = ["", "v3", "v3/hicache_ext.json", "v3/slabs", "v3/members", "v3/lock"]
+        for name in (*names, "usage", "hicache_ext.json", "pages", "pins/prompt.json"):
             try:
                 os.close(os.open(open_place / "l3" / name, os.O_RDONLY))
                 got.append(name)
@@ -480,7 +551,6 @@ def test_an_index_that_a_tool_of_root_makes_anew_is_the_servers(open_place: Path
     open_place.chmod(0o777)
     path = open_place / "l3"
     as_account(SOMEBODY, [], lambda: used(path, "slab"))
-    (path / "trust").write_text("another boot")
     before = os.umask(umask_of_root)
     try:
         assert main(["gc", str(path)]) == 0
@@ -522,80 +592,36 @@ def test_who_may_not_read_is_told_so(open_place: Path, layout: str) -> None:
 # -- locks -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _held(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    yield
-    os.close(fd)
-
-
-@pytest.mark.parametrize(("layout", "lock"), [("pages", "usage"), ("slab", "lock")])
-def test_a_start_does_not_wait_for_ever_for_a_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, layout: str, lock: str
-) -> None:
-    used(tmp_path, layout)
-    monkeypatch.setattr(file_lock, "PATIENCE", 0.2)
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.directory.PATIENCE", 0.2)
-    with _held(tmp_path / lock):
-        with pytest.raises(StoreSetupError, match=r"another process has held .* and does nothing") as refused:
-            opened(tmp_path, layout)
-        assert "\n" not in str(refused.value)
-    assert f"waiting for {tmp_path / lock}" in caplog.text
-    opened(tmp_path, layout).close()
+def test_a_start_does_not_wait_for_ever_for_another_one_that_is_stopped(tmp_path: Path) -> None:
+    used(tmp_path, "slab")
+    end = hold(tmp_path, "joining")
+    with pytest.raises(StoreSetupError, match="another process that is opening it does not go on") as refused:
+        opened(tmp_path, "slab")
+    assert "\n" not in str(refused.value)
+    end()
+    opened(tmp_path, "slab").close()
 
 
 def _stop_amid_a_change(path: Path, ready: Any) -> None:
-    with slab_directory(path, "disk") as directory, directory.index.changing():
-        ready.put(os.getpid())
-        os.kill(os.getpid(), signal.SIGSTOP)
+    hold(path, "change")
+    ready.put(os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.slow
-def test_a_start_does_not_wait_for_ever_for_somebody_stopped_amid_a_change_of_the_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_does_not_wait_for_ever_for_somebody_stopped_amid_a_change_of_the_index(tmp_path: Path) -> None:
     used(tmp_path, "slab")
     ready: Any = _SPAWN.SimpleQueue()
     process = _SPAWN.Process(target=_stop_amid_a_change, args=(tmp_path, ready))
     process.start()
     ready.get()
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.directory.PATIENCE", 0.5)
-    with pytest.raises(StoreSetupError, match="stopped amid a change of it, perhaps"):
+    with pytest.raises(StoreSetupError, match="a process that changes its index does not go on"):
         opened(tmp_path, "slab")
     process.kill()
     process.join()
-    for thread in threading.enumerate():
-        if thread.name == "hicache-open-index":
-            thread.join(30)
     store = opened(tmp_path, "slab")
     assert_hits(store, page_keys(40))
     store.close()
-
-
-def test_who_holds_a_lock_and_works_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    holder = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    waiting = os.open(path, os.O_RDWR)
-    signs = 0
-    begun = os.fstat(holder).st_mtime_ns
-
-    def try_lock(fd: int, operation: int) -> bool:
-        nonlocal signs
-        signs += 1
-        os.utime(holder, ns=(begun + signs, begun + signs))
-        if signs == 40:
-            fcntl.flock(holder, fcntl.LOCK_UN)
-        return file_lock_try(fd, operation)
-
-    file_lock_try = file_lock.try_lock
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_lock, "try_lock", try_lock)
-        file_lock.lock_within(waiting, fcntl.LOCK_SH, 0.2, path)
-    assert signs == 40
-    os.close(waiting)
-    os.close(holder)
 
 
 # -- the configuration -------------------------------------------------------------------------------------------------

@@ -9,13 +9,11 @@ import mmap
 import os
 import random
 import re
-import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,15 +26,16 @@ import hicache_ext
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import Addresses, PageMemory, addresses_of
 from hicache_ext.runtime import jit
+from hicache_ext.runtime.code_cache import code_cache
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.slab import compiled_code as compiled_code_module
-from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode, compiled_code, wait_for_compiled_code
-from hicache_ext.storage.tiers.file.slab.directory import SlabFile
+from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
+from hicache_ext.storage.tiers.file.slab.loading import compiled_code, wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
-from hicache_ext.storage.tiers.file.slab.records import Slab
-from hicache_ext.storage.tiers.file.slab.shapes import slot_size_of
+from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, slot_size_of
+from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL
 from hicache_ext.storage.tiers.file.slab.slot_io import SlotIo
 from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference, SlotReferences
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
@@ -48,6 +47,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
+from tests.campaigns.slab_insides import faults as faults_of_index
 from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
 
 pytestmark = pytest.mark.skipif(wait_for_compiled_code() is None, reason="numba, or what it compiles for, is not there")
@@ -56,7 +56,7 @@ PACKAGE = Path(hicache_ext.__file__).parent
 MIB = 1 << 20
 GUARD = 512
 UNTOUCHED = 0xC3
-UNTOUCHED_SEAL = 0xC3C3C3C3C3C3C3C3
+UNTOUCHED_WORD = 0xC3C3C3C3C3C3C3C3
 SLOTS = 24
 """In each slab."""
 
@@ -68,11 +68,14 @@ class Slabs:
         place.mkdir(exist_ok=True)
         self.payload, self.slot = payload, slot_size_of(payload)
         self._place = place
-        # The seals of each slab lie between others.
+        # The rows of each slab lie between others.
         self._slabs = {
             number: Slab(number, self.slot, slots, 3 + row * (slots + 3)) for row, number in enumerate(numbers)
         }
-        self.seals = np.full((3 + len(self._slabs) * (slots + 3), 2), UNTOUCHED_SEAL, np.uint64)
+        rows = np.full((3 + len(self._slabs) * (slots + 3), ROW_WORDS), UNTOUCHED_WORD, np.uint64).view(np.int64)
+        self.index = SimpleNamespace(memory=SimpleNamespace(rows=rows))
+        self.rows = rows.view(np.uint64)
+        self.seals = self.rows[:, SEAL : SEAL + 2]
         for slab in self._slabs.values():
             for file, size in ((SlabFile.SLOTS, slab.size), (SlabFile.HEADERS, slab.headers_size)):
                 self.path(slab, file).write_bytes(bytes([UNTOUCHED]) * size)
@@ -97,7 +100,7 @@ class Slabs:
             with suppress(OSError):
                 of_slots = resources.enter_context(self.opened(slab, file))
                 of_headers = resources.enter_context(self.opened(slab, SlabFile.HEADERS)) if headers else -1
-                rows.append((slab.number, of_slots, of_headers, slab.first_record))
+                rows.append((slab.number, of_slots, of_headers, slab.first_row))
         return np.array(rows, np.int64).reshape(-1, 4), resources.close
 
     def slots(self) -> dict[tuple[int, int], tuple[bytes, bytes, bytes]]:
@@ -106,7 +109,7 @@ class Slabs:
             (slab.number, slot): (
                 content[slot * self.slot : (slot + 1) * self.slot],
                 headers[slot * 128 : (slot + 1) * 128],
-                self.seals[slab.first_record + slot].tobytes(),
+                self.seals[slab.first_row + slot].tobytes(),
             )
             for slab in self._slabs.values()
             for content in [self.path(slab).read_bytes()]
@@ -115,9 +118,10 @@ class Slabs:
         }
 
     def assert_nothing_beside_the_seals(self) -> None:
-        inside = {slab.first_record + slot for slab in self._slabs.values() for slot in range(slab.slots)}
+        inside = {slab.first_row + slot for slab in self._slabs.values() for slot in range(slab.slots)}
         beside = [row for row in range(len(self.seals)) if row not in inside]
-        assert (self.seals[beside] == UNTOUCHED_SEAL).all()
+        assert (self.seals[beside] == UNTOUCHED_WORD).all()
+        assert (np.delete(self.rows, [SEAL, SEAL + 1], axis=1) == UNTOUCHED_WORD).all()
 
     def flip(self, slab: int, at: int, bit: int = 0, file: SlabFile = SlabFile.SLOTS) -> None:
         with self.path(self._slabs[slab], file).open("r+b") as opened:
@@ -203,7 +207,7 @@ def assert_read_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences
         key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
         slab = slabs.slab(page.slab)
         assert io.read(slab, page.slot, [segments]) == size
-        assert io.seal(slab, page.slot) == envelope.page_seal(key, size, segments)
+        assert io.seal(slab.first_row + page.slot) == envelope.page_seal(key, size, segments)
         assert envelope.reason_to_refuse(io.header(slab, page.slot), key, segments) is None
 
 
@@ -373,7 +377,7 @@ def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
         slabs.flip(0, 3 * slabs.slot + at, bit)
         assert_not_done(slabs, batch, placed, mode)
         slabs.flip(0, 3 * slabs.slot + at, bit)
-    seal = slabs.seals[slabs.slab(0).first_record + 3]
+    seal = slabs.seals[slabs.slab(0).first_row + 3]
     for bit in range(128):
         seal[bit // 64] ^= np.uint64(1 << bit % 64)
         assert_not_done(slabs, batch, placed, mode)
@@ -408,7 +412,7 @@ def test_a_seal_of_anything_else_is_never_done(tmp_path, monkeypatch, sizes, mod
     monkeypatch.setattr(compiled_code_module, "AT_ONCE", 16384)
     monkeypatch.setattr(compiled_code_module, "AT_ONCE_DIRECT", 16384)
     slabs, batch, placed = one_page(tmp_path, sizes)
-    header, row = slabs.slots()[0, 3][1], slabs.slab(0).first_record + 3
+    header, row = slabs.slots()[0, 3][1], slabs.slab(0).first_row + 3
     for at in range(88):
         changed = bytes([*header[:at], header[at] ^ 0x10, *header[at + 1 :]])
         slabs.seals[row] = np.frombuffer(envelope.seal_of(changed), np.uint64)
@@ -419,19 +423,14 @@ def test_a_seal_of_anything_else_is_never_done(tmp_path, monkeypatch, sizes, mod
 
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("first", [-4, 27, 1 << 40, -(1 << 40)])
-def test_a_slab_whose_seals_are_not_there_is_left_and_no_word_beside_them_is_touched(tmp_path, write, first):
-    """Dropped since, and mapped anew."""
+def test_a_slab_whose_rows_are_not_there_is_left_and_no_word_beside_them_is_touched(tmp_path, write, first):
     slabs, batch, placed = one_page(tmp_path, [1000])
-    known, seals = slabs.slab(0), slabs.seals.copy()
+    known, rows = slabs.slab(0), slabs.rows.copy()
     slabs._slabs[0] = Slab(0, known.slot_size, known.slots, first)
     for _ in range(2):
         moving = move(slabs, batch, placed, write=write)
         assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
-    assert (slabs.seals == seals).all()
-    io = SlotIo(slabs, IoPlan(read="buffered", write="buffered"), TierMetrics("disk"))
-    assert io.seal(slabs.slab(0), 3) == b""
-    assert not io.write(slabs.slab(0), 3, [bytes(128)], batch.buffers)
-    assert (slabs.seals == seals).all()
+    assert (slabs.rows == rows).all()
 
 
 def test_only_the_bad_page_of_a_run_is_left(tmp_path):
@@ -598,7 +597,7 @@ def test_a_disk_that_fails_and_stops_halfway_gives_no_wrong_page(tmp_path, monke
     assert faults.injected["preadv:short"] and faults.injected["pwritev:EIO"]
     for key, result, payload in zip(keys, *read_pages(store, keys, sizes), strict=True):
         assert result is GetResult.MISS or (result is GetResult.HIT and payload == payload_of(key, sum(sizes)))
-    assert store._directory.index.check() == []
+    assert faults_of_index(tmp_path / "tier") == []
     store.close()
 
 
@@ -681,7 +680,7 @@ def test_a_piece_that_raises_leaves_no_slot_taken_and_no_descriptor_in_use(tmp_p
         assert read_pages(store, keys)[0] == [GetResult.ERROR] * 20
     assert [descriptor.users for descriptor in store._directory._descriptors.values()] == [0, 0]
     assert_hits(store, keys)
-    assert store._directory.index.check() == []
+    assert faults_of_index(tmp_path / "tier") == []
     store.close()
 
 
@@ -697,86 +696,15 @@ def test_pages_in_any_order_are_those_of_their_positions(tmp_path):
     store.close()
 
 
-# -- where it cannot be had --------------------------------------------------------------------------------------------
-
-_USE_TWO_STORES = """
-import logging, sys
-from pathlib import Path
-
-said = []
-handler = logging.Handler()
-handler.emit = lambda record: said.append(record.getMessage())
-logging.getLogger("hicache_ext").addHandler(handler)
-logging.getLogger("hicache_ext").setLevel(logging.INFO)
-{first}
-from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code
-from hicache_ext.storage.tiers.file.slab.store import SlabStore
-from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-
-for name in ("one", "other"):
-    store = SlabStore("disk", Path(sys.argv[1]) / name, capacity=64 << 20)
-    assert all(result.durable for result in store_pages(store, page_keys(30), [1000, 7192]))
-    assert_hits(store, page_keys(30), [1000, 7192])
-    store.close()
-way = "compiled" if wait_for_compiled_code() else "python"
-print(way, [line for line in said if "moves its pages in Python" in line])
-"""
+# -- where it is not what Python is -----------------------------------------------------------------------------------
 
 
-def use_two_stores(tmp_path: Path, first: str = "", package: Path = PACKAGE, **environment: str) -> str:
-    """What a process of its own says that uses two stores."""
-    known = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
-    done = subprocess.run(
-        [sys.executable, "-c", _USE_TWO_STORES.format(first=first), str(tmp_path)],
-        env={**known, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1", **environment},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.mark.parametrize(
-    ("first", "environment", "why"),
-    [
-        pytest.param("sys.modules['numba'] = None", {}, "numba", id="no numba"),
-        pytest.param("sys.modules['llvmlite'] = None", {}, "llvmlite", id="numba that does not work"),
-        pytest.param("", {"NUMBA_DISABLE_JIT": "1"}, "NUMBA_DISABLE_JIT", id="a compiler that is switched off"),
-        pytest.param("import xxhash; xxhash._xxhash.__file__ = 'no.so'", {}, "no.so", id="an xxhash without code"),
-    ],
-)
-def test_a_store_without_compiled_code_works_and_says_once_why(tmp_path, first, environment, why):
-    way, said = use_two_stores(tmp_path, first, **environment).split(" ", 1)
-    assert way == "python"
-    assert said.count("moves its pages in Python") == 1
-    assert why in said
-
-
-@pytest.mark.slow
-def test_code_is_compiled_also_where_no_directory_for_its_cache_is_writable(tmp_path):
-    package = tmp_path / "copy" / "hicache_ext"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    # Nobody can make a directory in the place of a file, not even root.
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
-    for place in ("page", "runtime", "storage/tiers/file", "storage/tiers/file/slab"):
-        (package / place / "__pycache__").touch()
-    environment = dict.fromkeys(("NUMBA_CACHE_DIR", "HOME", "XDG_CACHE_HOME"), str(in_the_way / "cache"))
-    assert use_two_stores(tmp_path, package=package, **environment) == "compiled []"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", ["nbi", "nbc"])
-def test_code_is_compiled_also_where_its_cache_is_broken(tmp_path, broken):
-    cache = tmp_path / "cache"
-    assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"
-    files = list(cache.glob(f"**/*.{broken}"))
-    assert len(files) > 3
-    for file in files:
-        file.write_bytes(b"")
-    assert use_two_stores(tmp_path, NUMBA_CACHE_DIR=str(cache)) == "compiled []"
+@pytest.fixture
+def kept() -> Mapping[str, bytes]:
+    """The compiled functions of this version."""
+    functions, refused = code_cache().find()
+    assert functions is not None, refused
+    return functions
 
 
 def _says_done(*arguments: Any) -> None:
@@ -790,39 +718,26 @@ def _counts_nothing(move: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("name", ["read_pages", "write_pages"])
 @pytest.mark.parametrize("wrong", [_says_done, lambda *_: None])
-def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used(monkeypatch, name, wrong):
+def test_code_that_makes_or_takes_other_pages_than_the_envelope_says_is_not_used(monkeypatch, kept, name, wrong):
     from hicache_ext.storage.tiers.file.slab import compiled_runs
 
     monkeypatch.setattr(compiled_runs, name, wrong)
-    with pytest.raises(ImportError, match="not those of this version"):
+    with jit.loading_from(kept), pytest.raises(ImportError, match="not those of this version"):
         CompiledCode()
 
 
 @pytest.mark.parametrize("name", ["read_pages", "write_pages"])
-def test_code_that_does_not_say_how_many_pages_it_moved_is_not_used(monkeypatch, name):
+def test_code_that_does_not_say_how_many_pages_it_moved_is_not_used(monkeypatch, kept, name):
     from hicache_ext.storage.tiers.file.slab import compiled_runs
 
     monkeypatch.setattr(compiled_runs, name, _counts_nothing(getattr(compiled_runs, name)))
-    with pytest.raises(ImportError, match="does not count its pages"):
+    with jit.loading_from(kept), pytest.raises(ImportError, match="does not count its pages"):
         CompiledCode()
-
-
-def test_threads_that_need_it_at_the_same_time_have_one_code(monkeypatch):
-    monkeypatch.setattr(compiled_code_module, "_loading", compiled_code_module._Loading())
-    monkeypatch.setattr(compiled_code_module, "use", lambda *_: {})
-    found: list[object] = []
-    threads = [threading.Thread(target=lambda: found.append(wait_for_compiled_code())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert None not in found
-    assert len(set(found)) == 1
 
 
 def test_kernels_that_do_something_else_than_the_plain_ones_are_not_used():
     kernels = dict(compiled_code().kernels)
-    kernels["evict_pages"] = lambda *_: 0
+    kernels["evict"] = lambda *_: 0
     with pytest.raises(ImportError, match="its index is not that of this version"):
         compiled_code_module._check_kernels(kernels)
 
@@ -835,35 +750,6 @@ def test_kernels_that_make_other_keys_or_addresses_are_not_used(name, answer):
     kernels[name] = lambda *_: answer
     with pytest.raises(ImportError, match="its keys are not those of this version"):
         compiled_code_module._check_batch_kernels(kernels)
-
-
-@pytest.mark.slow
-def test_a_store_is_there_at_once_while_its_code_is_compiled_by_another_process(tmp_path):
-    """SGLang's scheduler opens tiers."""
-    before = "import time; begun = time.monotonic()"
-    after = """
-print(compiled_code() is None, why_not_compiled(), find_spec("numba") is not None)
-threads = [thread.name for thread in threading.enumerate()]
-print("hicache-compile" in threads, wait_for_compiled_code() is not None, why_not_compiled())
-"""
-    code = _USE_TWO_STORES.format(first=before).rsplit("way =", 1)[0] + "\n".join(
-        [
-            "import threading",
-            "from importlib.util import find_spec",
-            "from hicache_ext.storage.tiers.file.slab.compiled_code import compiled_code, why_not_compiled",
-            after,
-        ]
-    )
-    known = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
-    environment = {**known, "PYTHONPATH": str(PACKAGE.parent), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    for said in (
-        "True it is being compiled, once per version and machine True\nTrue True None",
-        "False None True\nFalse True None",
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
 
 
 def test_what_is_compiled_is_kept_until_one_of_its_modules_changes() -> None:

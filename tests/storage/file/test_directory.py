@@ -6,12 +6,14 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
@@ -72,6 +74,7 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
     assert found == [
         "hicache_ext.json",
         f"identities/{IDENTITY.hex()}.json",
+        "members",
         f"pages/{IDENTITY.hex()}/{page_hash[:2]}/{page_hash}.page",
         "usage",
     ]
@@ -105,8 +108,39 @@ def test_a_file_where_the_pages_should_be_is_refused(place):
         PageDirectory(place, "disk")
 
 
-def test_an_account_that_cannot_be_opened_is_refused(place, directory):
-    (place / "usage").mkdir()
+@pytest.mark.parametrize("name", ["usage", "members"])
+@pytest.mark.parametrize("kind", ["directory", "symlink", "pipe"])
+def test_what_is_no_file_in_the_place_of_one_is_moved_aside_whole(place, open_store, name, kind, tmp_path):
+    keys = page_keys(5)
+    first = open_store(capacity=1 << 20)
+    store_pages(first, keys)
+    first.close()
+    (place / name).unlink()
+    match kind:
+        case "directory":
+            (place / name).mkdir()
+            (place / name / "thesis.tex").write_text("years of work")
+        case "symlink":
+            (tmp_path / "theirs").write_text("years of work")
+            (place / name).symlink_to(tmp_path / "theirs")
+        case "pipe":
+            os.mkfifo(place / name)
+    store = open_store(capacity=1 << 20)
+    assert_hits(store, keys)
+    assert all(result.durable for result in store_pages(store, page_keys(10)))
+    assert account_and_walk(store)[0] == account_and_walk(store)[1]
+    (aside,) = place.glob(f"{name}.not-a-file-*")
+    if kind == "directory":
+        assert (aside / "thesis.tex").read_text() == "years of work"
+    if kind == "symlink":
+        assert aside.is_symlink() and (tmp_path / "theirs").read_text() == "years of work"
+
+
+def test_an_account_that_cannot_be_opened_is_refused(place, directory, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("hicache_ext.runtime.file_lock.fcntl.flock", fail)
     with pytest.raises(StoreSetupError, match="account"):
         PageFileStore("disk", place, capacity=None)
 
@@ -155,12 +189,25 @@ def test_the_file_of_a_killed_writer_is_removed_and_that_of_a_living_one_stays(p
     process = _SPAWN.Process(target=_stand_still, args=(str(place), ready))
     process.start()
     left = Path(ready.get(timeout=60))
-    PageDirectory(place, "disk")
+    PageFileStore("disk", place, capacity=None).close()
     assert left.exists()
     process.kill()
     process.join()
-    PageDirectory(place, "disk")
+    PageFileStore("disk", place, capacity=None).close()
     assert not left.exists()
+
+
+@pytest.mark.parametrize(("age", "stays"), [(500, True), (700, False)])
+def test_the_file_of_a_writer_of_an_earlier_version_is_removed_after_ten_minutes(
+    place, directory, monkeypatch, age, stays
+):
+    """Its name is that of a host and a pid, which say nothing between containers."""
+    left = directory.temporary / "elsewhere:17:4711.3.tmp"
+    left.write_bytes(b"half a page")
+    now = left.stat().st_ctime + age
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.writers.time.time", lambda: now)
+    directory.remove_left_overs()
+    assert left.exists() is stays
 
 
 def test_only_what_was_made_is_charged_for_directories(directory):
@@ -237,12 +284,25 @@ def test_clearing_that_a_kill_interrupted_is_finished_by_the_next_start(place, o
     store_pages(store, keys)
     strangers = _put_strangers(place, keys[0])
     tree = store._directory.detach_identity(IDENTITY)
+    # Gone, as after a kill: nobody has its number locked any more.
     store.close()
-    # As if its writer had run elsewhere and were gone.
-    _, _, rest = tree.name.split(":", 2)
-    dead = tree.with_name(f"{tree.name.split(':')[0]}:4194304:{rest}")
-    tree.rename(dead)
     again = open_store()
-    assert not dead.exists()
+    assert not tree.exists()
     assert again.contains(keys) == [False] * 10
     assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
+
+
+def test_a_directory_removed_under_a_server_is_shared_again_with_the_next_one(place, open_store):
+    """Each took the other for dead, and the account of the first one was that of a removed file."""
+    first = open_store(capacity=1 << 20)
+    store_pages(first, page_keys(10, prefix="before"))
+    for entry in list(place.iterdir()):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    second = open_store(capacity=1 << 20)
+    for number in range(10):
+        assert store_pages(first, [page_key(f"first {number}")]) == [SetResult.STORED]
+        assert store_pages(second, [page_key(f"second {number}")]) == [SetResult.STORED]
+    assert first.used_bytes() == second.used_bytes() == second._directory.count_occupied()
+    assert first._usage._members.living() == second._usage._members.living()
+    assert len(second._usage._members.living()) == 2
+    assert not second._usage.in_doubt()

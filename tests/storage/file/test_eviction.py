@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import random
 import subprocess
+import threading
+import time
 
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.testing.conformance.pages import (
     OTHER_IDENTITY,
     assert_hits,
@@ -152,3 +157,109 @@ def test_a_smaller_capacity_at_the_next_start_is_kept(open_store, place):
     smaller = open_store(capacity=CAPACITY)
     assert store_pages(smaller, [page_key("next")], PAGE) == [SetResult.STORED]
     assert account_and_walk(smaller)[0] == account_and_walk(smaller)[1] <= CAPACITY
+
+
+# -- an account that is wrong, and the count that puts it right --------------------------------------------------------
+
+
+def _fill(open_store, pages: int = 100) -> None:
+    store = open_store(capacity=CAPACITY)
+    for number in range(pages):
+        store_pages(store, [page_key(f"old {number}")], PAGE)
+    store.close()
+
+
+def _assert_every_key_works_within_the_capacity(store, place) -> None:
+    assert account_and_walk(store)[0] == account_and_walk(store)[1] <= CAPACITY
+    for number in range(60):
+        assert store_pages(store, [page_key(number)], PAGE) == [SetResult.STORED]
+        assert account_and_walk(store)[1] <= CAPACITY
+        assert_hits(store, [page_key(number)], PAGE)
+    assert account_and_walk(store)[0] == account_and_walk(store)[1]
+
+
+@pytest.mark.parametrize("stored", [0, 4096, CAPACITY, 10**15, -5])
+def test_an_old_account_that_a_power_loss_brought_back_is_put_right_by_the_start(open_store, place, stored):
+    """The account is not synced. It was believed, and the capacity exceeded for good."""
+    _fill(open_store)
+    (place / "usage").write_text(json.dumps({"stored": stored, "under_way": {}, "recount": False}) + "\n")
+    _assert_every_key_works_within_the_capacity(open_store(capacity=CAPACITY), place)
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "zeros", "cut", "grown", "garbage", "another's"])
+def test_a_damaged_account_is_put_right_by_the_start(open_store, place, how):
+    _fill(open_store)
+    usage = place / "usage"
+    content = usage.read_bytes()
+    damaged = {
+        "empty": b"",
+        "zeros": bytes(len(content)),
+        "cut": content[:20],
+        "grown": content.replace(b"\n", b" ") + b" " * (3 << 20),
+        "garbage": os.urandom(5000),
+        "another's": b"PK\x03\x04 years of work\n",
+    }
+    usage.unlink() if how == "missing" else usage.write_bytes(damaged[how])
+    _assert_every_key_works_within_the_capacity(open_store(capacity=CAPACITY), place)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_account_damaged_under_a_server_at_work_keeps_to_the_capacity(open_store, place, seed):
+    chance = random.Random(seed)
+    store = open_store(capacity=CAPACITY)
+    for number in range(80):
+        assert store_pages(store, [page_key(number)], PAGE) == [SetResult.STORED]
+        assert account_and_walk(store)[1] <= CAPACITY
+        if chance.random() < 0.2:
+            content = bytearray((place / "usage").read_bytes())
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+            (place / "usage").write_bytes(content)
+    store._usage.count(store._directory.occupied_parts())
+    assert account_and_walk(store)[0] == account_and_walk(store)[1]
+
+
+def test_a_start_does_not_wait_for_a_long_count_and_keeps_to_the_capacity_meanwhile(open_store, place, monkeypatch):
+    _fill(open_store)
+    (place / "usage").write_bytes(b"")
+    may_end = threading.Event()
+    occupied_parts = PageDirectory.occupied_parts
+
+    def slow(directory):
+        for share, found in occupied_parts(directory):
+            if share > 0.5:
+                may_end.wait(60)
+            yield share, found
+
+    monkeypatch.setattr(PageDirectory, "occupied_parts", slow)
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.upkeep._WAIT_AT_START", 0.05)
+    store = open_store(capacity=CAPACITY)
+    assert store._usage.in_doubt()
+    walked = 0
+    for number in range(30):
+        assert store_pages(store, [page_key(number)], PAGE) == [SetResult.STORED]
+        walked = sum(found for _, found in occupied_parts(store._directory))
+        assert walked <= CAPACITY
+    assert walked > CAPACITY * 3 // 4, "the cache is not emptied because nobody knows how full it is"
+    may_end.set()
+    deadline = time.monotonic() + 60
+    while store._usage.in_doubt() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    # Pages came and went meanwhile, in parts that are not alike here: few pages.
+    assert abs(store.used_bytes() - account_and_walk(store)[1]) < CAPACITY // 4
+
+
+def test_in_a_large_directory_the_pages_just_written_stay(open_store, monkeypatch):
+    """Of each part of the directory that was looked at everything went, whatever its age."""
+    monkeypatch.setattr("hicache_ext.storage.tiers.file.pages.eviction._SAMPLE", 64)
+    capacity = 12 << 20
+    store = open_store(capacity=capacity)
+    old, new = page_keys(600, prefix="old"), page_keys(150, prefix="new")
+    store_pages(store, old, PAGE)
+    now = time.time()
+    for key in old:
+        os.utime(store._directory.page_path(key), (now - 5000, now - 5000))
+    store_pages(store, new, PAGE)
+    store.resize(store.used_bytes() - (1 << 20))
+    assert store_pages(store, [page_key("one more")], PAGE) == [SetResult.STORED]
+    assert sum(store.contains(new)) > 140
+    assert sum(store.contains(old)) < 600 - (1 << 20) // 8192 + 40

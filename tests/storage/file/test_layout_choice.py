@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.errors import StoreSetupError
-from hicache_ext.runtime.file_systems import FileSystem, file_system_of
+from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.storage.tiers.file.layout_choice import choose_layout
-from hicache_ext.storage.tiers.file.slab.store import SlabStore
 
 CAPACITY = 64 << 20
 
@@ -40,19 +38,10 @@ def test_a_local_file_system_gets_slabs(tmp_path, mounted, kind):
 
 
 @pytest.mark.parametrize("kind", ["btrfs", "zfs", "f2fs", "bcachefs"])
-def test_a_file_system_that_writes_elsewhere_gets_page_files_because_a_full_disk_would_kill(tmp_path, mounted, kind):
+def test_a_file_system_that_writes_elsewhere_gets_page_files(tmp_path, mounted, kind):
     choice = choose_layout(tmp_path / "tier", CAPACITY, mounted(kind))
     assert choice.layout == "pages"
     assert f"{kind} is local, but writes changed blocks elsewhere" in choice.reason
-
-
-def test_slabs_are_refused_where_a_full_disk_would_kill(tmp_path, monkeypatch):
-    elsewhere = FileSystem("btrfs", True, "btrfs is local", in_place=False)
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.slab.directory.file_system_of", lambda _: elsewhere)
-    with pytest.raises(
-        StoreSetupError, match=r"cannot hold slabs: btrfs writes changed blocks elsewhere.*layout: pages"
-    ):
-        SlabStore("disk", tmp_path, capacity=CAPACITY)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +92,14 @@ def test_an_unlimited_capacity_gets_page_files(tmp_path, mounted):
     assert (choice.layout, "unlimited" in choice.reason) == ("pages", True)
 
 
-@pytest.mark.parametrize(("held", "kind"), [("slab", "nfs4"), ("pages", "ext4")])
-def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held, kind):
+@pytest.mark.parametrize(
+    ("held", "number", "where", "kind"),
+    [("slab", 3, "v3", "nfs4"), ("slab", 2, "", "nfs4"), ("slab", 1, "", "nfs4"), ("pages", 1, "", "ext4")],
+)
+def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held, number, where, kind):
     table = mounted(kind)
-    (tmp_path / "tier" / "hicache_ext.json").write_text(json.dumps({"format": 1, "layout": held}))
+    (tmp_path / "tier" / where).mkdir(exist_ok=True)
+    (tmp_path / "tier" / where / "hicache_ext.json").write_text(json.dumps({"format": number, "layout": held}))
     choice = choose_layout(tmp_path / "tier", CAPACITY, table)
     assert (choice.layout, "already" in choice.reason) == (held, True)
 

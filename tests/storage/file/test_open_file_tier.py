@@ -77,16 +77,17 @@ def test_a_diagnosis_says_what_all_paths_take_and_walks_through_no_page_files(
     if layout == "pages":
         taken = sum(account_and_walk(part)[1] for part in tier_of(store).parts)
     else:
-        taken = sum(file.stat().st_blocks * 512 for path in paths for file in path.rglob("*") if file.is_file())
+        parts = [path / part for path in paths for part in ("v3", "slabs", "index")]
+        taken = sum(file.stat().st_blocks * 512 for part in parts for file in part.rglob("*") if file.is_file())
     walk, walked = os.walk, []
 
     def noted(top: Path) -> Iterator[Any]:
-        walked.append(top)
+        walked.extend(file for file in top.rglob("*.page"))
         return walk(top)
 
     monkeypatch.setattr(os, "walk", noted)
     (space,) = [finding for finding in tier_of(store).diagnose() if finding.subject == "capacity"]
-    assert walked == ([] if layout == "pages" else paths)
+    assert not walked
     monkeypatch.undo()
     assert f"64MiB, of which {rounded_size(taken)} are taken" in space.seen
     store.close()
@@ -214,13 +215,29 @@ def test_the_settings_of_the_tiers_reach_the_store(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_manifest_that_another_process_makes_between_two_looks_is_no_damaged_one(tmp_path, monkeypatch):
-    real = manifest.layout_in
+@pytest.mark.parametrize("layout", ["pages", "slab"])
+def test_a_manifest_that_another_process_makes_between_two_looks_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    adopt = {"pages": manifest.adopt_pages, "slab": manifest.adopt_slabs}[layout]
+    real = manifest.format_and_layout
 
-    def layout_in(path):
-        found = real(path)
-        manifest.write_manifest(path, "slab")
+    def read_and_made(directory: Path) -> Any:
+        found = real(directory)
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "format_and_layout", real)
+            adopt(tmp_path, "another")
         return found
 
-    monkeypatch.setattr(manifest, "layout_in", layout_in)
-    manifest.check_manifest(tmp_path, "slab", "disk")
+    monkeypatch.setattr(manifest, "format_and_layout", read_and_made)
+    manifest.check_before_start(tmp_path, layout, "disk")
+
+
+@pytest.mark.parametrize(("given", "kept_open"), [({}, 512), ({"open_files": 16}, 16)])
+def test_the_bound_of_open_files_reaches_the_store_of_each_path(
+    tmp_path: Path, given: dict[str, int], kept_open: int
+) -> None:
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    store = opened(tmp_path, layout="slab", path=paths, **given)
+    assert [part._open_files for part in tier_of(store).parts] == [kept_open] * 2
+    store.close()

@@ -428,16 +428,20 @@ def test_an_account_that_fails_is_a_refused_write_and_not_an_exception(store, pa
     def fail(*_):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.usage.fcntl.flock", fail)
+    store_pages(store, [page_key("a third")])
+    monkeypatch.setattr("hicache_ext.runtime.file_lock.fcntl.flock", fail)
     assert store_pages(store, page_keys(3)) == [SetResult.ERROR] * 3
     assert_hits(store, [KEY])
     _flip(page, 300)
     assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
-    assert store.remove([page_key("another")]) == 0
-    assert store.clear(None) == 0
+    assert store.remove([page_key("another")]) == 1
+    assert store.clear(None) == 1
     monkeypatch.undo()
     assert store_pages(store, [KEY, *page_keys(3)]) == [SetResult.STORED] * 4
     assert_hits(store, [KEY, *page_keys(3)])
+    assert store.clear(None) == 1
+    store._clearing.wait(60)
+    assert account_and_walk(store) == (0, 0), "told what it could not be told before"
 
 
 def test_a_pipe_is_never_counted_as_present(store, page):

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.config import FileTierConfig
-from hicache_ext.storage.tiers.file.inspection import open_inspector
-from hicache_ext.storage.tiers.file.opening import open_file_tier
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.slab.compiled_code import compiled_code
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.records import INDEX_VERSION, Slab
+from hicache_ext.storage.tiers.file.slab import allocator
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.loading import compiled_code
+from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
 from tests.campaigns import kill_slabs
+from tests.campaigns.slab_insides import faults
 from tests.rigs.disk_faults import compiled_code_through_python
 
 MIB = 1 << 20
@@ -43,7 +41,21 @@ def occupied(directory: Path) -> int:
 
 
 def sound(store: SlabStore) -> bool:
-    return store._directory.index.check() == []
+    return faults(store._directory.path) == []
+
+
+def slabs_of(directory: Path) -> Path:
+    return directory / "v3" / "slabs"
+
+
+def place_of(store: SlabStore, key: bytes) -> SlotReference:
+    (place,) = store._directory.index.locate([key]).pages()
+    return place
+
+
+def headers_of(store: SlabStore, place: SlotReference) -> Path:
+    (headers,) = slabs_of(store._directory.path).glob(f"{place.slab:08x}-*.headers")
+    return headers
 
 
 def assert_right(store: SlabStore, keys: list[bytes], sizes: tuple[int, ...] = SIZES) -> list[GetResult]:
@@ -118,7 +130,7 @@ def test_of_one_batch_the_tail_goes_before_the_head(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     chain = page_keys(100, "chain")
     store_pages(store, chain, SIZES)
-    for first in range(0, 400, 50):
+    for first in range(0, 1000, 50):
         store_pages(store, page_keys(50, f"other {first}"), SIZES)
         present = store.contains(chain)
         assert present == sorted(present, reverse=True), "there is a gap in the chain"
@@ -129,16 +141,14 @@ def test_of_one_batch_the_tail_goes_before_the_head(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_index_that_is_lost_is_rebuilt_from_the_envelopes(tmp_path: Path) -> None:
+def test_who_comes_when_nobody_is_left_finds_the_pages_by_their_headers(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     keys = page_keys(200)
     store_pages(store, keys, SIZES)
     store.remove(keys[:10])
     store.close()
-    shutil.rmtree(tmp_path / "index")
-    (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
-    assert assert_right(store, keys)[10:] == [GetResult.HIT] * 190
+    assert assert_right(store, keys) == [GetResult.MISS] * 10 + [GetResult.HIT] * 190
     assert sound(store)
     assert set(store_pages(store, page_keys(300, "new"), SIZES)) == {SetResult.STORED}
     assert sound(store)
@@ -146,14 +156,11 @@ def test_an_index_that_is_lost_is_rebuilt_from_the_envelopes(tmp_path: Path) -> 
 
 
 def spoil(store: SlabStore, key: bytes, *, seal: bool = False, header: bool = False) -> None:
-    index = store._directory.index
-    place = index.find(key)
-    assert place is not None
-    slab = next(slab for slab in index.slabs() if slab.number == place.slab)
+    place = place_of(store, key)
     if seal:
-        index.seals[slab.first_record + place.slot] ^= index.seals.dtype.type(1)
+        store._directory.index.memory.rows[place.row, SEAL] ^= 1
     if header:
-        with store._directory.headers_path(slab).open("r+b") as file:
+        with headers_of(store, place).open("r+b") as file:
             file.seek(place.slot * 128 + 20)
             file.write(b"\xff\xff")
 
@@ -181,7 +188,6 @@ def test_a_damaged_header_costs_a_rebuild_its_page_and_no_other(tmp_path: Path) 
     spoil(store, keys[7], header=True)
     assert assert_right(store, keys) == [GetResult.HIT] * 20
     store.close()
-    (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
     assert assert_right(store, keys) == [GetResult.HIT] * 7 + [GetResult.MISS] + [GetResult.HIT] * 12
     assert sound(store)
@@ -199,50 +205,39 @@ def test_of_several_slots_with_one_page_a_rebuild_takes_the_newest(
     store = open_store(tmp_path)
     keys = page_keys(70)
     store_pages(store, keys, SIZES)
-    assert len(store._directory.index.slabs()) > 2
-    places = {key: store._directory.index.find(key) for key in keys}
-    slabs = {slab.number: store._directory.headers_path(slab) for slab in store._directory.index.slabs()}
+    assert len(store._directory.index.view().slabs) > 2
+    place, key = place_of(store, keys[older]), keys[newer]
+    written_in = place_of(store, key)
+    overwritten, written = headers_of(store, place), headers_of(store, written_in)
     store.close()
-    place, key = places[keys[older]], keys[newer]
-    written_in = places[key]
-    assert place is not None
-    assert written_in is not None
-    created = envelope.decode_header(slabs[written_in.slab].read_bytes()[written_in.slot * 128 :]).created_ms
-    with slabs[place.slab].open("r+b") as opened:
+    created = envelope.decode_header(written.read_bytes()[written_in.slot * 128 :]).created_ms
+    with overwritten.open("r+b") as opened:
         opened.seek(place.slot * 128)
         content = memoryview(payload_of(key, SIZE))
         opened.write(envelope.encode_header(key, [content], created_ms=created - earlier))
-    (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
     expected = [GetResult.HIT] * 70
     expected[older] = GetResult.MISS
     assert assert_right(store, keys) == expected
-    assert store._directory.rebuilt == 69
+    assert store._directory.index.found == 69
     assert sound(store)
     store.close()
 
 
-@pytest.mark.parametrize("rebuild", [True, False])
 @pytest.mark.parametrize("headers", ["none", "cut", "empty"])
-def test_a_slab_whose_headers_were_deleted_or_cut_can_be_written_again(
-    tmp_path: Path, headers: str, rebuild: bool
-) -> None:
+def test_a_slab_whose_headers_were_deleted_or_cut_can_be_written_again(tmp_path: Path, headers: str) -> None:
     store = open_store(tmp_path)
     keys = page_keys(60)
     store_pages(store, keys[:20], SIZES)
     store.close()
-    (file,) = (tmp_path / "slabs").glob("*.headers")
-    size = file.stat().st_size
+    (file,) = slabs_of(tmp_path).glob("*.headers")
     if headers == "none":
         file.unlink()
     else:
         os.truncate(file, 5 * 128 if headers == "cut" else 0)
-    if rebuild:
-        (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
-    left = 20 if not rebuild else 5 if headers == "cut" else 0
+    left = 5 if headers == "cut" else 0
     assert assert_right(store, keys[:20]) == [GetResult.HIT] * left + [GetResult.MISS] * (20 - left)
-    assert file.stat().st_size == size
     assert set(store_pages(store, keys, SIZES)) <= {SetResult.STORED, SetResult.EXISTS}
     assert assert_right(store, keys) == [GetResult.HIT] * 60
     assert sound(store)
@@ -252,14 +247,14 @@ def test_a_slab_whose_headers_were_deleted_or_cut_can_be_written_again(
 @pytest.mark.parametrize("seed", range(3))
 def test_after_a_power_loss_a_page_is_right_or_a_miss(tmp_path: Path, seed: int) -> None:
     """Blocks of slots and of headers are as they were some time before, each by itself, as a cache leaves them that was
-    written back in part; the index is not to be trusted."""
+    written back in part."""
     chance = random.Random(seed)
     store = open_store(tmp_path, 8 * MIB)
     size = (20_000,)
     keys = page_keys(600)
     for first in range(0, 300, 30):
         store_pages(store, keys[first : first + 30], size)
-    before = {path: path.read_bytes() for path in (tmp_path / "slabs").iterdir()}
+    before = {path: path.read_bytes() for path in slabs_of(tmp_path).iterdir()}
     assert len(before) > 10
     for first in range(150, 600, 30):
         store_pages(store, chance.sample(keys[first : first + 30], 25), size)
@@ -271,7 +266,6 @@ def test_after_a_power_loss_a_page_is_right_or_a_miss(tmp_path: Path, seed: int)
                     if chance.random() < 0.3:
                         file.seek(begin)
                         file.write(content[begin : begin + 4096])
-    (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path, 8 * MIB)
     assert sound(store)
     for _ in range(2):
@@ -289,49 +283,12 @@ def test_after_a_power_loss_a_page_is_right_or_a_miss(tmp_path: Path, seed: int)
     store.close()
 
 
-def older_format(place: Path) -> None:
-    """As if slabs of format 1 were there."""
-    open_store(place).close()
-    (place / "hicache_ext.json").write_text(json.dumps({"format": 1, "layout": "slab"}))
-    (place / "slabs" / "00000000-135168.slab").write_bytes(bytes(10 * 135168))
-
-
-def test_slabs_of_the_older_format_are_given_up_by_a_tier_that_has_them_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    older_format(tmp_path)
-    store = open_store(tmp_path)
-    assert caplog.text.count("its pages are given up") == 1
-    assert list((tmp_path / "slabs").iterdir()) == []
-    keys = page_keys(20)
-    assert store_pages(store, keys, SIZES) == [SetResult.STORED] * 20
-    store.close()
-    store = open_store(tmp_path)
-    assert assert_right(store, keys) == [GetResult.HIT] * 20
-    assert caplog.text.count("its pages are given up") == 1
-    store.close()
-
-
-def test_slabs_of_the_older_format_stay_while_others_use_them_and_for_who_only_looks(tmp_path: Path) -> None:
-    older_format(tmp_path)
-    with pytest.raises(StoreSetupError, match="holds format 1, layout 'slab'; this tier writes format 2"):
-        open_inspector(tmp_path)
-    lock = os.open(tmp_path / "lock", os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    with pytest.raises(StoreSetupError, match="holds format 1, layout 'slab'; this tier writes format 2"):
-        open_store(tmp_path)
-    os.close(lock)
-    assert len(list((tmp_path / "slabs").iterdir())) == 1
-    open_store(tmp_path).close()
-    assert list((tmp_path / "slabs").iterdir()) == []
-
-
 def test_headers_without_a_slab_are_deleted(tmp_path: Path) -> None:
     open_store(tmp_path).close()
-    (tmp_path / "slabs" / "00000007-135168.headers").write_bytes(bytes(4096))
-    (tmp_path / "slabs" / "a stranger's.headers").write_bytes(bytes(4096))
+    (slabs_of(tmp_path) / "00000007-135168.headers").write_bytes(bytes(4096))
+    (slabs_of(tmp_path) / "a stranger's.headers").write_bytes(bytes(4096))
     open_store(tmp_path).close()
-    assert [path.name for path in (tmp_path / "slabs").iterdir()] == ["a stranger's.headers"]
+    assert [path.name for path in slabs_of(tmp_path).iterdir()] == ["a stranger's.headers"]
 
 
 def test_no_file_stays_of_a_slab_for_whose_slots_there_is_no_room(
@@ -347,7 +304,7 @@ def test_no_file_stays_of_a_slab_for_whose_slots_there_is_no_room(
 
     monkeypatch.setattr(os, "posix_fallocate", almost_full)
     assert store_pages(store, page_keys(10), SIZES) == [SetResult.REJECTED] * 10
-    assert list((tmp_path / "slabs").iterdir()) == []
+    assert list(slabs_of(tmp_path).iterdir()) == []
     monkeypatch.undo()
     assert store_pages(store, page_keys(10), SIZES) == [SetResult.STORED] * 10
     assert sound(store)
@@ -358,11 +315,13 @@ def test_of_a_dropped_slab_both_files_go_though_one_of_them_fails(tmp_path: Path
     store = open_store(tmp_path)
     store_pages(store, page_keys(10), SIZES)
     directory = store._directory
-    (slab,) = directory.index.slabs()
-    directory.slab_path(slab).unlink()
-    with pytest.raises(FileNotFoundError):
-        directory.delete_slab_file(slab)
-    assert list((tmp_path / "slabs").iterdir()) == []
+    (slab,) = directory.index.all_slabs()
+    (slots,) = slabs_of(tmp_path).glob("*.slab")
+    slots.unlink()
+    slots.mkdir()
+    with pytest.raises(IsADirectoryError):
+        directory.delete_slab_files(slab)
+    assert list(slabs_of(tmp_path).iterdir()) == [slots]
     store.close()
 
 
@@ -399,56 +358,6 @@ def test_a_batch_that_is_wrong_about_its_sizes_writes_nothing(tmp_path: Path, cl
     store.close()
 
 
-@pytest.mark.parametrize("damage", ["garbage", "empty", "cut"])
-def test_a_damaged_index_file_is_rebuilt(tmp_path: Path, damage: str) -> None:
-    store = open_store(tmp_path)
-    keys = page_keys(100)
-    store_pages(store, keys, SIZES)
-    store.close()
-    data = tmp_path / "index" / "data.mdb"
-    whole = data.read_bytes()
-    data.write_bytes({"garbage": b"\xa5" * len(whole), "empty": b"", "cut": whole[:5000]}[damage])
-    (tmp_path / "trust").write_text("another boot")
-    store = open_store(tmp_path)
-    assert assert_right(store, keys) == [GetResult.HIT] * 100
-    store.close()
-
-
-@pytest.mark.parametrize("gone", ["all", "data.mdb", "data.mdb empty", "header", "records", "seals", "groups"])
-def test_an_index_that_somebody_deleted_is_rebuilt_though_it_was_closed_in_order(tmp_path: Path, gone: str) -> None:
-    store = open_store(tmp_path)
-    keys = page_keys(100)
-    store_pages(store, keys, SIZES)
-    store.close()
-    assert (tmp_path / "trust").read_text() == f"closed in order, index {INDEX_VERSION}"
-    if gone == "all":
-        shutil.rmtree(tmp_path / "index")
-    elif gone.endswith("empty"):
-        os.truncate(tmp_path / "index" / "data.mdb", 0)
-    else:
-        (tmp_path / "index" / gone).unlink()
-    store = open_store(tmp_path)
-    assert assert_right(store, keys) == [GetResult.HIT] * 100
-    assert store._directory.rebuilt == 100
-    assert sound(store)
-    store.close()
-
-
-def test_an_index_of_this_boot_is_trusted_after_a_kill_and_one_of_another_boot_is_not(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store_pages(store, page_keys(10), SIZES)
-    store.close()
-    for trust, rebuilt in (
-        (f"closed in order, index {INDEX_VERSION}", 0),
-        ("closed in order, index 1", 10),
-        ("another boot", 10),
-    ):
-        (tmp_path / "trust").write_text(trust)
-        store = open_store(tmp_path)
-        assert store._directory.rebuilt == rebuilt
-        store.close()
-
-
 def test_cleared_pages_do_not_come_back_with_a_rebuild(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     keys = page_keys(50)
@@ -456,7 +365,6 @@ def test_cleared_pages_do_not_come_back_with_a_rebuild(tmp_path: Path) -> None:
     assert store.clear([IDENTITY]) == 1
     assert store.contains(keys) == [False] * 50
     store.close()
-    (tmp_path / "trust").write_text("another boot")
     store = open_store(tmp_path)
     assert store.contains(keys) == [False] * 50
     store.close()
@@ -489,8 +397,6 @@ def test_two_stores_of_one_process_and_another_process_share_a_directory(tmp_pat
         "assert store.contains(keys) == [True] * 5 + [False] * 5\n"
         "store_pages(store, keys, SIZES)\nstore.close()\n"
     )
-    import sys
-
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
     assert assert_right(second, keys) == [GetResult.HIT] * 10
     second.close()
@@ -522,8 +428,6 @@ def test_a_page_larger_than_the_capacity_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_refused_write_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     store = open_store(tmp_path)
     keys = page_keys(100)
     store_pages(store, keys[:10], SIZES)
@@ -542,52 +446,59 @@ def test_a_full_disk_is_a_refused_write_and_nothing_is_lost(tmp_path: Path, monk
     store.close()
 
 
-@pytest.mark.parametrize("broken", ["slabs", "size"])
-def test_an_index_that_fails_at_the_end_of_a_write_is_no_exception(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+def test_files_that_cannot_be_looked_at_after_a_write_are_an_error_of_the_disk_and_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path)
-    index, errors = store._directory.index, store.metrics.total("error")
+    monkeypatch.setattr(allocator, "_FILES_INTERVAL", 0.0)
+    errors = store.metrics.total("error")
 
-    def fail() -> None:
-        raise lmdb.CorruptedError("a page of the index") if broken == "slabs" else OSError(5, "Input/output error")
+    def fail(*_: object) -> bool:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(index, broken, fail)
+    monkeypatch.setattr(SlabDirectory, "has_files", fail)
     keys = page_keys(10)
     assert store_pages(store, keys, SIZES) == [SetResult.STORED] * 10
-    store.resize(32 * MIB)
     assert store.metrics.total("error") > errors
-    monkeypatch.undo()
     assert assert_right(store, keys) == [GetResult.HIT] * 10
-    store.resize(2 * MIB)
-    assert store_pages(store, page_keys(10, "later"), SIZES)
-    assert occupied(tmp_path) <= 2 * MIB
     store.close()
 
 
-@pytest.mark.parametrize("reads", range(3))
-def test_an_index_that_cannot_be_read_at_opening_is_a_tier_that_cannot_be_set_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+def test_a_slab_that_cannot_be_deleted_counts_towards_the_capacity_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever read of its slabs fails: those of the directory and of the store refuse, later ones are misses."""
-    tier = FileTierConfig.model_validate(
-        {"type": "file", "path": [str(tmp_path)], "capacity": "64MiB", "layout": "slab", "io": "buffered", "threads": 2}
-    )
-    open_file_tier("disk", tier).close()
-    slabs, left = SlabIndex.slabs, [reads]
+    store = open_store(tmp_path)
+    store_pages(store, page_keys(40), SIZES)
+    monkeypatch.setattr(allocator, "_FILES_INTERVAL", 0.0)
+    errors = store.metrics.total("error")
 
-    def fail_later(index: SlabIndex) -> list[Slab]:
-        if not left[0]:
-            raise lmdb.CorruptedError("a page of the index")
-        left[0] -= 1
-        return slabs(index)
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(SlabIndex, "slabs", fail_later)
-    if reads < 2:
-        with pytest.raises(StoreSetupError, match="a page of the index"):
-            open_file_tier("disk", tier)
-    else:
-        open_file_tier("disk", tier).close()
+    with monkeypatch.context() as patched:
+        patched.setattr(SlabDirectory, "delete_slab_files", fail)
+        store.resize(2 * MIB)
+        assert store.metrics.total("error") > errors
+        assert store_pages(store, page_keys(10, "later"), (4096,)) == [SetResult.REJECTED] * 10
+    # A write looks for what was left, and the next one has the room.
+    store_pages(store, page_keys(10, "later"), (4096,))
+    assert store_pages(store, page_keys(10, "later"), (4096,)) == [SetResult.STORED] * 10
+    assert occupied(tmp_path) <= 2 * MIB
+    assert sound(store)
+    store.close()
+
+
+def test_a_process_that_cannot_have_the_memory_of_an_index_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", fail)
+        with pytest.raises(StoreSetupError, match="Too many open files"):
+            open_store(tmp_path)
+    open_store(tmp_path).close()
 
 
 def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -595,9 +506,9 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
     with pytest.raises(StoreSetupError, match="holds format 1, layout 'pages'"):
         open_store(tmp_path / "a")
     open_store(tmp_path / "b").close()
-    with pytest.raises(StoreSetupError, match="holds format 2, layout 'slab'"):
+    with pytest.raises(StoreSetupError, match=r"holds format [23], layout 'slab'"):
         PageFileStore("disk", tmp_path / "b", capacity=None)
-    assert json.loads((tmp_path / "b" / "hicache_ext.json").read_text()) == {"format": 2, "layout": "slab"}
+    assert json.loads((tmp_path / "b" / "v3" / "hicache_ext.json").read_text()) == {"format": 3, "layout": "slab"}
 
 
 @pytest.mark.slow

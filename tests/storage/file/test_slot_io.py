@@ -109,7 +109,7 @@ def test_descriptors_of_dropped_slabs_are_closed_also_those_that_another_store_d
             for first in range(0, 600, 100):
                 store_pages(store, keys[first : first + 100], (size,))
     assert_hits(one, keys[-10:], (size,))
-    files = len(list((tmp_path / "tier" / "slabs").iterdir()))
+    files = len(list((tmp_path / "tier" / "v3" / "slabs").iterdir()))
     held = [_link(name) for name in os.listdir("/proc/self/fd")]
     assert len([name for name in held if "/slabs/" in name]) <= 2 * files
 

@@ -14,6 +14,7 @@ _pages = st.lists(
         st.integers(0, (1 << 32) - 1) | st.integers(0, 5),
         st.integers(0, (1 << 32) - 1),
         st.integers(0, 1 << 20),
+        st.integers(-1, 1 << 40),
     ),
     max_size=30,
 )

@@ -97,10 +97,26 @@ def test_a_ttl_holds_for_pages_written_before_there_was_one(opened, clock):
     assert not any(hits(opened(ttl=HOUR), keys))
 
 
-def test_the_room_of_expired_pages_is_given_back_without_anybody_asking_for_them(opened, clock, monkeypatch, tmp_path):
+def test_expired_pages_leave_their_slots_to_new_ones_and_none_is_evicted(tmp_path, clock):
+    store = SlabStore("disk", tmp_path, capacity=4 * MIB, ttl=HOUR)
+    fill(store, 1000, "old")
+    evicted = store.metrics.value("evicted", "capacity")
+    full = store.fullness()
+    assert evicted > 0 and full.pages > 64
+    clock[0] = HOUR + 60
+    empty = store.fullness()
+    assert empty.pages == 0 and empty.free > full.used
+    young = page_keys(64, "young")
+    fill(store, 64, "young")
+    assert_hits(store, young, SIZES)
+    assert store.metrics.value("evicted", "capacity") == evicted
+    store.close()
+
+
+def test_expired_page_files_are_deleted_without_anybody_asking_for_them(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(expiry, "_LONGEST_INTERVAL", 0.05)
     monkeypatch.setattr(expiry, "_SHORTEST_INTERVAL", 0.05)
-    store = opened(ttl=HOUR)
+    store = PageFileStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR)
     old, young = page_keys(40, "old"), page_keys(40, "young")
     store_pages(store, old, SIZES)
     clock[0] = HOUR - 60
@@ -115,6 +131,7 @@ def test_the_room_of_expired_pages_is_given_back_without_anybody_asking_for_them
         time.sleep(0.01)
     assert_hits(store, young, SIZES)
     assert store.metrics.value("evicted", "ttl") == len(old)
+    store.close()
 
 
 def test_a_rebuilt_index_knows_how_old_pages_are(tmp_path, clock):
@@ -124,7 +141,6 @@ def test_a_rebuilt_index_knows_how_old_pages_are(tmp_path, clock):
     clock[0] = HOUR - 60
     store_pages(store, young, SIZES)
     store.close()
-    (tmp_path / "trust").write_text("another boot")
     clock[0] = HOUR + 60
     store = SlabStore("disk", tmp_path, capacity=64 * MIB, ttl=HOUR)
     assert store.contains(old) == [False] * 8

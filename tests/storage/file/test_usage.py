@@ -2,36 +2,66 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.runtime.liveness import writer_alive, writer_name
-from hicache_ext.storage.tiers.file.usage import UnderWay, Usage
+from hicache_ext.runtime.members import Members
+from hicache_ext.storage.tiers.file.usage import Grant, UnderWay, Usage, UsageRecord
+from hicache_ext.storage.tiers.file.writers import Writers
 
 _SPAWN = multiprocessing.get_context("spawn")
 
 
-def _no_room(need: int) -> int:
-    return 0
+def _no_room(need: int) -> list[int]:
+    return []
+
+
+def _in_vain(need: int) -> list[int]:
+    raise AssertionError("evicted in vain")
+
+
+class Account(Usage):
+    """An account with a membership of its own, as one process has them."""
+
+    def __init__(self, place: Path) -> None:
+        self.members = Members(place / "members")
+        super().__init__(place / "usage", self.members, place / "members", Writers(place, self.members.is_alive))
+
+    def walk(self, *parts: int) -> bool:
+        """A count that finds this in its parts."""
+        return self.count(((number + 1) / len(parts), part) for number, part in enumerate(parts))
+
+    def leave(self) -> None:
+        """As when the process is killed."""
+        self._lock.close()
+        self._evictions.close()
+        self.members.close()
+
+    def close(self) -> None:
+        super().close()
+        self.members.close()
 
 
 @pytest.fixture
 def open_usage(tmp_path):
-    opened: list[Usage] = []
+    opened: list[Account] = []
 
-    def open_one(walked: int = 0) -> Usage:
-        opened.append(Usage(tmp_path / "usage", lambda _: walked))
+    def open_one(stored: int | None = None) -> Account:
+        """``stored``: what a first count finds."""
+        opened.append(Account(tmp_path))
+        if stored is not None:
+            assert opened[-1].walk(stored)
         return opened[-1]
 
     yield open_one
@@ -39,62 +69,90 @@ def open_usage(tmp_path):
         usage.close()
 
 
-def _dead_writer() -> str:
-    """The name of a process that is not there any more."""
-    process = _SPAWN.Process(target=time.sleep, args=(60,))
-    process.start()
-    name = writer_name(process.pid)
-    process.kill()
-    process.join()
-    return name
+def _record_on_disk(place: Path) -> dict[str, Any]:
+    return json.loads((place / "usage").read_bytes().partition(b"\n")[0])
 
 
-def test_a_new_account_starts_with_what_a_walk_finds(open_usage):
-    assert open_usage(walked=12345).total() == 12345
+def _change(usage: Account, change: Callable[[UsageRecord], object]) -> None:
+    with usage.locked() as record:
+        assert record is not None
+        change(record)
 
 
 def test_reserved_bytes_count_until_they_are_committed(open_usage):
-    usage = open_usage()
-    assert usage.reserve(1000, None, _no_room)
-    assert usage.total() == 1000
+    usage = open_usage(0)
+    assert usage.reserve(1000, None, _no_room) is Grant.GRANTED
+    assert usage.used() == 1000
     usage.commit(1000, 300)
-    assert usage.total() == 300
+    assert usage.used() == 300
 
 
 def test_a_reservation_beyond_the_capacity_is_refused_and_leaves_no_trace(open_usage):
-    usage = open_usage(walked=600)
-    assert not usage.reserve(500, 1000, _no_room)
-    assert usage.total() == 600
-    assert usage.reserve(400, 1000, _no_room)
+    usage = open_usage(600)
+    assert usage.reserve(500, 1000, _no_room) is Grant.NO_ROOM
+    assert usage.used() == 600
+    assert usage.reserve(400, 1000, _no_room) is Grant.GRANTED
 
 
 def test_room_is_asked_for_exactly_what_is_missing(open_usage):
-    usage = open_usage(walked=900)
+    usage = open_usage(900)
     asked: list[int] = []
 
-    def evict(need: int) -> int:
+    def evict(need: int) -> list[int]:
         asked.append(need)
-        return 350
+        return [200, 150]
 
-    assert usage.reserve(400, 1000, evict)
+    assert usage.reserve(400, 1000, evict) is Grant.GRANTED
     assert asked == [300]
-    assert usage.total() == 900 - 350 + 400
+    assert usage.used() == 900 - 350 + 400
 
 
 @pytest.mark.parametrize("amount", [1001, 10**9])
 def test_no_page_is_evicted_for_a_reservation_that_can_never_fit(open_usage, amount):
-    usage = open_usage(walked=900)
-    assert not usage.reserve(amount, 1000, lambda need: pytest.fail("evicted in vain"))
+    assert open_usage(900).reserve(amount, 1000, _in_vain) is Grant.NO_ROOM
 
 
 def test_no_page_is_evicted_for_room_that_others_have_reserved(open_usage):
-    usage = open_usage(walked=100)
-    assert usage.reserve(800, 1000, _no_room)
-    assert not usage.reserve(300, 1000, lambda need: pytest.fail("evicted in vain"))
+    first, second = open_usage(100), open_usage()
+    assert first.reserve(800, 1000, _no_room) is Grant.GRANTED
+    assert second.reserve(300, 1000, _in_vain) is Grant.NO_ROOM
+
+
+def test_two_processes_do_not_evict_for_the_same_need(open_usage):
+    first, second = open_usage(1000), open_usage()
+    asked: list[int] = []
+    answers: list[Grant] = []
+    waiting = threading.Thread(target=lambda: answers.append(second.reserve(100, 1000, _in_vain)))
+
+    def evict(need: int) -> Iterator[int]:
+        asked.append(need)
+        waiting.start()
+        yield need
+        # More than is needed, for those who come next.
+        yield 500
+
+    assert first.reserve(100, 1000, evict) is Grant.GRANTED
+    waiting.join(60)
+    assert (asked, answers) == ([100], [Grant.GRANTED])
+    assert first.used() == 600
+
+
+def test_the_account_is_free_while_a_process_evicts_and_sees_what_that_frees(open_usage):
+    first, second = open_usage(1000), open_usage()
+    seen: list[int] = []
+
+    def evict(need: int) -> Iterator[int]:
+        for _ in range(3):
+            seen.append(second.used())
+            second.commit(0, 0)
+            yield 100
+
+    assert first.reserve(300, 1000, evict) is Grant.GRANTED
+    assert seen == [1300, 1200, 1100]
 
 
 def test_removals_are_accounted_when_they_end_also_by_an_exception(open_usage):
-    usage = open_usage(walked=1000)
+    usage = open_usage(1000)
 
     def fail_half_way():
         with usage.removing() as removal:
@@ -103,56 +161,181 @@ def test_removals_are_accounted_when_they_end_also_by_an_exception(open_usage):
 
     with pytest.raises(PermissionError):
         fail_half_way()
-    assert usage.total() == 600
+    assert usage.used() == 600
 
 
-def test_what_a_dead_writer_had_reserved_counts_as_stored_and_the_next_start_recounts(open_usage):
-    usage = open_usage(walked=100)
-    with usage.locked() as record:
-        record.under_way[_dead_writer()] = UnderWay(1, 500, time.time())
-    assert usage.total() == 600
+def test_what_a_dead_writer_had_reserved_counts_as_stored_until_somebody_counts(open_usage):
+    usage, killed = open_usage(100), open_usage()
+    assert killed.reserve(500, None, _no_room) is Grant.GRANTED
+    assert usage.used() == 600 and not usage.in_doubt()
+    killed.leave()
+    assert usage.in_doubt()
     asked: list[int] = []
-    assert usage.reserve(700, 1200, lambda need: asked.append(need) or need)
+    assert usage.reserve(700, 1200, lambda need: asked.append(need) or [need]) is Grant.GRANTED
     assert asked == [100]
-    assert usage.total() == 1200
-    with usage.locked() as record:
-        assert record.recount and list(record.under_way) == [writer_name()]
+    assert usage.used() == 1200 and usage.in_doubt()
     usage.commit(700, 0)
-    usage.close()
-    assert open_usage(walked=77).total() == 77
+    assert usage.walk(77)
+    assert usage.used() == 77 and not usage.in_doubt()
+
+
+def test_a_writer_that_lives_is_not_taken_for_dead(open_usage):
+    usage, other = open_usage(100), open_usage()
+    assert other.reserve(500, None, _no_room) is Grant.GRANTED
+    assert usage.reserve(900, 1000, _no_room) is Grant.NO_ROOM
+    assert not usage.in_doubt()
+    other.commit(500, 0)
+    assert usage.used() == 100
+
+
+@pytest.mark.parametrize(("silent", "counts"), [(500, True), (700, False)])
+def test_a_writer_of_an_earlier_version_counts_until_it_was_silent_for_ten_minutes(open_usage, silent, counts):
+    """Its name, host:pid:start, says nothing between containers."""
+    usage = open_usage(100)
+    former = UnderWay(1, 500, time.time() - silent)
+    _change(usage, lambda record: record.under_way.update({"elsewhere:17:4711": former}))
+    assert usage.in_doubt() is not counts
+    assert usage.reserve(950, 1000, _no_room) is Grant.NO_ROOM
+    assert usage.used() == 600
+    assert bool(_former_writers(usage)) is counts
+
+
+def _former_writers(usage: Account) -> list[str]:
+    with usage.locked() as record:
+        assert record is not None
+        return [name for name in record.under_way if ":" in name]
 
 
 def test_an_eviction_is_on_record_before_its_first_file_goes(tmp_path, open_usage):
     """Killed amid it, the account must be known to be off."""
-    usage = open_usage(walked=900)
+    usage = open_usage(900)
     on_disk: list[dict] = []
 
-    def evict(need: int) -> int:
-        on_disk.append(json.loads((tmp_path / "usage").read_bytes().partition(b"\n")[0]))
-        return need
+    def evict(need: int) -> list[int]:
+        on_disk.append(_record_on_disk(tmp_path))
+        return [need]
 
-    assert usage.reserve(400, 1000, evict)
-    assert list(on_disk[0]["under_way"]) == [writer_name()]
-
-
-def test_a_dead_writer_without_reservations_is_a_reason_to_recount_too(open_usage):
-    """Killed between removing a file and telling the account."""
-    usage = open_usage(walked=100)
-    with usage.locked() as record:
-        record.under_way[_dead_writer()] = UnderWay(1, 0, time.time())
-    assert open_usage(walked=40).total() == 40
+    assert usage.reserve(400, 1000, evict) is Grant.GRANTED
+    assert list(on_disk[0]["under_way"]) == [str(usage.members.id)]
 
 
-def test_no_recount_beside_operations_under_way(open_usage):
-    """The walk would find what they have published, and they would report it once more."""
-    first = open_usage(walked=100)
-    assert first.reserve(500, None, _no_room)
-    with first.locked() as record:
-        record.recount = True
-    second = open_usage(walked=100 + 500)
-    first.commit(500, 500)
-    assert second.total() == 600
-    assert open_usage(walked=600).total() == 600
+def test_many_threads_lose_nothing(open_usage):
+    usage = open_usage(0)
+
+    def work() -> None:
+        for _ in range(50):
+            assert usage.reserve(10, None, _no_room) is Grant.GRANTED
+            usage.commit(10, 3)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert usage.used() == 4 * 50 * 3
+
+
+# -- who counts --------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_first_counts_and_who_joins_does_not(open_usage):
+    first = open_usage()
+    assert first.in_doubt()
+    assert first.walk(12345)
+    assert open_usage().used() == 12345
+    assert not first.in_doubt()
+
+
+def test_after_the_last_one_has_gone_the_next_one_counts_again(open_usage):
+    """After a power loss an old account may be back; pages may have been removed by hand."""
+    first = open_usage(500)
+    second = open_usage()
+    first.close()
+    third = open_usage()
+    assert not third.in_doubt(), "its line of users was never interrupted"
+    second.close()
+    third.close()
+    assert open_usage().in_doubt()
+
+
+def test_a_count_whose_process_was_killed_is_made_by_another(open_usage):
+    first, second = open_usage(), open_usage()
+
+    def killed() -> Iterator[tuple[float, int]]:
+        yield 0.5, 100
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.count(killed())
+    first.leave()
+    assert second.in_doubt()
+    assert second.walk(300)
+    assert second.used() == 300 and not second.in_doubt()
+
+
+def test_a_count_that_ends_early_changes_nothing_and_is_still_to_be_made(open_usage):
+    usage = open_usage(1000)
+    assert not usage.count([(0.25, 10), (0.5, 10)])
+    assert usage.used() == 1000 and usage.in_doubt()
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    begin=st.integers(0, 256),
+    writes=st.lists(st.tuples(st.integers(0, 255), st.integers(-2560, 2560)), max_size=5),
+)
+def test_what_comes_and_goes_while_somebody_counts_is_counted_once(tmp_path_factory, begin, writes):
+    """Pages come and go in all parts alike: the walk meets them only in the parts it has not yet been to."""
+    usage = Account(tmp_path_factory.mktemp("tier"))
+    parts = [1_000_000.0] * 256
+    assert usage.walk(*map(int, parts))
+    usage.commit(0, begin)
+
+    def walk() -> Iterator[tuple[float, int]]:
+        for number in range(256):
+            for at, amount in writes:
+                if at == number:
+                    parts[:] = [part + amount / 256 for part in parts]
+                    usage.commit(0, amount)
+            yield (number + 1) / 256, round(parts[number])
+
+    assert usage.count(walk())
+    assert abs(usage.used() - sum(parts)) <= 256
+    usage.close()
+
+
+def test_a_reservation_that_ends_amid_a_count_is_counted_once(open_usage):
+    usage, other = open_usage(), open_usage()
+    assert other.reserve(500, None, _no_room) is Grant.GRANTED
+
+    def walk() -> Iterator[tuple[float, int]]:
+        yield 0.5, 100
+        other.commit(500, 300)
+        # Written since the count began: its half of it is met, the other half was walked before.
+        yield 1.0, 100 + 150
+
+    assert usage.count(walk())
+    # Half of the change is met within the second part: on average it was walked to three quarters.
+    assert usage.used() == 350 + 300 * 3 // 4
+    assert not other.in_doubt()
+
+
+def test_a_tree_that_was_taken_away_amid_a_count_makes_it_be_repeated(open_usage):
+    """Its files go from sight at once, and from the account when they are deleted."""
+    usage = open_usage(1000)
+    with usage.detaching() as removal:
+        assert usage.walk(400)
+        removal.freed = 600
+    assert usage.in_doubt()
+    with usage.detaching() as removal:
+        removal.freed = 10
+    assert usage.walk(400) and not usage.in_doubt()
+    with usage.detaching() as removal:
+        removal.freed = 10
+    assert not usage.in_doubt() and usage.used() == 390
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -166,87 +349,150 @@ def test_no_recount_beside_operations_under_way(open_usage):
                 b'{"stored": 5, "under_way": {"a": 3}, "recount": false}\n',
                 b'{"stored": 5, "under_way": [], "recount": false}\n',
                 b'{"stored": 5, "reserved": {}, "recount": false}\n',
+                b'{"stored": 5, "under_way": {}, "recount": false, "checksum": 7}\n',
                 b"[" * 100_000 + b"\n",
                 b"null\n",
             ]
         ),
     )
 )
-def test_a_damaged_account_is_replaced_by_a_walk(tmp_path, damaged):
+def test_a_damaged_account_is_replaced_by_a_count(tmp_path, damaged):
     (tmp_path / "usage").write_bytes(damaged)
-    usage = Usage(tmp_path / "usage", lambda _: 4242)
-    assert usage.total() == 4242
+    usage = Account(tmp_path)
+    assert usage.in_doubt()
+    assert usage.walk(4242)
+    assert usage.used() == 4242 and not usage.in_doubt()
     usage.close()
-    assert json.loads((tmp_path / "usage").read_bytes().partition(b"\n")[0])["stored"] == 4242
+    assert _record_on_disk(tmp_path)["stored"] == 4242
 
 
-def test_many_threads_lose_nothing(open_usage):
+def test_no_changed_byte_of_the_account_is_believed(tmp_path, open_usage):
+    usage = open_usage(123456)
+    assert usage.reserve(500, None, _no_room) is Grant.GRANTED
+    whole = (tmp_path / "usage").read_bytes()
+    length = whole.index(b"\n")
+    for place in range(length):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 7
+        (tmp_path / "usage").write_bytes(changed)
+        with usage.locked() as record:
+            assert record is not None
+            assert not record.counted or record.stored == 123456, chr(whole[place])
+
+
+def test_while_nobody_knows_what_is_stored_as_much_goes_as_comes(tmp_path, open_usage):
+    """The capacity holds, and the cache is not emptied."""
+    usage = open_usage(700)
+    (tmp_path / "usage").write_bytes(b"")
+    assert usage.used(1000) == 1000
+    asked: list[int] = []
+    for amount in (100, 50, 60):
+        assert usage.reserve(amount, 1000, lambda need: asked.append(need) or [need]) is Grant.GRANTED
+        usage.commit(amount, amount)
+    assert asked == [100, 50, 60]
+    assert usage.used(1000) == 1000
+    assert usage.walk(700)
+    assert usage.used(1000) == 700
+
+
+def test_what_is_under_way_survives_the_loss_of_the_account(tmp_path, open_usage):
+    first, second = open_usage(0), open_usage()
+    assert first.reserve(300, 1000, _no_room) is Grant.GRANTED
+    (tmp_path / "usage").write_bytes(b"")
+    assert first.reserve(1, None, _no_room) is Grant.GRANTED
+    assert second.walk(0)
+    assert second.used() == 301
+
+
+def test_a_removed_account_is_made_anew_for_all(tmp_path, open_usage):
+    first, second = open_usage(700), open_usage()
+    (tmp_path / "usage").unlink()
+    first.commit(0, 100)
+    second.commit(0, 10)
+    assert first.walk(700)
+    assert second.used() == first.used() == 700
+
+
+# -- processes of the former version -----------------------------------------------------------------------------------
+
+
+def test_an_account_of_the_former_version_is_taken_over_and_counted(tmp_path, open_usage):
+    former = {"stored": 500, "under_way": {"host:1:2": (1, 100, time.time())}, "recount": False}
+    (tmp_path / "usage").write_bytes(json.dumps(former).encode() + b"\n")
     usage = open_usage()
-
-    def work() -> None:
-        for _ in range(50):
-            assert usage.reserve(10, None, _no_room)
-            usage.commit(10, 3)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert usage.total() == 4 * 50 * 3
+    assert usage.used() == 600 and usage.in_doubt()
+    on_disk = _record_on_disk(tmp_path)
+    assert on_disk["under_way"]["host:1:2"] == list(former["under_way"]["host:1:2"])
+    assert usage.walk(450)
+    assert usage.used() == 550
 
 
-def test_this_process_is_alive_and_a_killed_one_is_not():
-    assert writer_alive(writer_name(), time.time())
-    assert not writer_alive(_dead_writer(), time.time())
+def test_the_former_version_can_write_in_between(tmp_path, open_usage):
+    """It keeps only the fields that it knows."""
+    usage = open_usage(500)
+    assert usage.reserve(50, 1000, _no_room) is Grant.GRANTED
+    with (tmp_path / "usage").open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        known = {name: value for name, value in _record_on_disk(tmp_path).items() if name in FORMER_FIELDS}
+        file.write(json.dumps({**known, "stored": 520}).encode() + b"\n")
+    usage.commit(50, 40)
+    assert usage.used() == 560
 
 
-def test_a_process_is_alive_while_a_thread_of_it_is_at_work_though_its_first_one_has_ended():
-    """A killed writer: its first thread was gone, another one still inside a write to a slot that was given away."""
-    program = (
-        "import ctypes, threading, time\n"
-        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
-        "print('ready', flush=True)\n"
-        "ctypes.CDLL(None).pthread_exit(None)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            name = writer_name(process.pid)
-            state = Path(f"/proc/{process.pid}/stat")
-            deadline = time.monotonic() + 30
-            while ") Z " not in state.read_text() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert ") Z " in state.read_text()
-            assert writer_alive(name, time.time())
-        finally:
-            process.kill()
-    assert not writer_alive(name, time.time())
+FORMER_FIELDS = ("stored", "under_way", "recount")
 
 
-def test_a_zombie_is_dead():
-    process = _SPAWN.Process(target=time.sleep, args=(60,))
-    process.start()
-    name = writer_name(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while writer_alive(name, time.time()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not writer_alive(name, time.time()), "still counted as alive before its parent has waited for it"
-    process.join()
+# -- a process that is stopped -----------------------------------------------------------------------------------------
 
 
-def test_a_recycled_pid_is_another_writer():
-    host, pid, start = writer_name().rsplit(":", 2)
-    assert not writer_alive(f"{host}:{pid}:{int(start) + 1}", time.time())
+@pytest.fixture
+def held(tmp_path):
+    """The account is held by somebody who does nothing."""
+    fd = os.open(tmp_path / "usage", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    yield fd
+    os.close(fd)
 
 
-def test_a_writer_of_another_machine_is_dead_after_ten_silent_minutes():
-    assert writer_alive("elsewhere:1:1", time.time() - 500)
-    assert not writer_alive("elsewhere:1:1", time.time() - 700)
+def test_an_account_that_is_held_cannot_be_opened(tmp_path, held):
+    with pytest.raises(TimeoutError, match="another process has held"):
+        Account(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["", "x", "a:b", "a:b:c", "::"])
-def test_a_name_that_is_none_is_dead(name):
-    assert not writer_alive(name, 0.0)
+def test_what_could_not_be_told_to_the_account_is_told_later(tmp_path, open_usage, caplog):
+    usage, other = open_usage(1000), open_usage()
+    assert usage.reserve(300, None, _no_room) is Grant.GRANTED
+    fd = os.open(tmp_path / "usage", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    usage.commit(300, 200)
+    with usage.removing() as removal:
+        removal.freed = 50
+        removal.uncertain = True
+    assert usage.reserve(1, None, _no_room) is Grant.HELD
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is not stored" not in caplog.text and "nothing is stored until it goes on" in caplog.text
+    assert other.used() == 1300
+    os.close(fd)
+    assert not other.in_doubt()
+    usage.commit(0, 0)
+    assert other.used() == 1150 and other.in_doubt()
+
+
+def test_somebody_stopped_amid_an_eviction_does_not_keep_others_from_the_room_there_is(open_usage, monkeypatch):
+    first, second = open_usage(900), open_usage()
+    done = threading.Event()
+    begun = threading.Event()
+
+    def evict(need: int) -> Iterator[int]:
+        begun.set()
+        done.wait(60)
+        yield need
+
+    thread = threading.Thread(target=first.reserve, args=(200, 1000, evict))
+    thread.start()
+    begun.wait(60)
+    # The room that the first one waits for is taken; what is there beyond it can be had.
+    assert second.reserve(100, 1000, _in_vain) is Grant.HELD
+    assert second.reserve(100, 1300, _in_vain) is Grant.GRANTED
+    done.set()
+    thread.join(60)

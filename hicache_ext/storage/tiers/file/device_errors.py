@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-import lmdb
-
 Trouble = Callable[[Exception], None]
-"""Called with every OSError or lmdb.Error that a store met and handled. Any thread; never raises."""
+"""Called with every OSError that a store met and handled. Any thread; never raises."""
 
 
 def no_trouble(_: Exception) -> None:
@@ -31,11 +29,8 @@ _DEVICE_ERRORS = frozenset(
     )
 )
 """Errors of a device, a vanished mount or a broken file system. Not ENOSPC: stores handle a full disk themselves."""
-_INDEX_ERRORS_WITHOUT_BLAME = (lmdb.MapFullError, lmdb.ReadersFullError, lmdb.DiskError, lmdb.MemoryError)
 
 
 def is_device_error(error: BaseException | None) -> bool:
     """Whether an error is evidence against the device."""
-    if isinstance(error, OSError):
-        return error.errno in _DEVICE_ERRORS
-    return isinstance(error, lmdb.Error) and not isinstance(error, _INDEX_ERRORS_WITHOUT_BLAME)
+    return isinstance(error, OSError) and error.errno in _DEVICE_ERRORS

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import mmap
@@ -24,8 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hicache_ext.runtime import vectored
-from hicache_ext.runtime.access import open_file
-from hicache_ext.runtime.file_lock import lock_within
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, FlockLock
 from hicache_ext.runtime.liveness import boot_id
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
@@ -46,7 +44,8 @@ _CELL_SECONDS = 0.015
 _ALL_SECONDS = 0.45
 _MODES_COMPARED_WITH = 4
 _OTHER_THREADS = (1, 2, 8, 16)
-_LOCK_SECONDS = 5.0
+_LOCK_SECONDS = CHANGE_LOCK_BOUND
+"""A measurement takes half of it; the process that makes one may be stopped."""
 _DIRECT_BLOCK = 64 << 10
 """Bytes; a multiple of every sector size in use."""
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
@@ -227,17 +226,13 @@ class _Cell:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Whether this process got the lock of measurements; waits for it for a few seconds."""
-    fd = open_file(path / _LOCK_FILE, os.O_RDWR)
+    """Whether this process got the lock of measurements; waits for it a little."""
+    lock = FlockLock(path / _LOCK_FILE)
     try:
-        held = True
-        try:
-            lock_within(fd, fcntl.LOCK_EX, _LOCK_SECONDS, path / _LOCK_FILE)
-        except TimeoutError:
-            held = False
-        yield held
+        yield lock.acquire(_LOCK_SECONDS)
     finally:
-        os.close(fd)
+        lock.release()
+        lock.close()
 
 
 def _kept(path: Path, facts: dict[str, Any]) -> Measured | None:

@@ -13,7 +13,7 @@ from hicache_ext.runtime.mounts import on_root_file_system
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, try_store
-from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code, why_not_compiled
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code, why_not_compiled
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -64,11 +64,11 @@ def trial_page(capacity: int | None, paths: int) -> int:
 
 def _moves() -> Finding:
     wait_for_compiled_code()
-    missing = why_not_compiled()
-    if missing is None:
+    why = why_not_compiled()
+    if why is None:
         return Finding("pages", Level.OK, "move in compiled code")
-    remedy = "pip install 'hicache-ext[compiled]'; docs/file-tier.md"
-    return Finding("pages", Level.WARNING, f"move in Python, which is slower and holds the GIL: {missing}", remedy)
+    words = f"move in Python, which is slower and holds the GIL: {why.reason}"
+    return Finding("pages", Level.WARNING, words, f"{why.remedy}; docs/file-tier.md")
 
 
 def _file_system(path: Path, layout: str) -> Finding:

@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-_ORIGIN: Final = 1 << 40
+ORIGIN: Final = 1 << 40
 """Priority of the clock's start: leaves room below for depth."""
 MAX_PRIORITY: Final = (1 << 63) - 1
 MAX_HITS: Final = 7
@@ -77,7 +77,7 @@ def priority_of(capacity: int, inserts: int, distance: int, hits: int, depth: in
     """The priority of a page used now, not bounded by the page before it; ``distance`` is D."""
     protection = distance * _LOG2[hits] // _LOG2[1]
     tail = min(distance, capacity) * min(depth, _MAX_DEPTH) // _DEPTH_WEIGHT
-    return min(_ORIGIN + inserts + protection - tail, MAX_PRIORITY)
+    return min(ORIGIN + inserts + protection - tail, MAX_PRIORITY)
 
 
 class Clock(NamedTuple):

@@ -15,7 +15,9 @@ from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import trial_directory, try_store
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.diagnosis import of_paths, trial_page
-from hicache_ext.storage.tiers.file.manifest import MANIFEST, check_before_start, format_and_layout, is_taken_over
+from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
+from hicache_ext.storage.tiers.file.manifest import check_before_start, format_and_layout, newer_versions, slab_home
+from hicache_ext.storage.tiers.file.modes import MANIFEST
 from hicache_ext.storage.tiers.file.opening import chosen_layout, open_paths
 
 _TRIAL_CAPACITY = 256 << 20
@@ -82,13 +84,17 @@ def _as_found(path: Path, layout: str, tier: FileTierConfig) -> list[Finding]:
     if not path.exists():
         return []
     findings: list[Finding] = []
-    if is_taken_over(path, layout):
-        number, _ = format_and_layout(path) or (0, "")
-        seen = f"{path} holds format {number}, an older one: the first server that has it alone gives its pages up"
-        findings.append(Finding("format", Level.WARNING, seen, "name another path to keep them for an older release"))
-    elif (path / MANIFEST).exists() and format_and_layout(path) is None:
-        seen = f"{path / MANIFEST} cannot be read, after a power loss perhaps; a server makes it anew at its start"
+    home = slab_home(path) if layout == "slab" else path
+    if (home / MANIFEST).exists() and format_and_layout(home) is None:
+        seen = f"{home / MANIFEST} cannot be read, after a power loss perhaps; a server makes it anew at its start"
         findings.append(Finding("format", Level.WARNING, seen, "nothing: its pages are kept"))
+    former = FormerSlabs(path).in_words()
+    if former:
+        seen = f"{path} holds {former}; until then they count in the capacity"
+        findings.append(Finding("former release", Level.NOTE, seen, "name another path to keep them for that release"))
+    for newer in newer_versions(path):
+        seen = f"{newer} is of a newer release; it stays as it is, and does not count in the capacity"
+        findings.append(Finding("newer release", Level.WARNING, seen, "remove it if no such release will come back"))
     status, wanted = path.stat(), Access(tier.mode == "group")
     if stat.S_IMODE(status.st_mode) & ~0o2000 & ~wanted.directory_mode:
         seen = f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and not {wanted.directory_mode:04o}"

@@ -11,19 +11,14 @@ where that tier had no ttl.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import lmdb
-
-from hicache_ext.runtime.access import open_file
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.file_lock import try_lock
+from hicache_ext.runtime.file_lock import FlockLock
 from hicache_ext.runtime.whole_file import read_document, remove_whole, write_whole
 
 logger = logging.getLogger(__name__)
@@ -62,8 +57,7 @@ class Sweeper:
     """Calls ``sweep`` every so often in the background until it is closed."""
 
     def __init__(self, tier: str, path: Path, ttl: float, sweep: Callable[[BackgroundLoop], int]) -> None:
-        """``sweep`` answers how many pages it removed, and ends early when the loop is stopping; it may raise OSError
-        or lmdb.Error."""
+        """``sweep`` answers how many pages it removed, and ends early when the loop is stopping; may raise OSError."""
         self._tier = tier
         self._path = path
         self._sweep = sweep
@@ -79,7 +73,7 @@ class Sweeper:
         try:
             with _turn(self._path) as mine:
                 removed = self._sweep(self._loop) if mine else 0
-        except (OSError, lmdb.Error) as error:
+        except OSError as error:
             logger.warning("tier %s: removing expired pages of %s: %s", self._tier, self._path, error)
             removed = 0
         if removed:
@@ -90,8 +84,9 @@ class Sweeper:
 @contextlib.contextmanager
 def _turn(path: Path) -> Iterator[bool]:
     """Whether no other process is sweeping this directory now."""
-    fd = open_file(path / "expiry.lock", os.O_RDWR)
+    lock = FlockLock(path / "expiry.lock")
     try:
-        yield try_lock(fd, fcntl.LOCK_EX)
+        yield lock.try_acquire()
     finally:
-        os.close(fd)
+        lock.release()
+        lock.close()

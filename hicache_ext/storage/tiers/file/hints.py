@@ -1,30 +1,28 @@
-"""Hints as small files, ``PATH/hints/<nanoseconds>-<writer>-<number>.hint``, for file systems that nodes share.
+"""Hints as small files, ``PATH/hints/<nanoseconds>-<random>.hint``, for file systems that nodes share.
 
 Names are given by the writers' clocks, which differ: a reader remembers which names it has seen instead of a moment.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+import secrets
 import stat
 import time
 from pathlib import Path
 
 from hicache_ext.runtime.access import make_directory, open_file
-from hicache_ext.runtime.liveness import writer_name
 from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
 
 _NAME = re.compile(r"[0-9]{20}-[A-Za-z0-9_.-]{1,200}\.(hint|new)")
-_NUMBERS = itertools.count()
 
 
 def post_hint(path: Path, hint: bytes, limits: BoardLimits) -> None:
     """Raises OSError."""
     directory = path / "hints"
     make_directory(directory)
-    name = f"{time.time_ns():020d}-{re.sub('[^A-Za-z0-9_.-]', '-', writer_name())[:150]}-{next(_NUMBERS)}"
+    name = f"{time.time_ns():020d}-{secrets.token_hex(8)}"
     scratch = directory / f"{name}.new"
     try:
         with open(scratch, "wb", opener=lambda _, flags: open_file(scratch, flags)) as file:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import abc
 import errno
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
@@ -17,15 +17,25 @@ from typing import ClassVar, NamedTuple, Protocol
 from hicache_ext.errors import FormatError, StoreError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.members import living_members
+from hicache_ext.storage.tiers.file.former_slabs import FATE, FormerSlabs
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
-from hicache_ext.storage.tiers.file.manifest import MANIFEST, check_manifest, format_and_layout, layout_in
+from hicache_ext.storage.tiers.file.manifest import (
+    check_before_start,
+    format_and_layout,
+    holds_slabs,
+    layout_in,
+    slab_home,
+)
+from hicache_ext.storage.tiers.file.modes import MANIFEST
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
-from hicache_ext.storage.tiers.file.slab.directory import slab_directory
+from hicache_ext.storage.tiers.file.slab.index import Uses
 from hicache_ext.storage.tiers.file.slab.listing import ListedPage, SlabListing
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER
-from hicache_ext.storage.tiers.file.slab.touches import Uses
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
+from hicache_ext.storage.tiers.file.writers import Writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +150,24 @@ def open_editor(path: Path) -> Editor:
 
 
 def _layout(path: Path) -> str:
-    """The layout of a directory with a manifest of this format. Raises StoreError without one."""
+    """The layout of a directory with a manifest of this version. Raises StoreError without one."""
     try:
-        recorded = format_and_layout(path)
-        if recorded is not None:
-            # Only a tier gives up pages of an older format, not a tool.
-            check_manifest(path, recorded[1] if recorded[1] in ("pages", "slab") else "slab", str(path))
-            return recorded[1]
-        if layout_in(path) is not None and (path / MANIFEST).exists():
-            raise StoreError(f"{str(path / MANIFEST)!r} cannot be read; the next server that starts makes it anew")
+        layout = layout_in(path)
+        if layout is not None:
+            check_before_start(path, layout if layout in ("pages", "slab") else "slab", str(path))
+        if layout == "slab" and not holds_slabs(path):
+            # Only a server begins beside them, not a tool.
+            raise StoreError(
+                f"{str(path)!r} holds {FormerSlabs(path).in_words() or f'slabs of a former release, {FATE}'}"
+            )
+        home = slab_home(path) if layout == "slab" else path
+        if layout is not None and format_and_layout(home) is not None:
+            return layout
+        if layout is not None and (home / MANIFEST).exists():
+            raise StoreError(f"{str(home / MANIFEST)!r} cannot be read; the next server that starts makes it anew")
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no hicache_ext.json")
+    raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no {MANIFEST}")
 
 
 def reason_it_is_bad(key: bytes, stored: StoredObject) -> str | None:
@@ -186,7 +202,8 @@ class PageFileInspector(Inspector):
             return None
 
     def left_overs(self) -> int:
-        return len(list(self._tree.left_overs()))
+        living = set(living_members(self._tree.members_path))
+        return len(list(self._tree.left_overs(Writers(self.path, living.__contains__))))
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         return self._tree.occupied_by(hashes)
@@ -206,12 +223,16 @@ class SlabInspector(Inspector):
 
     @property
     def remark(self) -> str:
-        if not self._listing.rebuilt_at_start:
-            return ""
-        return (
-            "the index is not in order (the machine was restarted, say), and the next server that starts makes it "
-            "anew: this is what the headers of the pages tell; some of these pages may be gone or damaged"
-        )
+        remarks: list[str] = []
+        if self._listing.servers_out_of_reach:
+            remarks.append(
+                "servers use it, and do not tell what is there (they are stopped, or this account may not ask them): "
+                "this is what the headers of the pages tell; some of these pages may be gone"
+            )
+        former = FormerSlabs(self.path).in_words()
+        if former:
+            remarks.append(f"there are also {former}")
+        return "; ".join(remarks)
 
     def pages(self) -> Iterator[StoredPage]:
         for page in self._listing.pages():
@@ -230,32 +251,14 @@ class SlabInspector(Inspector):
         return self._listing.occupied_by(hashes)
 
 
-class SlabEditor:
+class SlabEditor(SlabStore):
+    """Evicts nothing: its capacity is what the directory takes."""
+
     def __init__(self, path: Path) -> None:
-        self._resources = ExitStack()
-        self._directory = self._resources.enter_context(slab_directory(path, str(path)))
-
-    def remove(self, keys: list[bytes]) -> int:
-        with self._directory.index.changing() as change:
-            return sum(change.remove(key) for key in keys)
-
-    def clear(self, digests: list[bytes]) -> int:
-        cleared = 0
-        for digest in digests:
-            with self._directory.index.changing() as change:
-                had_pages = change.clear(digest)
-            if had_pages:
-                cleared += 1
-                self._directory.note_cleared(digest)
-                self._directory.sync_cleared(digest)
-                self._directory.index.free_cleared(digest)
-        return cleared
+        super().__init__(str(path), path, capacity=max(1, occupied_bytes(path)), plan=IoPlan(threads=1))
+        # Pages that are not found yet could not be removed.
+        self.wait_until_rebuilt(math.inf)
 
     def clean_up(self) -> int:
-        with self._directory.index.changing() as change:
-            freed = change.release_dead_writers()
-            identities = change.identities()
-        return freed + sum(self._directory.index.free_cleared(digest) for digest in identities)
-
-    def close(self) -> None:
-        self._resources.close()
+        self._allocator.forget_left_slabs()
+        return self._index.free_dead()

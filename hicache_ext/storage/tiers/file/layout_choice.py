@@ -24,7 +24,7 @@ Layout = Literal["pages", "slab"]
 _FALLOCATE_PROBE = 1 << 20
 
 
-WHY_IN_PLACE = "writes changed blocks elsewhere, and on a full disk the mapped index of slabs would end the server"
+WHY_IN_PLACE = "writes changed blocks elsewhere, so that preallocated slabs reserve no room"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,11 @@
-"""PATH/hicache_ext.json: the layout and the format of a directory of the file tier.
+"""PATH/hicache_ext.json and PATH/v3/hicache_ext.json: the layout and the format of a directory of the file tier.
 
-Older releases did not sync it, so a power loss may have left it empty. It is then made anew from the names of the files
-beside it. Reasons: docs/decisions/power-loss-of-small-files.md.
+Page files (format 1) and slabs of former releases (formats 1 and 2) are in PATH itself, with the manifest in PATH.
+Slabs of this version are in PATH/v3, with a manifest there and none in PATH: a former release, which refuses formats
+that it does not know, starts empty beside them. Versions to come have directories of their own (``v4``).
+
+Older releases did not sync the manifest, so a power loss may have left it empty. It is then made anew from the names of
+the files beside it. Reasons: docs/decisions/versions-beside-each-other.md, docs/decisions/power-loss-of-small-files.md.
 """
 
 from __future__ import annotations
@@ -13,26 +17,33 @@ import re
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.runtime.whole_file import create_whole, parsed, write_whole
-from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME, INDEX_FILE, SLAB_FILE
+from hicache_ext.runtime.access import make_directory
+from hicache_ext.runtime.whole_file import create_whole, parsed, read_small, write_whole
+from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME, MANIFEST, SLAB_FILE, SLAB_VERSION, VERSION_NAME
 
 logger = logging.getLogger(__name__)
 
-FORMATS = {"pages": 1, "slab": 2}
-"""Layout -> format of its files. Slabs of format 1 had the header of each page in its slot."""
-_TAKEN_OVER = {"slab": 1}
-"""Older formats whose pages a server gives up at its start; tools leave them alone."""
-MANIFEST = "hicache_ext.json"
+FORMATS = {"pages": 1, "slab": SLAB_VERSION}
+"""Layout -> format of its files."""
+FORMER_SLAB_FORMATS = (1, 2)
+"""Of slabs in PATH itself (former_slabs.py). Those of format 1 had the header of each page in its slot."""
 
-_FILES_OF = {"pages": ("pages", IDENTITY_NAME), "slab": ("slabs", SLAB_FILE)}
-"""Layout -> the directory with its pages, and the names in it."""
-_DIRECTORIES_OF = {"pages": ("pages", "identities", "tmp"), "slab": ("slabs", "identities")}
+_SLABS = "slabs"
+_FILES_OF = {"pages": ("pages", IDENTITY_NAME), "slab": (_SLABS, SLAB_FILE)}
+"""Layout -> the directory in PATH with its pages, and the names in it."""
+_DIRECTORIES_OF = {"pages": ("pages", "identities", "tmp"), "slab": (_SLABS, "identities")}
 
 
-def format_and_layout(path: Path) -> tuple[int, str] | None:
-    """Format and layout by the manifest in ``path``; None without one of this package. Raises OSError."""
+def slab_home(path: Path) -> Path:
+    """The directory in PATH with the slabs of this version."""
+    return path / f"v{SLAB_VERSION}"
+
+
+def format_and_layout(directory: Path) -> tuple[int, str] | None:
+    """Format and layout by the manifest in PATH, or in one version's directory in it; None without one of this package.
+    Raises OSError."""
     try:
-        document = parsed((path / MANIFEST).read_bytes()) or {}
+        document = parsed(read_small(directory / MANIFEST)) or {}
     except FileNotFoundError:
         return None
     number, layout = document.get("format"), document.get("layout")
@@ -42,85 +53,150 @@ def format_and_layout(path: Path) -> tuple[int, str] | None:
 
 
 def layout_in(path: Path) -> str | None:
-    """The layout of the directory ``path``, by its manifest or, where that cannot be read, by its files.
+    """The layout of the directory ``path``, by its manifests or, where those cannot be read, by its files.
 
-    None where that is not known, or the files are of both layouts. Raises OSError.
+    Slabs of former releases are layout slab, too. None where that is not known, or the files in ``path`` are of both
+    layouts. Raises OSError.
     """
     recorded = format_and_layout(path)
+    found = _layout_by_files(path) if recorded is None else recorded[1]
+    return "slab" if found is None and holds_slabs(path) else found
+
+
+def holds_slabs(path: Path) -> bool:
+    """Whether a server of this version has used ``path`` for slabs. Raises OSError."""
+    home = slab_home(path)
+    recorded = format_and_layout(home)
     if recorded is not None:
-        return recorded[1]
-    holds = [layout for layout, (where, name) in _FILES_OF.items() if _has(path / where, name)]
-    if not holds and _is_there(path / MANIFEST):
-        # Nothing was stored yet. Without any manifest, empty directories prove nothing.
-        holds = [layout for layout, names in _DIRECTORIES_OF.items() if all((path / name).is_dir() for name in names)]
-    return holds[0] if len(holds) == 1 else None
+        return recorded[1] == "slab"
+    # With a manifest that cannot be read, the empty directory of a first start is enough.
+    return _has(home / _SLABS, SLAB_FILE) or (_is_there(home / MANIFEST) and (home / _SLABS).is_dir())
 
 
-def check_manifest(path: Path, layout: str, tier: str) -> None:
-    """Raises StoreSetupError with a sentence unless ``path`` has this format and layout, or nothing of ours yet.
+def holds_former_slabs(path: Path) -> bool:
+    """Whether ``path`` itself is a directory of slabs of a former release, empty perhaps. Raises OSError."""
+    recorded = format_and_layout(path)
+    if recorded is None:
+        return _layout_by_files(path) == "slab"
+    return recorded[0] in FORMER_SLAB_FORMATS and recorded[1] == "slab"
+
+
+def newer_versions(path: Path) -> list[Path]:
+    """The directories of newer releases in ``path``, which are left alone. Never raises OSError."""
+    try:
+        with os.scandir(path) as listing:
+            found = [(int(match[1]), entry.path) for entry in listing if (match := VERSION_NAME.fullmatch(entry.name))]
+    except OSError:
+        return []
+    return [
+        Path(place) for number, place in sorted(found) if number > SLAB_VERSION and (Path(place) / MANIFEST).exists()
+    ]
+
+
+def check_before_start(path: Path, layout: str, tier: str) -> None:
+    """Raises StoreSetupError with a sentence unless a tier of this layout may use ``path``: what is there is of this
+    layout, or of nobody yet.
 
     Changes nothing. Raises OSError as the disk does.
     """
-    # Looked at before the manifest, which is made before an index: so it is not being made by another process now.
-    has_index = layout == "slab" and _has(path / "index", INDEX_FILE)
-    # Looked at before it is read: one that another process makes in between is not one that cannot be read.
-    was_there = _is_there(path / MANIFEST)
+    home = slab_home(path)
+    # Looked at before they are read: one that another process makes in between is not one that cannot be read.
+    was_there = {directory: _is_there(directory / MANIFEST) for directory in (path, home)}
     recorded = format_and_layout(path)
-    if recorded == (FORMATS[layout], layout):
-        return
     if recorded is None:
-        found = layout_in(path)
-        if found == layout:
-            return
-        if found is None and not was_there:
-            if not has_index:
-                return
-            problem = f"{str(path / 'index')!r} is an index, and not of this package: there is no {MANIFEST}"
-            raise StoreSetupError(tier, problem, ["name another path"])
-        if found is None:
-            raise StoreSetupError(tier, f"{str(path / MANIFEST)!r} is not a manifest of this package")
-        recorded = FORMATS[found], found
-    raise StoreSetupError(
+        found = _layout_by_files(path)
+        if found is not None:
+            recorded = (FORMATS["pages"] if found == "pages" else max(FORMER_SLAB_FORMATS)), found
+        elif was_there[path]:
+            raise _not_ours(path, tier)
+    known = FORMER_SLAB_FORMATS if layout == "slab" else (FORMATS["pages"],)
+    if recorded is not None and (recorded[0] not in known or recorded[1] != layout):
+        raise _mismatch(path, recorded, layout, tier)
+    slabs, recorded = holds_slabs(path), format_and_layout(home)
+    if layout != "slab":
+        if slabs:
+            raise _mismatch(home, recorded or (SLAB_VERSION, "slab"), layout, tier)
+    elif recorded is not None and recorded != (SLAB_VERSION, "slab"):
+        raise _mismatch(home, recorded, layout, tier)
+    elif recorded is None and was_there[home] and not slabs:
+        raise _not_ours(home, tier)
+
+
+def adopt_pages(path: Path, tier: str) -> None:
+    """Make the manifest for page files in ``path`` if it is missing. Raises as ``check_before_start``."""
+    check_before_start(path, "pages", tier)
+    _complete(path, "pages", tier)
+    # Another process may have been first, with another layout.
+    check_before_start(path, "pages", tier)
+    _warn_of_newer_versions(path, tier)
+
+
+def adopt_slabs(path: Path, tier: str) -> None:
+    """Make ``slab_home(path)``, its directory of slabs and its manifest, where they are missing; they survive a power
+    loss. Nothing in ``path`` itself is touched. Logs a warning of newer versions.
+
+    ``path`` must exist. Raises as ``check_before_start``.
+    """
+    check_before_start(path, "slab", tier)
+    home = slab_home(path)
+    for directory in (home, home / _SLABS):
+        make_directory(directory)
+    _complete(home, "slab", tier)
+    check_before_start(path, "slab", tier)
+    _warn_of_newer_versions(path, tier)
+
+
+def check_manifest_is_there(path: Path) -> None:
+    """Raises OSError unless a manifest can be read in ``path``, a tier's: its disk is mounted, and answers."""
+    try:
+        read_small(slab_home(path) / MANIFEST)
+    except FileNotFoundError:
+        read_small(path / MANIFEST)
+
+
+def _complete(directory: Path, layout: str, tier: str) -> None:
+    """Make the manifest of what is ours."""
+    if format_and_layout(directory) is not None:
+        return
+    manifest, text = directory / MANIFEST, json.dumps({"format": FORMATS[layout], "layout": layout}) + "\n"
+    if _is_there(manifest):
+        logger.warning("tier %s: %s cannot be read and is made anew, since the files in it are ours", tier, manifest)
+        write_whole(manifest, text)
+    else:
+        create_whole(manifest, text)
+
+
+def _warn_of_newer_versions(path: Path, tier: str) -> None:
+    newer = newer_versions(path)
+    if newer:
+        logger.warning(
+            "tier %s: %s holds pages of a newer release, which this one cannot read: they stay, and their bytes do not "
+            "count in the capacity",
+            tier,
+            ", ".join(map(str, newer)),
+        )
+
+
+def _mismatch(directory: Path, found: tuple[int, str], layout: str, tier: str) -> StoreSetupError:
+    return StoreSetupError(
         tier,
-        f"{str(path)!r} holds format {recorded[0]}, layout {recorded[1]!r}; "
+        f"{str(directory)!r} holds format {found[0]}, layout {found[1]!r}; "
         f"this tier writes format {FORMATS[layout]}, layout {layout!r}",
         ["name another path, or remove that directory"],
     )
 
 
-def is_taken_over(path: Path, layout: str) -> bool:
-    """Whether a server with this layout empties the directory because its format is older. Raises OSError."""
-    return format_and_layout(path) == (_TAKEN_OVER.get(layout), layout)
+def _not_ours(directory: Path, tier: str) -> StoreSetupError:
+    return StoreSetupError(tier, f"{str(directory / MANIFEST)!r} is not a manifest of this package")
 
 
-def check_before_start(path: Path, layout: str, tier: str) -> None:
-    """``check_manifest`` for a server."""
-    if not is_taken_over(path, layout):
-        check_manifest(path, layout, tier)
-
-
-def adopt(path: Path, layout: str, tier: str) -> None:
-    """Make a manifest for this layout in ``path`` if it is missing. Raises as ``check_manifest``."""
-    check_manifest(path, layout, tier)
-    if format_and_layout(path) is not None:
-        return
-    manifest = path / MANIFEST
-    if _is_there(manifest):
-        logger.warning("tier %s: %s cannot be read and is made anew, since the files in it are ours", tier, manifest)
-        write_manifest(path, layout)
-    else:
-        create_whole(manifest, _text(layout))
-        # Another process may have been first, with another layout.
-        check_manifest(path, layout, tier)
-
-
-def write_manifest(path: Path, layout: str) -> None:
-    """Replaces one that is there. Raises OSError."""
-    write_whole(path / MANIFEST, _text(layout))
-
-
-def _text(layout: str) -> str:
-    return json.dumps({"format": FORMATS[layout], "layout": layout}) + "\n"
+def _layout_by_files(path: Path) -> str | None:
+    """The layout of the files in PATH itself, without a look into its manifest."""
+    holds = [layout for layout, (where, name) in _FILES_OF.items() if _has(path / where, name)]
+    if not holds and _is_there(path / MANIFEST):
+        # Nothing was stored yet. Without any manifest, empty directories prove nothing.
+        holds = [layout for layout, names in _DIRECTORIES_OF.items() if all((path / name).is_dir() for name in names)]
+    return holds[0] if len(holds) == 1 else None
 
 
 def _is_there(path: Path) -> bool:

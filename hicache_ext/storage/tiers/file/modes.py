@@ -1,6 +1,7 @@
 """The modes of the files in PATH, corrected when a server starts: older files, or files made with another mode.
 
-A file that is not ours keeps its mode, and so does a directory that holds one.
+A file that is not ours keeps its mode, and so does a directory that holds one. The directory of a newer release
+(manifest.py) is left alone.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ import os
 import re
 import stat
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import IDENTITIES, Access, make_directory, make_tier_directory
 
 logger = logging.getLogger(__name__)
+
+MANIFEST = "hicache_ext.json"
+SLAB_VERSION = 3
+"""Format of the slabs of this version, and the number of their directory."""
+VERSION_NAME = re.compile(r"v([0-9]{1,9})")
+"""A directory in PATH with one version's files."""
 
 _PAGES = "pages"
 
@@ -24,23 +33,39 @@ FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
 PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
 SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
 INDEX_FILE = re.compile(r"(data|lock)\.mdb|header|records|seals|groups|(buckets|ghosts)-[0-9]+")
-TEMPORARY_FILE = re.compile(r"(.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
-"""In PATH/tmp; its first group is the writer (``writer_name``)."""
+TEMPORARY_FILE = re.compile(r"([0-9]+|.+:[0-9]+:(?:[0-9]+|gone))\.[0-9]+\.(?:tmp|[0-9a-f]{32}\.clear)")
+"""In PATH/tmp; its first group is the writer (writers.py)."""
 _FILES = re.compile(
-    r"hicache_ext\.json|usage|lock|trust|ttl\.json|expiry\.lock|io_probe\.(json|lock)"
+    r"hicache_ext\.json|usage|lock|members|trust|ttl\.json|expiry\.lock|io_probe\.(json|lock)"
     r"|\.(hicache_ext\.json|trust|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+"
 )
+"""Our files in PATH."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """What is ours in a directory: names of files, and directories by name."""
+
+    files: re.Pattern[str]
+    directories: Mapping[str, _Directory] = field(default_factory=dict)
+
+
+_SLABS = _Directory(SLAB_FILE)
+_SLAB_HOME = _Directory(
+    re.compile(r"hicache_ext\.json|\.hicache_ext\.json\.[0-9]+\.[0-9]+|lock|members|ranks|[0-9a-f]{1,10}\.sock"),
+    {"slabs": _SLABS},
+)
 _DIRECTORIES = {
-    IDENTITIES: re.compile(r"[0-9a-f]{32}\.(json|cleared)|\.[0-9a-f]{32}\.(json|cleared)\.[0-9]+\.[0-9]+"),
-    "pins": re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+"),
-    "hints": re.compile(r".+\.(hint|new)"),
-    "index": INDEX_FILE,
-    "slabs": SLAB_FILE,
-    "tmp": TEMPORARY_FILE,
-    _PAGES: IDENTITY_NAME,
-    "weights": re.compile(r"[0-9a-f]{32}"),
+    IDENTITIES: _Directory(re.compile(r"[0-9a-f]{32}\.(json|cleared)|\.[0-9a-f]{32}\.(json|cleared)\.[0-9]+\.[0-9]+")),
+    "pins": _Directory(re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+")),
+    "hints": _Directory(re.compile(r".+\.(hint|new)")),
+    "index": _Directory(INDEX_FILE),
+    "slabs": _SLABS,
+    "tmp": _Directory(TEMPORARY_FILE),
+    _PAGES: _Directory(IDENTITY_NAME),
+    "weights": _Directory(re.compile(r"[0-9a-f]{32}")),
 }
-"""Directory of a tier -> names of our files in it."""
+"""Our directories in PATH, of former releases too."""
 _NOBODYS = re.compile(r"lost\+found|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when PATH is closed to others."""
 
@@ -96,30 +121,35 @@ class _Modes:
         for entry in entries if is_tier else ():
             if not _has_our_name(entry):
                 continue
-            if not entry.is_dir(follow_symlinks=False):
-                self._put(entry)
-            elif entry.name == _PAGES:
+            if entry.name == _PAGES and entry.is_dir(follow_symlinks=False):
                 self._put_pages_right(entry)
             else:
-                inside, of_others = _ours_and_others(entry)
-                self._put_shared(Path(entry.path), of_others)
-                for inner in inside:
-                    self._put(inner)
+                self._put_all(entry, _directory(entry))
         if self._access.group:
             self._put_shared(self._path, strangers)
         self._say(mode)
 
     def _stranger(self, entry: os.DirEntry[str], is_tier: bool) -> str:
         """The name of what is not this tier's in an entry of PATH; mostly empty."""
-        if _NOBODYS.fullmatch(entry.name):
+        if _NOBODYS.fullmatch(entry.name) or _is_other_version(entry):
             return ""
         if not _has_our_name(entry):
             return entry.name
         if not is_tier:
             # Made by another process that starts now: its mode is right already.
             return "" if self._is_right(entry) else entry.name
-        others = _ours_and_others(entry)[1] if entry.is_dir(follow_symlinks=False) else []
+        directory = _directory(entry)
+        others = [] if directory is None else _others_below(entry, directory)
         return f"{entry.name}/{others[0]}" if others else ""
+
+    def _put_all(self, entry: os.DirEntry[str], directory: _Directory | None) -> None:
+        """Correct an entry of ours and, if it is a directory, what is ours in it."""
+        if directory is None:
+            self._put(entry)
+            return
+        self._put_shared(Path(entry.path), _others_below(entry, directory))
+        for inner in _ours_and_others(entry, directory)[0]:
+            self._put_all(inner, directory.directories.get(inner.name))
 
     def _put_shared(self, directory: Path, strangers: list[str]) -> None:
         """Correct PATH, or a directory in it, unless it also holds files of others."""
@@ -151,7 +181,7 @@ class _Modes:
         if not self._is_wrong(status):
             return
         until = float("inf") if self._access.group else time.monotonic() + _PAGE_FILES_SECONDS
-        identities, strangers = _ours_and_others(pages)
+        identities, strangers = _ours_and_others(pages, _DIRECTORIES[_PAGES])
         if not self._access.group:
             self._put_shared(Path(pages.path), strangers)
         for identity in identities:
@@ -194,7 +224,8 @@ class _Modes:
             # A private directory may have the set-group-ID bit from its parent: that is no error.
             mask = 0o2777 if self._access.group else 0o777
             return status.st_mode & mask != self._access.directory_mode & mask
-        return stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) != self._access.file_mode
+        is_file = stat.S_ISREG(status.st_mode) or stat.S_ISSOCK(status.st_mode)
+        return is_file and stat.S_IMODE(status.st_mode) != self._access.file_mode
 
     def _change(self, path: str, seen: os.stat_result) -> None:
         """Change the file or directory that was seen, and not another one that has taken its name since."""
@@ -263,15 +294,49 @@ def _entries(directory: str | Path) -> list[os.DirEntry[str]]:
 
 def _has_our_name(entry: os.DirEntry[str]) -> bool:
     if entry.is_dir(follow_symlinks=False):
-        return entry.name in _DIRECTORIES
+        return _directory(entry) is not None
     return entry.is_file(follow_symlinks=False) and _FILES.fullmatch(entry.name) is not None
 
 
-def _ours_and_others(directory: os.DirEntry[str]) -> tuple[list[os.DirEntry[str]], list[str]]:
-    """Our entries in a directory of a tier, and the names of the others."""
-    ours = _DIRECTORIES[directory.name]
-    inside = _entries(directory.path)
-    return (
-        [entry for entry in inside if ours.fullmatch(entry.name)],
-        [entry.name for entry in inside if not ours.fullmatch(entry.name)],
-    )
+def _directory(entry: os.DirEntry[str]) -> _Directory | None:
+    """What is ours in an entry of PATH; None where it is no directory of ours."""
+    if not entry.is_dir(follow_symlinks=False):
+        return None
+    return _SLAB_HOME if _version_of(entry) == SLAB_VERSION else _DIRECTORIES.get(entry.name)
+
+
+def _version_of(entry: os.DirEntry[str]) -> int | None:
+    """The version whose directory this entry of PATH is. Others have directories of such names, too: without a manifest
+    in it, it is theirs."""
+    match = VERSION_NAME.fullmatch(entry.name)
+    return int(match[1]) if match and os.path.lexists(os.path.join(entry.path, MANIFEST)) else None
+
+
+def _is_other_version(entry: os.DirEntry[str]) -> bool:
+    return _version_of(entry) not in (None, SLAB_VERSION)
+
+
+def _others_below(entry: os.DirEntry[str], directory: _Directory) -> list[str]:
+    """The names of what is not ours in a directory of ours, and below it."""
+    ours, others = _ours_and_others(entry, directory)
+    for inner in ours:
+        inside = directory.directories.get(inner.name)
+        if inside is not None:
+            others += [f"{inner.name}/{name}" for name in _others_below(inner, inside)]
+    return others
+
+
+def _ours_and_others(entry: os.DirEntry[str], directory: _Directory) -> tuple[list[os.DirEntry[str]], list[str]]:
+    """Our entries in a directory of ours, and the names of the others."""
+    ours: list[os.DirEntry[str]] = []
+    others: list[str] = []
+    for inner in _entries(entry.path):
+        if inner.name in directory.directories:
+            is_ours = inner.is_dir(follow_symlinks=False)
+        else:
+            is_ours = directory.files.fullmatch(inner.name) is not None
+        if is_ours:
+            ours.append(inner)
+        else:
+            others.append(inner.name)
+    return ours, others

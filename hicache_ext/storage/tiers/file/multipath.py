@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import Counter
@@ -21,8 +22,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import lmdb
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
@@ -37,6 +36,7 @@ from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.device_errors import Trouble, is_device_error
+from hicache_ext.storage.tiers.file.manifest import check_manifest_is_there
 from hicache_ext.storage.tiers.file.path_choice import PathChoice
 from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 
@@ -59,7 +59,7 @@ _SUCCESS = {"get": GetResult.HIT, "set": SetResult.STORED, "contains": True}
 
 
 OpenPath = Callable[[Path, Trouble], PathStore]
-"""Opens the store of one path. Raises StoreSetupError, caused by an OSError or lmdb.Error where the path is broken."""
+"""Opens the store of one path. Raises StoreSetupError, caused by an OSError where the path is broken."""
 
 
 class _Part:
@@ -326,7 +326,7 @@ class SpreadStore:
                 part.store = self._open_path(part.path, part.note)
                 part.had_manifest = True
             except StoreSetupError as error:
-                if not isinstance(error.__cause__, OSError | lmdb.Error):
+                if not isinstance(error.__cause__, OSError):
                     raise
                 broken.append((number, error))
         if len(broken) == len(self._parts):
@@ -420,10 +420,10 @@ def _check_path(path: Path, had_manifest: bool) -> None:
     """Raises OSError unless the device under ``path`` takes a write. Creates no directory: where a mount has vanished,
     the tier would begin anew on the disk below."""
     if had_manifest:
-        (path / "hicache_ext.json").read_bytes()
+        check_manifest_is_there(path)
     elif not path.is_dir():
         return
-    probe = path / f".probe.{os.getpid()}"
+    probe = path / f".probe.{secrets.randbelow(1 << 63)}"
     fd = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.unlink(probe)

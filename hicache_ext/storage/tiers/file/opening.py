@@ -8,8 +8,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lmdb
-
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.runtime.access import Access
 from hicache_ext.runtime.file_systems import file_system_of
@@ -128,8 +126,8 @@ def _open_path(
         from hicache_ext.storage.tiers.file.slab.store import SlabStore
 
         try:
-            store = SlabStore(name, path, capacity=share, plan=plan, **common)
-        except (OSError, lmdb.Error) as error:
+            store = SlabStore(name, path, capacity=share, plan=plan, open_files=tier.open_files, **common)
+        except OSError as error:
             raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
     else:
         from hicache_ext.storage.tiers.file.pages.store import PageFileStore

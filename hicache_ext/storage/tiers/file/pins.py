@@ -28,7 +28,7 @@ from pathlib import Path
 from hicache_ext.errors import StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.runtime.access import make_directory
-from hicache_ext.runtime.whole_file import parsed, write_whole
+from hicache_ext.runtime.whole_file import parsed, read_small, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def _recorded(path: Path) -> Iterator[Pin]:
 
 def _read_pin(file: Path) -> Pin:
     """Raises OSError, ValueError, KeyError or TypeError when the file holds no pin."""
-    document = parsed(file.read_bytes())
+    document = parsed(read_small(file))
     if document is None:
         raise ValueError("not a JSON object")
     until = document["until"]

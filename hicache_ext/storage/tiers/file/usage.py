@@ -1,29 +1,51 @@
 """How full one directory of page files is, shared by all processes that write to it.
 
 One small file holds the bytes stored and, per writer process, its operations under way and the bytes reserved for them.
-Every change is made under an flock, so the capacity holds for all ranks and processes together. An operation begins
-before its first file changes and ends when its last one is counted. A killed writer leaves its operations behind: the
-next process that sees it dead counts the reserved bytes as stored (never too few) and marks the directory for a recount
-at the next start. Reasons: docs/decisions/page-files.md.
+Every change is made under an flock, held for microseconds and waited for at most a second, so the capacity holds for
+all ranks and processes together. An operation begins before its first file changes and ends when its last one is
+counted; in between its process keeps its part in memory, too, and settles what it could not write as soon as it can.
+
+The account is believed only while processes that use it follow each other without a gap. Whoever comes first counts the
+directory anew, beside the work (``count``); so a power loss, a kill, damage and files removed by hand end with a
+restart. An account that cannot be read counts as full until then. Reasons: docs/decisions/page-files.md.
 """
 
 from __future__ import annotations
 
-import fcntl
+import enum
+import errno
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hicache_ext.runtime import file_lock
-from hicache_ext.runtime.access import open_file
-from hicache_ext.runtime.liveness import writer_alive, writer_name
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, FlockLock, OfdLock
+from hicache_ext.runtime.members import Members
+from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
+from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.writers import Writers
 
 _RECORD_LIMIT = 1 << 20
+_CHECKSUM = b', "checksum": '
+"""Its last field: of everything before it."""
+_EVICTION_BYTE = 0
+"""Of the file of members, which nobody has as its id: one process at a time evicts."""
+_READS = 3
+"""Of a record that is being written, until one is whole."""
+
+
+class Grant(enum.Enum):
+    """The answer to a reservation."""
+
+    GRANTED = enum.auto()
+    NO_ROOM = enum.auto()
+    HELD = enum.auto()
+    """Another process holds a lock and does nothing."""
 
 
 @dataclass(slots=True)
@@ -38,19 +60,33 @@ class UnderWay:
 
 @dataclass(slots=True)
 class UsageRecord:
-    """The content of the file; ``under_way`` by writer (``writer_name``)."""
+    """The content of the file."""
 
     stored: int = 0
+    """Bytes; without ``counted`` what came and went since the account was lost."""
     under_way: dict[str, UnderWay] = field(default_factory=dict)
+    """By writer (``writers.py``)."""
     recount: bool = False
+    """It may be wrong: somebody is to count."""
+    counted: bool = True
+    counts: int = 0
+    """Goes up when a count begins, and when it ends: it is odd in between."""
+    users: list[int] = field(default_factory=list)
+    """Members for whom the account goes on; the first of them counted, or will."""
 
     @property
     def reserved(self) -> int:
         return sum(writer.reserved for writer in self.under_way.values())
 
+    def used(self, capacity: int | None) -> int:
+        """Bytes that count against the capacity: all of it while nobody knows what is stored."""
+        base = 0 if self.counted or capacity is None else capacity
+        return max(0, base + self.stored) + self.reserved
+
     @property
-    def total(self) -> int:
-        return self.stored + self.reserved
+    def in_doubt(self) -> bool:
+        """Whether somebody is to count, unless somebody does."""
+        return self.recount or not self.counted or self.counts % 2 == 1
 
 
 @dataclass(slots=True)
@@ -63,120 +99,256 @@ class Removal:
 
 
 class Usage:
-    """The usage record of one directory. Thread-safe; each process opens its own. Calls raise OSError."""
+    """The usage record of one directory. Thread-safe; each process opens its own. Calls raise OSError as the disk does.
 
-    def __init__(self, path: Path, count_stored: Callable[[Callable[[], None]], int]) -> None:
-        """``count_stored`` walks the directory and returns its bytes. It runs under the lock when the record is lost,
-        and calls its argument now and then to show progress."""
-        self._count_stored = count_stored
-        self._thread_lock = threading.Lock()
-        self._writer = writer_name()
-        self._fd = open_file(path, os.O_RDWR)
+    No call waits longer than the bound of ``ChangeLock``.
+    """
+
+    def __init__(self, path: Path, members: Members, members_path: Path, writers: Writers) -> None:
+        """``members``: this process among those that use the directory; it outlives the account.
+
+        Raises TimeoutError where another process holds the account and does nothing.
+        """
+        self._members = members
+        self._writers = writers
+        turns = f"the turn to evict from {str(path.parent)!r}"
+        self._evictions = ChangeLock(OfdLock(members_path, _EVICTION_BYTE), turns)
+        self._state = threading.Lock()
+        # What this process has under way, and what it has still to tell the account.
+        self._operations = 0
+        self._reserved = 0
+        self._unsettled = 0
+        self._doubt = False
         try:
-            # A start must not wait for ever for a process that was stopped with the lock.
-            file_lock.lock_within(self._fd, fcntl.LOCK_EX, file_lock.PATIENCE, path)
-            with self.locked() as record:
-                self._release_dead_writers(record)
-                # With operations under way a walk would count their bytes twice.
-                if record.recount and not record.under_way:
-                    record.stored = count_stored(self.show_progress)
-                    record.recount = False
-        except OSError:
-            os.close(self._fd)
+            self._lock = ChangeLock(_free_lock(path), f"the account {str(path)!r}")
+        except BaseException:
+            self._evictions.close()
+            raise
+        try:
+            self._begin(path)
+        except BaseException:
+            self.close()
             raise
 
-    @contextmanager
-    def locked(self) -> Iterator[UsageRecord]:
-        """The record under the lock of all processes; written back on leaving, also when the body raised."""
-        with self._thread_lock:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            try:
-                record = self._read()
-                try:
-                    yield record
-                finally:
-                    self._write(record)
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def reserve(self, amount: int, capacity: int | None, evict: Callable[[int], int]) -> bool:
-        """Begin an operation that needs ``amount`` bytes within ``capacity``; False if they cannot be freed.
-
-        ``evict(bytes)`` evicts at least that many bytes if it can and returns how many it freed. It runs under the
-        lock, so that two processes never evict for the same need. After True the caller always calls ``commit``.
-        """
+    def _begin(self, path: Path) -> None:
         with self.locked() as record:
-            if capacity is not None and record.total + amount > capacity:
-                self._release_dead_writers(record)
-                if record.reserved + amount > capacity:
-                    # No eviction can help: do not empty the cache for it.
-                    return False
-            self._change_own(record, operations=1, reserved=amount)
-            if capacity is not None and record.total > capacity:
-                # Written before the first file goes: after a kill amid the eviction the record is known to be wrong.
+            if record is None:
+                raise _held(path)
+            self._release_dead_writers(record)
+            record.users = [user for user in record.users if self._members.is_alive(user)]
+            if not record.users:
+                record.recount = True
+            record.users.append(self._members.id)
+
+    @contextmanager
+    def locked(self) -> Iterator[UsageRecord | None]:
+        """The record under the lock of all processes, to be changed; None where another process holds it for longer
+        than the bound. Written back with what this process has under way, unless the body raised."""
+        with self._lock.held() as mine:
+            if not mine:
+                yield None
+                return
+            # The whole directory may have been removed under us.
+            self._members.renew()
+            record = _record_in(os.pread(self._lock.fd, _RECORD_LIMIT, 0))
+            if record is None:
+                record = UsageRecord(recount=True, counted=False)
+            settled = self._settle(record)
+            try:
+                yield record
+                settled += self._settle(record)
+                doubt, self._doubt = self._doubt, False
+                record.recount = record.recount or doubt
                 self._write(record)
-                record.stored = max(0, record.stored - evict(record.total - capacity))
-                if record.total > capacity:
-                    self._change_own(record, operations=-1, reserved=-amount)
-                    return False
-            return True
+            except BaseException:
+                self._doubt = True
+                with self._state:
+                    self._unsettled += settled
+                raise
+
+    def reserve(self, amount: int, capacity: int | None, evict: Callable[[int], Iterable[int]]) -> Grant:
+        """Begin an operation that needs ``amount`` bytes within ``capacity``.
+
+        ``evict(bytes)`` evicts at least that many bytes if it can, and yields how many it has freed every so often. One
+        process at a time evicts, without the lock of the account. After GRANTED the caller always calls ``commit``.
+        """
+        grant, _ = self._try_to_reserve(amount, capacity, beyond=False)
+        if grant is not Grant.NO_ROOM:
+            return grant
+        with self._evictions.held() as mine:
+            if not mine:
+                return Grant.HELD
+            # Another process may have made room meanwhile. If not, what is evicted is for us: it is reserved before.
+            grant, missing = self._try_to_reserve(amount, capacity, beyond=True)
+            if grant is not Grant.GRANTED or not missing:
+                return grant
+            try:
+                for freed in evict(missing):
+                    self._end(stored=-freed)
+                with self.locked() as record:
+                    grant = Grant.HELD if record is None else Grant.GRANTED
+                    if record is not None and capacity is not None and record.used(capacity) > capacity:
+                        grant = Grant.NO_ROOM
+            except BaseException:
+                self._end(operations=-1, reserved=-amount)
+                raise
+            if grant is not Grant.GRANTED:
+                self._end(operations=-1, reserved=-amount)
+            return grant
+
+    def _try_to_reserve(self, amount: int, capacity: int | None, *, beyond: bool) -> tuple[Grant, int]:
+        """The answer, and after GRANTED the bytes that are to be evicted first. ``beyond``: also where there is no room
+        now, if eviction can make some."""
+        begun = False
+        try:
+            with self.locked() as record:
+                if record is None:
+                    return Grant.HELD, 0
+                missing = 0
+                if capacity is not None and record.used(capacity) + amount > capacity:
+                    self._release_dead_writers(record)
+                    # Where others have reserved too much no eviction can help: do not empty the cache for it.
+                    if not beyond or record.reserved + amount > capacity:
+                        return Grant.NO_ROOM, 0
+                    missing = record.used(capacity) + amount - capacity
+                self._change(operations=1, reserved=amount)
+                begun = True
+                return Grant.GRANTED, missing
+        except OSError:
+            if begun:
+                self._change(operations=-1, reserved=-amount)
+            raise
 
     def commit(self, reserved: int, stored: int) -> None:
-        """End an operation: its reservation becomes ``stored`` bytes (less for pages refused or present)."""
-        with self.locked() as record:
-            self._change_own(record, operations=-1, reserved=-reserved)
-            record.stored = max(0, record.stored + stored)
+        """End an operation: its reservation becomes ``stored`` bytes (less for pages refused or present). Raises
+        nothing: what the account cannot be told now it is told later."""
+        self._end(operations=-1, reserved=-reserved, stored=stored)
 
     @contextmanager
     def removing(self) -> Iterator[Removal]:
-        """An operation that removes files and notes in ``Removal`` how many bytes of disk that freed."""
+        """An operation that removes files and notes in ``Removal`` how many bytes of disk that freed.
+
+        It does not need the account: files go although another process holds it, and it is told later.
+        """
         removal = Removal()
-        with self.locked() as record:
-            self._change_own(record, operations=1)
+        self._end(operations=1)
         try:
             yield removal
         finally:
-            with self.locked() as record:
-                self._change_own(record, operations=-1)
-                record.stored = max(0, record.stored - removal.freed)
-                record.recount = record.recount or removal.uncertain
+            self._end(operations=-1, stored=-removal.freed, recount=removal.uncertain)
 
-    def total(self) -> int:
+    @contextmanager
+    def detaching(self) -> Iterator[Removal]:
+        """``removing`` for trees that go out of sight long before their bytes are free: a count in between would be
+        wrong, so it is repeated."""
+        begun = self._counts()
+        with self.removing() as removal:
+            try:
+                yield removal
+            finally:
+                removal.uncertain = removal.uncertain or begun is None or begun % 2 == 1 or self._counts() != begun
+
+    def used(self, capacity: int | None = None) -> int:
+        """Bytes that count against the capacity, over all processes; the lock is not needed. Raises OSError."""
+        record = self._look() or UsageRecord(counted=False)
+        with self._state:
+            own = self._unsettled
+        return max(0, record.used(capacity) + own)
+
+    def in_doubt(self) -> bool:
+        """Whether somebody is to count. Raises OSError."""
+        record = self._look()
+        return record is None or record.in_doubt or bool(self._dead_writers(record))
+
+    def count(self, parts: Iterable[tuple[float, int]]) -> bool:
+        """Put the account right by a walk over the directory, while it is in use; False where ``parts`` ended early or
+        the account could not be changed. One process at a time.
+
+        ``parts`` walks: (share of the directory walked by now, bytes found in this part). Pages come and go meanwhile.
+        They are spread evenly over the parts, so of a change the share walked before is missing in what was found.
+        """
         with self.locked() as record:
-            return record.total
-
-    def show_progress(self) -> None:
-        """Show those who wait for the lock that its holder works. Never raises OSError."""
-        with suppress(OSError):
-            file_lock.show_progress(self._fd)
+            if record is None:
+                return False
+            self._release_dead_writers(record)
+            # Odd, also after a count whose process was killed.
+            record.counts += 1 + record.counts % 2
+            record.recount = False
+            before, was_counted = record.stored, record.counted
+        found, correction, share = 0, 0.0, 0.0
+        for walked, part in parts:
+            found += part
+            record = self._look()
+            if record is not None:
+                correction += (record.stored - before) * (share + walked) / 2
+                before = record.stored
+            share = walked
+        with self.locked() as record:
+            if record is None:
+                return False
+            record.counts += record.counts % 2
+            if share < 1.0 or record.counted != was_counted:
+                record.recount = True
+                return False
+            record.stored = max(0, found + round(correction + record.stored - before))
+            record.counted = True
+        return True
 
     def close(self) -> None:
-        with self._thread_lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+        """Tell the account what it does not know yet, if it is free. Raises nothing."""
+        self._end()
+        self._lock.close()
+        self._evictions.close()
 
-    def _change_own(self, record: UsageRecord, *, operations: int = 0, reserved: int = 0) -> None:
-        own = record.under_way.get(self._writer, UnderWay())
-        own = UnderWay(own.operations + operations, max(0, own.reserved + reserved), time.time())
-        if own.operations > 0:
-            record.under_way[self._writer] = own
+    def _change(self, operations: int = 0, reserved: int = 0, stored: int = 0) -> None:
+        with self._state:
+            self._operations += operations
+            self._reserved += reserved
+            self._unsettled += stored
+
+    def _end(self, operations: int = 0, reserved: int = 0, stored: int = 0, recount: bool = False) -> None:
+        self._change(operations, reserved, stored)
+        self._doubt = self._doubt or recount
+        with suppress(OSError), self.locked():
+            pass
+
+    def _settle(self, record: UsageRecord) -> int:
+        """Put what this process has under way into the record; the bytes that are settled so."""
+        own = str(self._members.id)
+        with self._state:
+            operations, reserved, settled = self._operations, self._reserved, self._unsettled
+            self._unsettled = 0
+        record.stored += settled
+        if record.counted:
+            record.stored = max(0, record.stored)
+        if operations > 0:
+            record.under_way[own] = UnderWay(operations, max(0, reserved), time.time())
         else:
-            record.under_way.pop(self._writer, None)
+            record.under_way.pop(own, None)
+        return settled
+
+    def _dead_writers(self, record: UsageRecord) -> list[str]:
+        return [name for name, left in record.under_way.items() if self._writers.is_gone(name, left.last_change)]
 
     def _release_dead_writers(self, record: UsageRecord) -> None:
-        for writer, left in list(record.under_way.items()):
-            if writer != self._writer and not writer_alive(writer, left.last_change):
-                # How much was published is unknown: to count all of it keeps the capacity.
-                record.stored += left.reserved
-                record.recount = True
-                del record.under_way[writer]
+        for name in self._dead_writers(record):
+            # How much was published is unknown: to count all of it keeps the capacity.
+            record.stored += record.under_way.pop(name).reserved
+            record.recount = True
 
-    def _read(self) -> UsageRecord:
-        # New, or damaged by a power loss: count the directory.
-        return _record_in(os.pread(self._fd, _RECORD_LIMIT, 0)) or UsageRecord(
-            stored=self._count_stored(self.show_progress)
-        )
+    def _look(self) -> UsageRecord | None:
+        """The record without the lock; None where it cannot be read."""
+        for _ in range(_READS):
+            record = _record_in(os.pread(self._lock.fd, _RECORD_LIMIT, 0))
+            if record is not None:
+                return record
+        return None
+
+    def _counts(self) -> int | None:
+        with suppress(OSError):
+            record = self._look()
+            return None if record is None else record.counts
+        return None
 
     def _write(self, record: UsageRecord) -> None:
         document = {
@@ -185,29 +357,64 @@ class Usage:
                 writer: (left.operations, left.reserved, left.last_change) for writer, left in record.under_way.items()
             },
             "recount": record.recount,
+            "counted": record.counted,
+            "counts": record.counts,
+            "users": record.users,
         }
+        body = json.dumps(document).encode()[:-1]
         # The newline ends the record: the rest of an earlier, longer one is never read.
-        os.pwrite(self._fd, json.dumps(document).encode() + b"\n", 0)
+        os.pwrite(self._lock.fd, body + _CHECKSUM + _checksum(body) + b"\n", 0)
+
+
+def _free_lock(path: Path) -> FlockLock:
+    """The lock of an account that nobody holds for long. Raises TimeoutError."""
+    lock = FlockLock(path)
+    try:
+        if not lock.acquire(CHANGE_LOCK_BOUND):
+            raise _held(path)
+        lock.release()
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _held(path: Path) -> TimeoutError:
+    problem = f"another process has held {str(path)!r} for {CHANGE_LOCK_BOUND:g} s and does nothing, stopped perhaps"
+    return TimeoutError(errno.ETIMEDOUT, problem)
 
 
 def occupied_bytes(directory: Path) -> int:
-    """Bytes of disk that a directory of the file tier takes: page files by their record, read without its lock; slabs
-    are few files, which are counted. Raises OSError."""
-    with suppress(FileNotFoundError, PermissionError), (directory / "usage").open("rb") as file:
+    """Bytes of disk that count towards the capacity of a directory of the file tier: page files by their record, read
+    without its lock; slabs, also those of former releases, are few files, which are counted. Raises OSError."""
+    with suppress(FileNotFoundError, PermissionError, IsADirectoryError), (directory / "usage").open("rb") as file:
         record = _record_in(file.read(_RECORD_LIMIT))
-        if record is not None:
-            return record.total
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+        if record is not None and record.counted:
+            return record.used(None)
+    total = FormerSlabs(directory).bytes()
+    for part in (slab_home(directory), directory / "pages", directory / "tmp"):
+        for folder, _, names in os.walk(part):
+            for name in names:
+                with suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
     return total
 
 
+def _checksum(body: bytes) -> bytes:
+    return b"%d}" % zlib.crc32(body)
+
+
 def _record_in(raw: bytes) -> UsageRecord | None:
+    """None for anything else than a record, whole and undamaged.
+
+    Earlier versions wrote no checksum, and neither who uses the account nor counts.
+    """
     try:
-        document = json.loads(raw[: raw.index(b"\n")])
+        line = raw[: raw.index(b"\n")]
+        body, separator, checksum = line.rpartition(_CHECKSUM)
+        if separator and checksum != _checksum(body):
+            return None
+        document = json.loads(line)
         return UsageRecord(
             stored=int(document["stored"]),
             under_way={
@@ -215,6 +422,9 @@ def _record_in(raw: bytes) -> UsageRecord | None:
                 for writer, (operations, reserved, last_change) in document["under_way"].items()
             },
             recount=bool(document["recount"]),
+            counted=bool(document.get("counted", True)),
+            counts=int(document.get("counts", 0)),
+            users=[int(user) for user in document.get("users", [])],
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

@@ -3,6 +3,7 @@
 ::
 
     PATH/hicache_ext.json                     what this directory is: format and layout
+    PATH/members                              empty; who uses the directory has a byte of it locked (members.py)
     PATH/usage                                the shared account (usage.py)
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
     PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
@@ -27,8 +28,8 @@ from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, settle
-from hicache_ext.runtime.liveness import writer_name
-from hicache_ext.storage.tiers.file.manifest import adopt, check_manifest
+from hicache_ext.runtime.members import Members
+from hicache_ext.storage.tiers.file.manifest import adopt_pages, check_before_start
 from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
@@ -36,6 +37,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     directories,
     occupied,
 )
+from hicache_ext.storage.tiers.file.writers import Writers
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
@@ -55,18 +57,26 @@ class PageDirectory(PageTree):
     def __init__(self, path: Path, tier: str) -> None:
         """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
         super().__init__(path)
-        self._temp_prefix = writer_name()
         try:
-            check_manifest(path, "pages", tier)
+            check_before_start(path, "pages", tier)
             make_tier_directory(path)
             for directory in (self.identities, self.pages, self.temporary):
                 make_directory(directory)
-            adopt(path, "pages", tier)
+            adopt_pages(path, tier)
+            self.members = Members(self.members_path)
         except OSError as error:
             raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
+        self.writers = Writers(path, self.members.is_alive)
         self._access = access_in(path)
-        self._unnamed_files = self._supports_unnamed_files()
-        self.remove_left_overs()
+        try:
+            self._unnamed_files = self._supports_unnamed_files()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the members of the directory. What this process has in tmp/ counts as left over from then on."""
+        self.members.close()
 
     def create_parent(self, page_path: str) -> Iterator[int]:
         """Make the directories of a page, where missing; the bytes of disk of each, as soon as it is made.
@@ -141,7 +151,7 @@ class PageDirectory(PageTree):
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, None when there is none."""
         # The name holds the identity, so that files of others can be put back after a kill.
-        moved = self.temporary / f"{self._temp_prefix}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
+        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
         home = self.pages / identity.hex()
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
@@ -172,7 +182,7 @@ class PageDirectory(PageTree):
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
-        left = list(self.left_overs())
+        left = list(self.left_overs(self.writers))
         for entry in left:
             if entry.name.endswith(".clear"):
                 self.delete_detached(Path(entry.path))
@@ -181,7 +191,7 @@ class PageDirectory(PageTree):
         return len(left)
 
     def _temp_path(self) -> str:
-        return f"{self.temporary}/{self._temp_prefix}.{next(_TEMP_NUMBERS)}.tmp"
+        return f"{self.temporary}/{self.members.id}.{next(_TEMP_NUMBERS)}.tmp"
 
     def _supports_unnamed_files(self) -> bool:
         """Whether O_TMPFILE and linkat work here: then a kill leaves nothing behind, not even a temp file."""
@@ -226,8 +236,12 @@ def _put_back(source: str | Path, target: Path, access: Access) -> int:
     Returns the bytes of disk freed; negative where directories had to be made.
     """
     freed = 0
-    with os.scandir(source) as listing:
-        entries = list(listing)
+    try:
+        with os.scandir(source) as listing:
+            entries = list(listing)
+    except OSError:
+        # Another process removes the same tree, or the disk fails: what it is for stays out of sight.
+        return 0
     for entry in entries:
         # A page that could not be deleted, or a directory with such pages, must stay out of sight.
         if (FANOUT_NAME if entry.is_dir(follow_symlinks=False) else PAGE_NAME).fullmatch(entry.name):

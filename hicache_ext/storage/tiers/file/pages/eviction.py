@@ -7,7 +7,7 @@ import os
 import random
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Set
 
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
@@ -17,63 +17,50 @@ from hicache_ext.storage.tiers.file.pins import PinnedPages
 
 _SAMPLE = 4096
 """Page files examined to find the oldest; with fewer, eviction follows the exact order of recency."""
+_PARTS = 4
+"""Of a sample the oldest of so many parts is removed."""
+_PASSES = 64
+"""Over a directory: a hundred millionth of its pages would be left."""
+_QUICK = 0.25
+"""Seconds that an eviction takes beyond what it must free."""
+_TELL_INTERVAL = 0.1
+"""Seconds between two reports of what was freed."""
 
 
 class Evictor:
-    """Removes the least recently used pages of one directory. Called under the lock of its usage record."""
+    """Removes the least recently used pages of one directory. For one thread of one process at a time."""
 
     def __init__(
-        self,
-        directory: PageDirectory,
-        metrics: TierMetrics,
-        pins: PinnedPages,
-        evicted_age: RecentMean,
-        going_on: Callable[[], None] = lambda: None,
+        self, directory: PageDirectory, metrics: TierMetrics, pins: PinnedPages, evicted_age: RecentMean
     ) -> None:
-        """``evicted_age``: told the seconds since the last use of evicted pages. ``going_on`` is called now and then,
-        to show progress to those who wait for the lock."""
+        """``evicted_age``: told the seconds since the last use of evicted pages."""
         self._directory = directory
         self._metrics = metrics
         self._pins = pins
         self._evicted_age = evicted_age
-        self._going_on = going_on
         self._undeletable: set[str] = set()
 
-    def evict(self, need: int) -> int:
-        """Remove pages until ``need`` bytes are freed, if possible; returns the bytes freed. Never raises OSError.
+    def evict(self, need: int, share: int) -> Iterator[int]:
+        """Remove pages until ``need`` bytes are freed, if possible, and up to ``share`` bytes as long as that is quick:
+        the walk is then paid for by many batches, and others wait for their turn meanwhile.
 
-        The order is exact in a small directory. In a large one it is that of a random sample of fan-out directories,
-        which hashes fill evenly.
+        Yields the bytes freed, every so often. Never raises OSError. The order is exact in a small directory. In a
+        large one it is that of random samples of fan-out directories, which hashes fill evenly.
         """
-        freed = evicted = 0
-        spared = {page_hash.hex() for page_hash in self._pins.spared()}
+        freed = told = 0
+        begun = told_at = time.monotonic()
         try:
-            fan_outs = self._directory.fan_out_directories()
-            random.shuffle(fan_outs)
-            remaining = iter(fan_outs)
-            while freed < need:
-                sample: list[tuple[float, str, int]] = []
-                for fan_out in remaining:
-                    self._going_on()
-                    for path, status in self._directory.page_files(fan_out):
-                        if (
-                            stat.S_ISREG(status.st_mode)
-                            and path not in self._undeletable
-                            and not (spared and page_hash_in(path) in spared)
-                        ):
-                            sample.append((status.st_mtime, path, occupied(status.st_size)))
-                    if len(sample) >= _SAMPLE:
-                        break
-                if not sample:
+            for used, path, size in self._oldest():
+                now = time.monotonic()
+                if freed >= need and (freed >= share or now - begun > _QUICK):
                     break
-                sample.sort()
-                for used, path, size in sample:
-                    if freed >= need:
-                        break
-                    if self._removed(path):
-                        self._evicted_age.note(max(0.0, time.time() - used))
-                        freed += size
-                        evicted += 1
+                if now - told_at > _TELL_INTERVAL:
+                    yield freed - told
+                    told, told_at = freed, now
+                if self._removed(path):
+                    freed += size
+                    self._evicted_age.note(max(0.0, time.time() - used))
+                    self._metrics.add("evicted", "capacity")
             if freed < need:
                 # Empty directories of old identities would take the space of pages in a small capacity.
                 freed += self._directory.remove_empty_directories()
@@ -81,9 +68,39 @@ class Evictor:
                 self._undeletable.clear()
         except OSError as error:
             self._count_error(error)
-        self._metrics.add("evicted", "capacity", evicted)
         self._metrics.add("bytes", "evicted", freed)
-        return freed
+        yield freed - told
+
+    def _oldest(self) -> Iterator[tuple[float, str, int]]:
+        """(last use, path, bytes of disk) of the pages to remove, in this order, until there are none."""
+        spared = {page_hash.hex() for page_hash in self._pins.spared()}
+        for _ in range(_PASSES):
+            fan_outs = self._directory.fan_out_directories()
+            random.shuffle(fan_outs)
+            remaining = iter(fan_outs)
+            is_all = True
+            while sample := self._sample(remaining, spared):
+                is_all = is_all and len(sample) < _SAMPLE
+                sample.sort()
+                # Of a part of the directory the older pages only: those just written would go, too.
+                yield from sample if is_all else sample[: -(-len(sample) // _PARTS)]
+            if is_all:
+                return
+
+    def _sample(self, fan_outs: Iterator[str], spared: Set[str]) -> list[tuple[float, str, int]]:
+        """At least ``_SAMPLE`` pages of the next directories, if there are that many."""
+        sample: list[tuple[float, str, int]] = []
+        for fan_out in fan_outs:
+            for path, status in self._directory.page_files(fan_out):
+                if (
+                    stat.S_ISREG(status.st_mode)
+                    and path not in self._undeletable
+                    and not (spared and page_hash_in(path) in spared)
+                ):
+                    sample.append((status.st_mtime, path, occupied(status.st_size)))
+            if len(sample) >= _SAMPLE:
+                break
+        return sample
 
     def _removed(self, path: str) -> bool:
         try:

@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,10 @@ from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.eviction import Evictor
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, occupied
+from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.usage import Removal, Usage
+from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +74,10 @@ class PageFileStore(PathStore):
         # Headers of 128 bytes exclude O_DIRECT.
         self._read_flags, self._write_flags = flags_of(self._plan.read), flags_of(self._plan.write)
         self._directory = PageDirectory(path, self.name)
-        self._usage = self._open_usage()
-        self._resources.callback(self._usage.close)
+        self._resources.callback(self._directory.close)
+        self._open_account()
         self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
-        self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age, self._usage.show_progress)
+        self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age)
         self._no_writes_until = 0.0
         self._pages = 0
         self._count_pages_at = 0.0
@@ -84,10 +85,13 @@ class PageFileStore(PathStore):
         # freed by the next write where that has become possible.
         self._unhealed: set[str] = set()
 
-    def _open_usage(self) -> Usage:
-        path = self._directory.path / "usage"
+    def _open_account(self) -> None:
+        directory = self._directory
+        path = directory.path / "usage"
         try:
-            return Usage(path, self._directory.count_occupied)
+            self._usage = Usage(path, directory.members, directory.members_path, directory.writers)
+            self._resources.callback(self._usage.close)
+            self._resources.callback(Upkeep(self.name, directory, self._usage).close)
         except OSError as error:
             raise StoreSetupError(self.name, f"account {str(path)!r}: {error.strerror or error}") from error
 
@@ -98,7 +102,7 @@ class PageFileStore(PathStore):
 
     def used_bytes(self) -> int:
         """Bytes of disk that pages and reservations take, over all processes."""
-        return self._usage.total()
+        return self._usage.used(self._capacity)
 
     def fullness(self) -> Fullness:
         """The number of pages is exact in a small directory and estimated in a large one. Raises OSError."""
@@ -249,14 +253,14 @@ class PageFileStore(PathStore):
         for portion in self._portions(positions, sizes, _room, _PORTIONS):
             reserved = sum(_room(sizes[i]) for i in portion)
             try:
-                granted = self._usage.reserve(reserved, self._capacity, self._evict)
+                grant = self._usage.reserve(reserved, self._capacity, self._evict)
             except OSError as error:
                 self._count_error(error)
                 for position in portion:
                     results[position] = SetResult.ERROR
                 continue
-            if not granted:
-                self.metrics.add("rejected", "capacity", len(portion))
+            if grant is not Grant.GRANTED:
+                self.metrics.add("rejected", "capacity" if grant is Grant.NO_ROOM else "held", len(portion))
                 continue
             stored = 0
             try:
@@ -264,14 +268,7 @@ class PageFileStore(PathStore):
                     results[position] = result
                     stored += added
             finally:
-                self._end_operation(reserved, stored)
-
-    def _end_operation(self, reserved: int, stored: int) -> None:
-        try:
-            self._usage.commit(reserved, stored)
-        except OSError as error:
-            # The reservation stays in the account, which then says too much: never too little.
-            self._count_error(error)
+                self._usage.commit(reserved, stored)
 
     def _set_pages(self, batch: PageBatch, positions: list[int]) -> list[tuple[SetResult, int]]:
         return self._workers.run(
@@ -325,8 +322,8 @@ class PageFileStore(PathStore):
             return _Found.PAGE
         return _Found.NOTHING if self._heal(key, path, size, "length") else _Found.OBSTACLE
 
-    def _evict(self, need: int) -> int:
-        return self._evictor.evict(max(need, int((self._capacity or 0) * _EVICTION_SHARE)))
+    def _evict(self, need: int) -> Iterator[int]:
+        return self._evictor.evict(need, int((self._capacity or 0) * _EVICTION_SHARE))
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -383,7 +380,7 @@ class PageFileStore(PathStore):
         try:
             with ExitStack() as operation:
                 # Under way before the tree moves: killed from here on, the account is known to be off.
-                removal = operation.enter_context(self._usage.removing())
+                removal = operation.enter_context(self._usage.detaching())
                 tree = self._directory.detach_identity(digest)
                 if tree is None:
                     return False

@@ -9,17 +9,21 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.runtime.liveness import writer_alive
 from hicache_ext.runtime.whole_file import read_document, write_whole
 from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME, TEMPORARY_FILE
+from hicache_ext.storage.tiers.file.writers import Writers
 
 BLOCK = 4096
 """The space of a file is rounded up to a multiple of this."""
+
+FAN_OUTS = 256
+"""Directories that the pages of one identity are spread over."""
 
 _PARTS = ("model", "pool", "shard")
 """Keys of an identity's document."""
@@ -57,6 +61,7 @@ class PageTree:
         self.pages = path / "pages"
         self.identities = path / "identities"
         self.temporary = path / "tmp"
+        self.members_path = path / "members"
 
     def page_path(self, key: bytes) -> str:
         """The path of the page with this 48-byte key."""
@@ -98,22 +103,30 @@ class PageTree:
                     continue
         return taken
 
-    def count_occupied(self, going_on: Callable[[], None] = lambda: None) -> int:
-        """Bytes of disk of all pages and their directories; walks everything, and calls ``going_on`` now and then."""
-        total = 0
-        for identity in directories(self.pages, IDENTITY_NAME):
-            total += BLOCK
-            for fan_out in directories(identity.path, FANOUT_NAME):
-                going_on()
-                total += BLOCK
-                total += sum(occupied(status.st_size) for _, status in self.page_files(fan_out.path))
-        return total
+    def count_occupied(self) -> int:
+        """Bytes of disk of all pages and their directories; walks everything."""
+        return sum(found for _, found in self.occupied_parts())
+
+    def occupied_parts(self) -> Iterator[tuple[float, int]]:
+        """``count_occupied`` part by part: (share of the directory walked by now, bytes of disk in this part).
+
+        A part is the fan-out directories of one name, which hashes fill evenly.
+        """
+        for number in range(FAN_OUTS):
+            found = 0
+            for identity in directories(self.pages, IDENTITY_NAME):
+                fan_out = f"{identity.path}/{number:02x}"
+                if number == 0:
+                    found += BLOCK
+                if _is_directory(fan_out):
+                    found += BLOCK + sum(occupied(status.st_size) for _, status in self.page_files(fan_out))
+            yield (number + 1) / FAN_OUTS, found
 
     def known_identities(self) -> list[bytes]:
         """Digests that have pages here."""
         return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
 
-    def left_overs(self) -> Iterator[os.DirEntry[str]]:
+    def left_overs(self, writers: Writers) -> Iterator[os.DirEntry[str]]:
         """Left-overs of dead processes in tmp/: half-written pages, trees being cleared."""
         for entry in list(entries(self.temporary, TEMPORARY_FILE)):
             writer = TEMPORARY_FILE.sub(r"\1", entry.name)
@@ -121,7 +134,7 @@ class PageTree:
                 last_change = entry.stat(follow_symlinks=False).st_ctime
             except OSError:
                 continue
-            if not writer_alive(writer, last_change):
+            if writers.is_gone(writer, last_change):
                 yield entry
 
 
@@ -136,3 +149,10 @@ def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntr
 def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
     """Matching directories, no symbolic links: these lead to files of others."""
     return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False

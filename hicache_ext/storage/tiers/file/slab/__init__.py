@@ -1,1 +1,1 @@
-"""The slab layout of the file tier: pages in slots of preallocated files, an index in LMDB. For local file systems."""
+"""The slab layout of the file tier: slots of preallocated files, an index in memory. For local file systems."""

@@ -1,7 +1,8 @@
 """Allocates slots in one slab directory, within its capacity.
 
 Slots are free ones, those of slabs added while the capacity lasts, and those of evicted pages. Slot sizes compete: a
-slab whose pages have lower priorities than those evicted of another size is taken away.
+slab whose pages have lower priorities than those evicted of another size is taken away. What takes the disk long,
+making and deleting files, is done without the lock of the index.
 """
 
 from __future__ import annotations
@@ -13,33 +14,31 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from hicache_ext.page.envelope import PAGE_HASH_LENGTH
+from hicache_ext.errors import IndexBusyError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
+from hicache_ext.storage.contract.store import PageKeys
+from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
 from hicache_ext.storage.tiers.file.path_store import Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.slab.change import IndexChange
-from hicache_ext.storage.tiers.file.slab.directory import INDEX_BYTES_AT_LEAST, INDEX_BYTES_PER_SLOT, SlabDirectory
-from hicache_ext.storage.tiers.file.slab.mapped import Words
-from hicache_ext.storage.tiers.file.slab.quiet_index import QuietIndex
-from hicache_ext.storage.tiers.file.slab.records import Slab
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.index import Evicted
+from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
+from hicache_ext.storage.tiers.file.slab.shapes import Slab, slots_within
+from hicache_ext.storage.tiers.file.slab.slot_code import Words
 from hicache_ext.storage.tiers.file.slab.slot_references import Numbers
-from hicache_ext.storage.tiers.file.slab.touches import Touches
 
 _SLABS_AT_CAPACITY = 16
-"""A full directory has about this many slabs, unless they would be larger than _LARGEST_SLAB."""
+"""A full directory has about this many slabs, unless they would be larger than ``_largest_slab``."""
 _LARGEST_SLAB = 1 << 30
+_MOST_LARGEST_SLABS = 1 << 10
+"""A directory that would have more slabs of that size has larger ones."""
 _SMALLEST_PART_OF_A_SLAB = 4
 """A slot size that has slabs gets no further one smaller than a whole one divided by this."""
-_MOST_SLABS_RECLAIMED = 64
-"""Slabs of other slot sizes that one write may take away."""
-_MOST_EVICTED_AHEAD = 16
-"""At most one in so many slots of a full directory is kept free for the next write."""
-_INDEX_LOOK_INTERVAL = 1.0
-"""Seconds between two checks of the size of the index."""
-_DEAD_WRITERS_INTERVAL = 10.0
-"""Seconds, at full capacity, between two searches for slots that killed processes were writing."""
+_ATTEMPTS = 64
+"""To take slots: slabs of other slot sizes that one write may take away, and portions that are evicted for it."""
+_FILES_INTERVAL = 10.0
+"""Seconds between two looks whether the files of all slabs are there."""
 _CLOCK_INTERVAL = 1.0
 """Seconds between two values that ``ClockTimes`` keeps, at first."""
 _MOST_CLOCK_VALUES = 4096
@@ -51,64 +50,48 @@ class SlotAllocator:
 
     def __init__(
         self,
+        tier: str,
         directory: SlabDirectory,
-        index: QuietIndex,
         capacity: int,
         pins: PinnedPages,
-        touches: Touches,
         metrics: TierMetrics,
         failed: Callable[[OSError], None],
         evicted_age: RecentMean,
     ) -> None:
-        """Drops slabs beyond the capacity. Raises lmdb.Error or OSError.
-
-        ``touches`` are written before an eviction. ``failed`` is told errors of the disk, ``evicted_age`` the seconds
-        since the last use of evicted pages.
-        """
+        """Drops slabs beyond the capacity. ``failed`` is told errors of the disk, ``evicted_age`` the seconds since the
+        last use of evicted pages."""
+        self._tier = tier
         self._directory = directory
-        self._index = index
+        self._index = directory.index
+        self._former = FormerSlabs(directory.path)
         self._capacity = capacity
         self._pins = pins
-        self._touches = touches
         self._metrics = metrics
         self._failed = failed
         self._evicted_age = evicted_age
         self._clock_times: defaultdict[int, ClockTimes] = defaultdict(ClockTimes)
-        """By slot size; used inside changes."""
-        self._slabs = {slab.number: slab for slab in directory.index.slabs()}
-        # A slab of another slot size that holds colder pages than those evicted here.
-        self._colder_slab: Slab | None = None
+        """By slot size."""
+        self._slabs = dict(self._index.view().slabs)
         self._evicted_since_reclaim = 0
         self._spared_hashes: frozenset[bytes] = frozenset()
         self._spared_words: Words = np.empty(0, np.int64)
         # Slot sizes for which pages had to be evicted.
         self._full: set[int] = set()
-        self._looked_for_dead_writers = 0.0
-        self._index_size_seen = 0
-        self._look_at_index = 0.0
+        self._looked_at_files = time.monotonic()
         self._shrink()
 
-    def fullness(self) -> Fullness:
-        """Raises lmdb.Error or OSError."""
-        pages, used, free = self._directory.index.occupied()
-        left = self._capacity - self._occupied(self._directory.index.slabs())
+    def fullness(self, oldest: int) -> Fullness:
+        """Looks at every slot; ``oldest`` as for ``SlabIndex.locate``."""
+        pages, used, free = self._index.occupied(oldest)
+        left = self._capacity - self._occupied(self._index.all_slabs())
         return Fullness(self._capacity, used, free + max(0, left), pages)
 
     def resize(self, capacity: int) -> None:
         """Slabs beyond the capacity are dropped at once; pinned pages may take half of the new capacity."""
         self._capacity = capacity
+        self._full.clear()
         self._pins.set_limit(capacity // 2)
         self._shrink()
-
-    def make_up_for_index(self) -> None:
-        """Drop slabs if the index has grown by more than expected."""
-        if time.monotonic() < self._look_at_index:
-            return
-        self._look_at_index = time.monotonic() + _INDEX_LOOK_INTERVAL
-        size = self._index_size()
-        if size > self._index_size_seen:
-            self._index_size_seen = size
-            self._shrink()
 
     def slab(self, number: int) -> Slab | None:
         """None when it was dropped."""
@@ -120,184 +103,189 @@ class SlotAllocator:
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
-    def take(self, wanted: Mapping[int, Numbers], portion: int) -> dict[int, Words]:
-        """Allocate slots for as many of the pages as possible, the first ones first: by slot size, slabs and slots, a
-        row each. ``portion``: the number with which they are published. ``wanted``: the pages for each slot size.
+    def take(self, wanted: Mapping[int, Numbers], ticket: int, oldest: int) -> dict[int, Words]:
+        """Allocate slots for as many of the pages as possible, the first ones first: rows, by slot size. ``ticket``:
+        the number with which they are published. ``wanted``: the pages for each slot size. Raises IndexBusyError where
+        there are none, OSError where the directory was removed.
         """
-        # Read the pins now if due, not inside a change that others wait for.
-        self._pins.spared()
+        self._directory.check_is_there()
         taken: dict[int, Words] = {}
-        left = {slot_size: len(pages) for slot_size, pages in wanted.items()}
-        for _ in range(_MOST_SLABS_RECLAIMED):
-            places = self._index.change(lambda change: self._take(change, left, portion)) or {}  # noqa: B023
-            for slot_size, of_size in places.items():
-                taken[slot_size] = np.hstack([taken[slot_size], of_size]) if slot_size in taken else of_size
-            left = {
-                slot_size: missing
-                for slot_size, count in left.items()
-                if (missing := count - places[slot_size].shape[1] if slot_size in places else count)
-            }
-            if not left or not self.reclaim_slab(needed=True):
-                break
+        try:
+            for slot_size, pages in wanted.items():
+                taken[slot_size] = np.empty(0, np.int64)
+                self._take(slot_size, len(pages), ticket, oldest, taken)
+        except IndexBusyError:
+            if not any(map(len, taken.values())):
+                raise
         return taken
 
-    def _take(self, change: IndexChange, wanted: Mapping[int, int], portion: int) -> dict[int, Words]:
-        taken: dict[int, Words] = {}
-        for slot_size, count in wanted.items():
-            self._clock_times[slot_size].note(change.inserts(slot_size), time.time())
-            places = change.take_free_slots(slot_size, count, portion)
-
-            def take_more() -> None:
-                nonlocal places
-                more = change.take_free_slots(slot_size, count - places.shape[1], portion)  # noqa: B023
-                places = np.hstack([places, more])
-
-            while places.shape[1] < count and self._add_slab(change, slot_size):
-                take_more()
-            if places.shape[1] < count and self._time_to_look_for_dead_writers() and change.release_dead_writers():
-                take_more()
-            if places.shape[1] < count:
-                self._full.add(slot_size)
-                self._evict(change, slot_size, count - places.shape[1])
-                take_more()
-            taken[slot_size] = places
-            if places.shape[1] < count:
-                self._colder_slab = change.colder_slab(slot_size)
-        self._count_evicted(change)
-        return taken
-
-    def evict_ahead(self, counts: Mapping[int, int]) -> None:
-        """At full capacity, free as many slots as are being filled (``counts``, by slot size), for the next write.
-
-        It runs while they are filled: this is work for the processor, that for the disk and memory. And before they are
-        published: a page stored now must not be evicted by the same call.
-        """
-
-        def evict(change: IndexChange) -> None:
-            for slot_size, count in counts.items():
-                if slot_size in self._full:
-                    wanted = min(count, self._capacity // slot_size // _MOST_EVICTED_AHEAD)
-                    self._evict(change, slot_size, wanted - change.free_slots(slot_size, wanted))
-                    self._colder_slab = change.colder_slab(slot_size)
-            self._count_evicted(change)
-
-        if not self._full.isdisjoint(counts):
-            self._index.change(evict)
-
-    def _evict(self, change: IndexChange, slot_size: int, count: int) -> None:
-        for keys in self._touches.take():
-            change.touch(keys)
-        first, before = change.first_victim(slot_size) if count > 0 else None, change.evicted
-        change.evict(slot_size, count, self._spared())
-        if first is not None:
-            # The first victim stands for all: they are next to each other in the order.
-            used, written = first
-            last_use = self._clock_times[slot_size].when(used) or written
-            self._evicted_age.note(max(0.0, time.time() - last_use), change.evicted - before)
+    def _take(self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words]) -> None:
+        spared, reclaimed = self._spared(), True
+        self._clock_times[slot_size].note(self._index.inserts(slot_size), time.time())
+        for _ in range(_ATTEMPTS):
+            left, evicting = wanted - len(taken[slot_size]), slot_size in self._full
+            rows, evicted = self._index.take(slot_size, left, ticket, oldest, spared, evicting=evicting)
+            if len(rows):
+                taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
+            if evicted.pages:
+                self._count_evicted(slot_size, evicted)
+            if len(rows) == left:
+                return
+            if not evicting:
+                if not self._add_slab(slot_size):
+                    self._full.add(slot_size)
+            elif not len(rows) and not evicted.slots:
+                # Nothing of this size is left to evict.
+                reclaimed = self._reclaim(slot_size, oldest, needed=True)
+                if not reclaimed:
+                    return
 
     def _spared(self) -> Words:
-        """The pinned pages as ``IndexChange.evict`` takes them."""
+        """The hashes of pinned pages as ``SlabIndex.take`` wants them."""
         hashes = self._pins.spared()
         if hashes is not self._spared_hashes:
-            self._spared_hashes = hashes
-            self._spared_words = np.unique(np.frombuffer(b"".join(hashes), np.int64)[:: PAGE_HASH_LENGTH // 8])
+            words = PageKeys.of_joined(bytes(16), b"".join(hashes)).words
+            self._spared_hashes, self._spared_words = hashes, np.unique(hashes_of(words))
         return self._spared_words
 
-    def _count_evicted(self, change: IndexChange) -> None:
-        self._metrics.add("evicted", "capacity", change.evicted)
-        self._evicted_since_reclaim += change.evicted
-
-    def _time_to_look_for_dead_writers(self) -> bool:
-        now = time.monotonic()
-        due = now - self._looked_for_dead_writers >= _DEAD_WRITERS_INTERVAL
-        if due:
-            self._looked_for_dead_writers = now
-        return due
+    def _count_evicted(self, slot_size: int, evicted: Evicted) -> None:
+        self._metrics.add("evicted", "capacity", evicted.pages)
+        self._evicted_since_reclaim += evicted.pages
+        last_use = self._clock_times[slot_size].when(evicted.used) or evicted.created / 1000
+        # One page stands for all: they are about as cold.
+        self._evicted_age.note(max(0.0, time.time() - last_use), evicted.pages)
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
-    def reclaim_slab(self, needed: bool) -> bool:
+    def look_after(self, slot_sizes: Sequence[int], oldest: int) -> None:
+        """What is due now and then, after a write of pages with slots of these sizes. Raises IndexBusyError."""
+        if self._evicted_since_reclaim and len(self._index.view().slots) > 1:
+            for slot_size in slot_sizes:
+                self._reclaim(slot_size, oldest, needed=False)
+        if time.monotonic() - self._looked_at_files >= _FILES_INTERVAL:
+            self._looked_at_files = time.monotonic()
+            for slab in list(self._index.view().slabs.values()):
+                try:
+                    gone = not self._directory.has_files(slab)
+                except OSError as error:
+                    self._failed(error)
+                    return
+                if gone:
+                    self._drop_slab(slab)
+            self.forget_left_slabs()
+
+    def _reclaim(self, slot_size: int, oldest: int, *, needed: bool) -> bool:
         """Take a slab away from another slot size, so that a model that is gone does not keep its share for ever.
 
         ``needed``: pages wait for it. Otherwise one slab is taken per as many evictions as it has slots, and only while
         its pages have lower priorities than those evicted here.
         """
-        slab, self._colder_slab = self._colder_slab, None
+        slots = [slab.slots for slab in self._index.view().slabs.values()]
+        if not self._index.rebuilt:
+            # What is not known yet only looks cold.
+            return False
+        if not slots or not (needed or self._evicted_since_reclaim >= min(slots)):
+            return False
+        slab = self._index.colder_slab(slot_size, oldest)
         if slab is None or not (needed or self._evicted_since_reclaim >= slab.slots):
             return False
         self._evicted_since_reclaim = 0
         spared = self._spared()
-        if len(spared) and not needed and self._index.change(lambda change: change.holds_any(slab, spared)):
+        if len(spared) and not needed and self._index.holds_any(slab, spared):
             return False
         return self._drop_slab(slab)
 
-    def _add_slab(self, change: IndexChange, slot_size: int) -> bool:
+    def _add_slab(self, slot_size: int) -> bool:
         """Grow by one slab within the capacity; False when that is used up or the disk is full."""
-        used = self._occupied(change.slabs())
-        wanted = max(1, min(self._capacity // _SLABS_AT_CAPACITY, _LARGEST_SLAB) // slot_size)
-        slots = min(wanted, (self._capacity - used) // (slot_size + HEADER + INDEX_BYTES_PER_SLOT))
-        if slots < 1:
+        whole = max(1, slots_within(self._whole_slab(), slot_size))
+
+        def wanted(slabs: Sequence[Slab]) -> int:
+            slots = min(whole, slots_within(self._capacity - self._occupied(slabs), slot_size))
+            if slots < whole // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in slabs):
+                # Or remainders of the capacity would become hundreds of slabs of one slot each.
+                return 0
+            return slots
+
+        slab = self._index.begin_slab(slot_size, wanted)
+        if slab is None and self._former.make_room(self._tier):
+            slab = self._index.begin_slab(slot_size, wanted)
+        if slab is None:
             return False
-        if slots < wanted // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in change.slabs()):
-            # Or remainders of the capacity would become hundreds of slabs of one slot each.
-            return False
-        slab = None
+        made = False
         try:
-            slab = change.add_slab(slot_size, slots)
-            self._directory.create_slab_file(slab)
-        except OSError as error:
-            self._failed(error)
-            if slab is not None:
-                change.drop_slab(slab)
-            return False
-        self._slabs[slab.number] = slab
+            made = self._make_files(slab)
+        finally:
+            if not made:
+                self._index.forget_slab(slab)
+        self._index.finish_slab(slab)
+        self._index.grow_sets()
+        self._look_at_slabs()
         return True
 
+    def _make_files(self, slab: Slab) -> bool:
+        for last in (False, True):
+            try:
+                self._directory.create_slab_files(slab)
+                return True
+            except OSError as error:
+                if last or not self._former.make_room(self._tier):
+                    self._failed(error)
+                    return False
+        return False
+
+    def _whole_slab(self) -> int:
+        """Bytes of disk of a slab."""
+        largest = max(_LARGEST_SLAB, self._capacity // _MOST_LARGEST_SLABS)
+        return min(self._capacity // _SLABS_AT_CAPACITY, largest)
+
     def _drop_slab(self, slab: Slab) -> bool:
-        dropped = self._index.change(lambda change: change.drop_slab(slab))
+        dropped = self._index.drop_slab(slab)
         if dropped:
             self._slabs.pop(slab.number, None)
             # There is space again: a slab is added before the next eviction.
             self._full.clear()
-            try:
-                self._directory.delete_slab_file(slab)
-            except OSError as error:
-                self._failed(error)
+            self._forget(slab)
             self._look_at_slabs()
-        return bool(dropped)
+        return dropped
+
+    def _forget(self, slab: Slab) -> None:
+        try:
+            self._directory.delete_slab_files(slab)
+        except OSError as error:
+            # It counts towards the capacity until somebody can delete it.
+            self._failed(error)
+            return
+        self._index.forget_slab(slab)
+
+    def forget_left_slabs(self) -> None:
+        """Those that a process was making or dropping when it died. Raises IndexBusyError."""
+        if self._index.has_left_slabs():
+            for slab in self._index.left_slabs():
+                self._forget(slab)
+                self._full.clear()
 
     def _shrink(self) -> None:
-        """Drop slabs, those with the lowest priorities first, until the rest fits the capacity.
-
-        The capacity may have been lowered, or the index may have grown: killed readers keep their snapshots.
-        """
-        while True:
-            slabs = self._index.slabs()
-            if not slabs or self._occupied(slabs) <= self._capacity:
-                return
-            slab = self._index.change(lambda change: change.colder_slab(slot_size=0)) or slabs[0]
-            if not self._drop_slab(slab):
-                return
-
-    def _occupied(self, slabs: Sequence[Slab]) -> int:
-        """Bytes of disk of slabs and index: the expected size of the index, or its size if that is more."""
-        expected = INDEX_BYTES_AT_LEAST + sum(slab.slots * INDEX_BYTES_PER_SLOT for slab in slabs)
-        return max(expected, self._index_size()) + sum(slab.size + slab.headers_size for slab in slabs)
-
-    def _index_size(self) -> int:
-        """Bytes of the index's files; 0 when they cannot be read."""
+        """Drop slabs, those with the lowest priorities first, until the rest fits the capacity."""
         try:
-            return self._directory.index.size()
-        except OSError as error:
-            self._failed(error)
-            return 0
+            while True:
+                slabs = list(self._index.view().slabs.values())
+                if not slabs or self._occupied(self._index.all_slabs(), former=False) <= self._capacity:
+                    return
+                slab = self._index.colder_slab(0, 0) or slabs[0]
+                if not self._drop_slab(slab):
+                    return
+        except IndexBusyError:
+            # The next write of anybody evicts nothing that it should keep; the next start shrinks it.
+            return
+
+    def _occupied(self, slabs: Sequence[Slab], *, former: bool = True) -> int:
+        """Bytes of disk of slabs, those of former releases included."""
+        return sum(slab.disk_bytes for slab in slabs) + (self._former.bytes() if former else 0)
 
     def _look_at_slabs(self) -> None:
         """Learn of slabs added and dropped by any process."""
-        slabs = self._index.slabs()
-        if slabs is not None:
-            self._slabs = {slab.number: slab for slab in slabs}
-            self._directory.close_dropped(self._slabs)
+        self._slabs = dict(self._index.view().slabs)
+        self._directory.close_dropped(self._slabs)
 
 
 class ClockTimes:

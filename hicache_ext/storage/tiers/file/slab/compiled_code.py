@@ -1,26 +1,16 @@
-"""Loads the code that numba compiles: the moves of pages (compiled_runs.py), the index (slot_code.py), and the work on
-a batch before the tier (page/batch_code.py).
+"""The code that numba compiles: the moves of pages (compiled_runs.py), the index (slot_code.py), and the work on a
+batch before the tier (page/batch_code.py). loading.py gives it.
 
-Compiling takes 10 to 15 seconds, once per version and machine; numba's cache keeps the result. The thread that opens a
-tier may be SGLang's scheduler, so a process of its own compiles, and Python does the work meanwhile. A cached result
-loads in half a second.
-
-Loaded code is tried on samples and compared with Python first. Reasons: docs/decisions/compiled-code.md.
+It is tried on samples and compared with Python first. Reasons: docs/decisions/compiled-code.md.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,17 +27,14 @@ from hicache_ext.page.envelope import (
     page_seal,
 )
 from hicache_ext.page.memory import addresses_of
-from hicache_ext.runtime.background import once_in_background
-from hicache_ext.runtime.jit import Function, compiled_kernels, sources_digest, use
+from hicache_ext.runtime.jit import Function, compiled_kernels
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import key_words
 from hicache_ext.storage.tiers.file.device_probe import Mode
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, slot_size_of
-from hicache_ext.storage.tiers.file.slab.slot_code import GROUP_WORDS, RECORD_WORDS, WAYS
-
-logger = logging.getLogger(__name__)
+from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL, WAYS, Words
 
 AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: they must stay in the processor's cache until checked."""
@@ -57,9 +44,6 @@ _HEADERS = 128
 """Headers in a thread's memory: at most so many pages are written by one system call."""
 LEFT = 1
 """The result of a page that was not moved."""
-_LONGEST_COMPILATION = 600.0
-"""Seconds."""
-_BEING_COMPILED = "it is being compiled, once per version and machine"
 
 
 class OfCall(NamedTuple):
@@ -105,6 +89,7 @@ class CompiledCode:
         self.functions = native_calls.find_functions()
         self.read = compiled_runs.read_pages
         self.write = compiled_runs.write_pages
+        self.check_headers = compiled_runs.check_headers
         self._at_once = compiled_runs.AT_ONCE
         self.zeros = np.zeros(BLOCK, np.uint8)
         self.nowhere = np.zeros(BLOCK, np.uint8)
@@ -130,12 +115,12 @@ class CompiledCode:
         header = encode_page(key, parts, len(content), now)
         facts = _facts(len(content), OfCall(False, "buffered", 0, self.zeros_at), False, AT_ONCE, now)
         slots, headers = os.memfd_create("hicache"), os.memfd_create("hicache")
-        zero, seals = np.zeros(1, np.int64), np.zeros((3, SEAL_LENGTH // 8), np.uint64)
+        zero, rows = np.zeros(1, np.int64), np.zeros((3, ROW_WORDS), np.uint64)
         at = zero, zero, zero, np.array([[0, slots, headers, 1]], np.int64), *located[:2]
 
         def succeeds(move: Callable[..., None], of_key: bytes, at_once: int) -> bool:
             facts[self._at_once], results, taken = at_once, np.full(1, LEFT, np.int64), np.zeros(2, np.int64)
-            arrays = *at, key_words([of_key]).view(np.uint64), seals, scratch.headers, scratch.vectors
+            arrays = *at, key_words([of_key]).view(np.uint64), rows, scratch.headers, scratch.vectors
             move(self.functions, facts, *arrays, scratch.state.address, results, taken)
             if taken[1] != (results == 0).sum():
                 raise ImportError("it does not count its pages: remove the files of numba's cache")
@@ -144,8 +129,10 @@ class CompiledCode:
         try:
             sound = succeeds(self.write, key, AT_ONCE) and os.pread(slots, 2 * len(content), 0) == content
             sound = sound and os.pread(headers, 2 * HEADER, 0) == header
-            nothing = bytes(SEAL_LENGTH)
-            sound = sound and seals.tobytes() == nothing + page_seal(key, len(content), parts) + nothing
+            expected = np.zeros_like(rows)
+            expected[1, SEAL : SEAL + SEAL_LENGTH // 8] = np.frombuffer(page_seal(key, len(content), parts), np.uint64)
+            sound = sound and bool((rows == expected).all())
+            sound = sound and self._checks_headers(header, expected[1, SEAL : SEAL + SEAL_LENGTH // 8])
             for at_once in (AT_ONCE, len(content) // 2):
                 memory[:] = bytes(len(content))
                 sound = sound and succeeds(self.read, key, at_once) and memory == content
@@ -156,6 +143,16 @@ class CompiledCode:
         finally:
             os.close(slots)
             os.close(headers)
+
+    def _checks_headers(self, header: bytes, seal: npt.NDArray[np.uint64]) -> bool:
+        """Whether the check of headers accepts this one, and no other."""
+        headers = np.frombuffer(bytearray(header * 3), np.uint64).reshape(3, -1)
+        headers[1, 9] ^= np.uint64(1)
+        headers[2, 0] ^= np.uint64(1)
+        seals, valid = np.zeros((3, SEAL_LENGTH // 8), np.uint64), np.empty(3, np.int64)
+        start = np.frombuffer(PAGE_START, np.int64).tolist()
+        self.check_headers(self.functions, headers, *start, seals, valid)
+        return valid.tolist() == [1, 0, 0] and bool((seals[0] == seal).all())
 
 
 class _Scratch(threading.local):
@@ -199,157 +196,46 @@ def _check_batch_kernels(kernels: Mapping[str, Function]) -> None:
 
 
 def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
-    """All words of an index after pages were written, used, evicted, written again and removed."""
-    slots, size = 40, 1 << 20
-    records, groups = (np.zeros((slots + 1, width), np.int64) for width in (RECORD_WORDS, GROUP_WORDS))
-    slabs = np.array([[3, size, slots, 16, 0]], np.int64)
-    table = (records, groups, np.zeros(128, np.int64), slabs)
-    clocks, ghosts, remembered = np.array([[size, 0, 0, 0]]), np.zeros((3, 8, WAYS), np.int64), np.zeros(1, np.int64)
-    keys = np.arange(6 * 60).reshape(60, 6) * 0x123456789ABCDE7
-    generation, writer, none = np.zeros(1, np.int64), np.arange(6), np.empty(0, np.int64)
-    fresh, located, found, answers = np.full(1, 20), np.zeros((4, 60), np.int64), np.zeros(4, np.int64), []
-    looked_up = np.zeros(60, np.int64)
-    kernels["settle_all"](*table)
-    for first, count in ((0, 25), (20, 30), (5, 20)):
-        answers.append(kernels["evict_pages"](*table, size, count - 15, 2, slots, none, ghosts, remembered))
-        taken = np.zeros((2, count), np.int64)
-        done = kernels["take_free"](*table, size, writer, taken)
-        rows, published = np.zeros((2, done), np.int64)
-        answers.append(kernels["rows_pending"](records, slabs, writer, taken[:, :done].copy(), rows))
-        at, created = np.arange(first, first + done), np.full(1, 1000 + first)
-        of_clock = clocks[0], slots, ghosts, remembered, 100
-        kernels["describe_pages"](records, table[2], keys, generation, at, rows, at + 4096, created, 1, *of_clock)
-        answers.append(kernels["publish_pages"](*table, rows, published))
-        answers.append(kernels["touch_chain"](*table, keys[first:].copy(), generation, clocks, np.full(1, slots)))
-        look_up = records, table[2], keys, generation, 1005
-        answers.append(kernels["locate"](*look_up, slabs, fresh, located, found))
-        answers.append(kernels["find"](*look_up, looked_up, 0))
-        kernels["forget_pages"](*table, rows[::7].copy())
-    parts = [*table, clocks, ghosts, remembered, located, found, looked_up, np.array(answers, np.int64)]
-    return b"".join(part.tobytes() for part in parts)
+    """All words of an index after pages were written, used, evicted, written again, removed and found by a rebuild."""
+    slots, size, dead, none = 96, 1 << 20, np.array([77]), np.empty(0, np.int64)
+    rows, sets = np.zeros((2 * slots, ROW_WORDS), np.int64), np.zeros((80, WAYS), np.int64)
+    header, identities = np.zeros(slot_code.HEADER_WORDS, np.int64), np.zeros((4, slot_code.IDENTITY_WORDS), np.int64)
+    header[slot_code.SETS] = header[slot_code.LEVEL] = slot_code.LEAST_SETS
+    table = (rows, sets, header, identities)
+    slabs = np.array([[3, size, slots, 0, slot_code.READY, slots, 0, 0]])
+    slabs_of_size, clocks, ghosts = np.zeros(1, np.int64), np.zeros((2, slot_code.CLOCK_WORDS), np.int64), _no_ghosts(8)
+    clocks[0, slot_code.CLOCK_SIZE] = size
+    keys = np.arange(6 * 200).reshape(200, 6) * 0x123456789ABCDE7
+    numbers, answers, pending = np.zeros(1, np.int64), [], slot_code.PENDING | 55 << 8
+    rows[:slots, slot_code.STATE] = slot_code.FREE
+    located, facts, looked_up = np.zeros((5, 200), np.int64), np.zeros(3, np.int64), np.zeros(200, np.int64)
+    for ticket, (first, many) in enumerate(((0, 60), (50, 60), (10, 80))):
+        ranks, victims = np.zeros(slots, np.int64), np.zeros(slots + 1, np.int64)
+        answers.append(kernels["sample"](rows, identities, slabs, ticket, 2, 5, dead, ranks))
+        cold, cool = np.sort(ranks[: answers[-1]])[[3, 12]].tolist()
+        answers.append(kernels["coldest"](rows, identities, 0, slots, 16, cold, cool, 5, dead, victims))
+        answers.append(kernels["evict"](*table, victims, none, slots, 5, dead, ghosts))
+        slabs[0, slot_code.FREE_SLOTS] = slots
+        taken = np.full(many, -1)
+        done = kernels["take_free"](rows, slabs, slabs_of_size, pending, ticket, 4096, taken)
+        taken, published, at = taken[:done].copy(), np.zeros(done, np.int64), np.arange(first, first + done)
+        of_clock = clocks[0], slots, ghosts, 1000, published
+        parts = keys, numbers, at, taken, at + 4096, pending, ticket, 10 + ticket, 5
+        answers.append(kernels["publish"](*table, *parts, *of_clock))
+        answers.append(kernels["give_back"](rows, taken, pending, ticket))
+        answers.append(kernels["grow_sets"](rows, sets, header, 66 + 5 * ticket))
+        answers.append(kernels["locate"](*table, keys, numbers, 11, slabs, located, facts))
+        answers.append(kernels["find"](*table, keys, numbers, 0, looked_up, 0))
+        answers.append(kernels["touch"](rows, clocks, slabs, np.full(2, slots), looked_up[first:].copy()))
+        answers.append(kernels["seize"](*table, looked_up[::9].copy(), pending, 99))
+    seals = np.arange(2 * slots).reshape(slots, 2)
+    found = keys[80 : 80 + slots].copy(), np.zeros(slots, np.int64), np.arange(slots), np.full(slots, 12), seals
+    answers.append(kernels["adopt"](*table, *found, slots, size, 20))
+    counts = np.zeros(4, np.int64)
+    answers.append(kernels["count"](rows, identities, 0, 2 * slots, 11, counts))
+    words = [*table, slabs, clocks, ghosts, located, facts, looked_up, counts, np.array(answers, np.int64)]
+    return b"".join(part.tobytes() for part in words)
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-
-def compiled_code() -> CompiledCode | None:
-    """The compiled code; None where it is not available, and while it is compiled for the first time."""
-    if not _loading.begun:
-        _loading.begin()
-    return _loading.code
-
-
-def wait_for_compiled_code() -> CompiledCode | None:
-    """Waits for the compiled code; None where it is not available."""
-    compiled_code()
-    _loading.ended.wait()
-    return _loading.code
-
-
-def why_not_compiled() -> str | None:
-    """Why Python moves the pages; None where compiled code does."""
-    compiled_code()
-    return _loading.reason
-
-
-class _Loading:
-    """The state of loading in this process."""
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.code: CompiledCode | None = None
-        self.reason: str | None = _BEING_COMPILED
-        self.ended = threading.Event()
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        with self._lock:
-            if self.begun:
-                return
-            try:
-                stamp = _stamp()
-            except Exception:  # noqa: BLE001 - what is wrong is said when it is loaded
-                self._load(None)
-            else:
-                if stamp is not None and stamp.exists():
-                    self._load(stamp)
-                else:
-                    logger.info("the file tier compiles its code, once per version and machine; in Python until then")
-                    if not once_in_background("hicache-compile", lambda: self._compile(stamp)):
-                        self._give_up("there is no thread to compile it on")
-            self.begun = True
-
-    def _compile(self, stamp: Path | None) -> None:
-        """Compile in another process, which fills numba's cache, then load; in this one where there is no cache."""
-        if stamp is None:
-            self._load(None)
-            return
-        command = [sys.executable, "-c", f"from {__name__} import compile_for_others; compile_for_others()"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=_LONGEST_COMPILATION,
-                check=False,
-            )
-        if stamp.exists():
-            self._load(stamp)
-        else:
-            self._give_up("it could not be compiled; hicache-ext doctor tries again")
-
-    def _load(self, stamp: Path | None) -> None:
-        try:
-            code = CompiledCode()
-        except ImportError as error:
-            self._give_up(str(error))
-            return
-        except Exception as error:  # noqa: BLE001 - a compiler may fail in many ways, and pages move without it
-            self._give_up(f"{type(error).__name__}: {error}")
-            return
-        code.plain_kernels = use(slot_code, code.kernels)
-        use(batch_code, code.batch_kernels)
-        if stamp is not None:
-            with suppress(OSError):
-                stamp.touch()
-        self.code, self.reason = code, None
-        self.ended.set()
-
-    def _give_up(self, reason: str) -> None:
-        self.reason = reason
-        self.ended.set()
-        logger.info(
-            "the file tier moves its pages in Python, which is slower and holds the GIL (%s): "
-            "pip install 'hicache-ext[compiled]'",
-            reason,
-        )
-
-
-_loading = _Loading()
-
-
-def compile_for_others() -> None:
-    """The main function of the compiling process."""
-    os.nice(10)
-    _loading.begun = True
-    _loading._load(_stamp())
-
-
-def _stamp() -> Path | None:
-    """The file in numba's cache that marks this version as compiled for this processor; None where numba has no cache.
-    Raises whatever numba does, ImportError without numba."""
-    import numba
-    from llvmlite import binding
-
-    if numba.config.DISABLE_JIT:
-        raise ImportError("NUMBA_DISABLE_JIT is set")
-    try:
-        cache = Path(numba.njit(cache=True)(slot_code.settle_all).stats.cache_path)
-    except RuntimeError:
-        return None
-    processor = f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
-    facts = "-".join([numba.__version__, sys.version, processor, sources_digest()])
-    return cache / f"hicache-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.compiled"
+def _no_ghosts(sets: int) -> Words:
+    return np.zeros((3, sets, WAYS), np.int64)

@@ -30,7 +30,7 @@ from hicache_ext.runtime.native_calls import (
     swapped,
 )
 from hicache_ext.runtime.vectored import IOV_MAX
-from hicache_ext.storage.tiers.file.slab.mapped import Words
+from hicache_ext.storage.tiers.file.slab.slot_code import SEAL, Words
 
 Unsigned = npt.NDArray[np.uint64]
 Checksum = tuple[np.uint64, np.uint64]
@@ -52,8 +52,8 @@ written, in ms; flags of the system call; bytes that a thread takes at a time an
 page has more; the address of a block that fills gaps."""
 
 NUMBER, DESCRIPTOR, HEADERS, FIRST_ROW = range(4)
-"""Columns of ``opened``, a row per slab: its number, the descriptors of its slots and headers, the row of the seal of
-slot 0."""
+"""Columns of ``opened``, a row per slab: its number, the descriptors of its slots and headers, the row of
+slot 0 in the index."""
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -210,7 +210,7 @@ def _read_pages(
     addresses: Words,
     segments: Words,
     keys: Unsigned,
-    seals: Unsigned,
+    rows: Unsigned,
     headers: Unsigned,
     vectors: Words,
     state: int,
@@ -241,11 +241,11 @@ def _read_pages(
         for page in range(begin, behind):
             results[page] = failed
             row = first + slots[page]
-            if moved == total and 0 <= row < len(seals):
+            if moved == total and 0 <= row < len(rows):
                 if whole:
                     low, high = _checksum(functions, state, facts, addresses, segments, positions[page])
                 one, other = _seal(functions, facts, keys, headers, 0, positions[page], low, high)
-                if seals[row, 0] == one and seals[row, 1] == other:
+                if rows[row, SEAL] == one and rows[row, SEAL + 1] == other:
                     results[page] = DONE
                     done += 1
         begin = behind
@@ -262,7 +262,7 @@ def _write_pages(
     addresses: Words,
     segments: Words,
     keys: Unsigned,
-    seals: Unsigned,
+    rows: Unsigned,
     headers: Unsigned,
     vectors: Words,
     state: int,
@@ -280,12 +280,12 @@ def _write_pages(
         slab, offset, length = _opened(opened, slabs[begin]), slots[begin] * facts[SLOT], behind - begin
         first = opened[slab, FIRST_ROW] + slots[begin] if slab >= 0 else -1
         result = LOOK_AGAIN
-        if 0 <= first <= len(seals) - length:
+        if 0 <= first <= len(rows) - length:
             for page in range(length):
                 position, at = positions[begin + page], page * _HEADER_WORDS
                 low, high = _checksum(functions, state, facts, addresses, segments, position)
                 # The slot is this writer's: nobody reads its seal yet.
-                seals[first + page, 0], seals[first + page, 1] = _seal(
+                rows[first + page, SEAL], rows[first + page, SEAL + 1] = _seal(
                     functions, facts, keys, headers, at, position, low, high
                 )
                 _finish_header(functions, facts, headers, at)
@@ -314,15 +314,36 @@ _SIGNATURE = (
 )
 
 read_pages = compiled(_SIGNATURE, _read_pages)
-"""``(functions, facts, slabs, slots, positions, opened, addresses, segments, keys, seals, headers, vectors, state,
+"""``(functions, facts, slabs, slots, positions, opened, addresses, segments, keys, rows, headers, vectors, state,
 results, taken)``
 
 Read all pages, together with the other threads that do the same: each takes some at a time; ``taken[0]`` says
 how many are taken and ``taken[1]``, once all threads have ended, how many are DONE. Page ``n`` is in slot ``slots[n]``
 of ``slabs[n]``, which ``opened`` says more of; it goes to ``addresses[m]``, ``m`` being ``positions[n]``, a segment
-each of ``segments`` bytes, and must have the key ``keys[m]`` and, with it, the seal that ``seals`` has for the slot;
+each of ``segments`` bytes, and must have the key ``keys[m]`` and, with it, the seal in ``rows`` of the
+index;
 ``results[n]`` says whether it was it. ``functions`` and ``state`` are those of native_calls.py. The others are the
 caller's own: ``headers`` is memory for the headers of a run, ``vectors`` for its iovecs. Never raises."""
 
 write_pages = compiled(_SIGNATURE, _write_pages)
 """The same, to the slots, with headers and seals. What ``results`` does not call DONE may be written in part."""
+
+
+def _check_headers(functions: Words, headers: Unsigned, start: int, second: int, seals: Unsigned, valid: Words) -> None:
+    for page in range(len(headers)):
+        valid[page] = 0
+        if headers[page, 0] != np.uint64(start) or headers[page, 1] != np.uint64(second):
+            continue
+        address = headers.ctypes.data + 8 * _HEADER_WORDS * page
+        low, high = call_for_two(functions[HASH], address, _CHECKED_BYTES)
+        at = _HEADER_CHECKSUM_WORD
+        if headers[page, at] != swapped(high) or headers[page, at + 1] != swapped(low):
+            continue
+        low, high = call_for_two(functions[HASH], address, _SEALED_BYTES)
+        seals[page, 0], seals[page, 1] = swapped(high), swapped(low)
+        valid[page] = 1
+
+
+check_headers = compiled("void(int64[::1], uint64[:, ::1], int64, int64, uint64[:, ::1], int64[::1])", _check_headers)
+"""``(functions, headers, start, second, seals, valid)``: which headers, a row each, begin with these two words and
+agree with their checksum; the seals of those. Never raises."""

@@ -1,107 +1,102 @@
-"""One directory of slabs: its files, its index, and when that index may be trusted.
+"""One directory of slabs: its files, and the index that all processes on it share.
 
 ::
 
-    PATH/hicache_ext.json                    what this directory is
-    PATH/lock                                held shared by every process that uses the directory
-    PATH/trust                               the boot that wrote the index, or that it was closed in order
-    PATH/index/                              LMDB and mapped files (index.py), ghosts of evicted pages (ghosts.py)
-    PATH/slabs/<number>-<slot size>.slab     slots: the payloads of pages
-    PATH/slabs/<number>-<slot size>.headers  the headers of those pages, in the order of the slots
-    PATH/identities/<identity>.json          the facts behind an identity digest
-    PATH/identities/<identity>.cleared       since when pages of an identity count again (milliseconds)
-    PATH/pins/                               pinned pages (pins.py)
-    PATH/expiry.lock, ttl.json, io_probe.*   see expiry.py, device_probe.py
+    PATH/v3/hicache_ext.json                    what this directory is (manifest.py)
+    PATH/v3/members                             who is there: each process locks a byte of it (members.py)
+    PATH/v3/lock                                bytes to lock: for changes of the index, joining, the rebuild
+    PATH/v3/<member>.sock                       where a process gives the index to others (sharing.py)
+    PATH/v3/slabs/<number>-<slot size>.slab     slots: the payloads of pages
+    PATH/v3/slabs/<number>-<slot size>.headers  the headers of those pages, in the order of the slots
+    PATH/identities/<identity>.json             the facts behind an identity digest
+    PATH/identities/<identity>.cleared          since when pages of an identity count again (milliseconds)
 
-Within one process all stores over one directory share one index (LMDB's rule) and the files' descriptors.
+The index is in memory alone (index_memory.py). All names are looked up in the directory that was opened: somebody may
+have removed it since and made another one, which other processes use. Within one process all stores over one directory
+share one index and the files' descriptors.
 """
 
 from __future__ import annotations
 
-import enum
 import errno
-import fcntl
 import functools
-import logging
 import os
-import random
 import re
+import secrets
+import stat
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import lmdb
 import numpy as np
 
-from hicache_ext.errors import FormatError, StoreSetupError
-from hicache_ext.page import envelope
-from hicache_ext.runtime.access import make_directory, make_tier_directory, open_file
-from hicache_ext.runtime.file_lock import PATIENCE, lock_within, show_progress, try_lock
-from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.runtime.liveness import boot_id
-from hicache_ext.runtime.threads import call_within
-from hicache_ext.runtime.whole_file import remove_whole, sync_whole, write_whole
-from hicache_ext.storage.tiers.file.layout_choice import WHY_IN_PLACE
-from hicache_ext.storage.tiers.file.manifest import adopt, check_before_start, is_taken_over, write_manifest
-from hicache_ext.storage.tiers.file.modes import INDEX_FILE, SLAB_FILE
-from hicache_ext.storage.tiers.file.slab.change import FoundPage
+from hicache_ext.errors import IndexBusyError, StoreSetupError
+from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, settle
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
+from hicache_ext.runtime.members import Members, living_members
+from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
+from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
+from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
+from hicache_ext.storage.tiers.file.modes import SLAB_FILE
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
-from hicache_ext.storage.tiers.file.slab.mapped import WORD, Words, extend, sync
-from hicache_ext.storage.tiers.file.slab.records import INDEX_VERSION, Slab
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER
-from hicache_ext.storage.tiers.file.slab.slot_table import Seals
+from hicache_ext.storage.tiers.file.slab.index_memory import MOST_SLABS, IndexMemory, new_index
+from hicache_ext.storage.tiers.file.slab.rebuild import Rebuild
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
+from hicache_ext.storage.tiers.file.slab.sharing import IndexSharing, remove_left_sockets, shared_index
+from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
-logger = logging.getLogger(__name__)
-
-_IN_ORDER = f"closed in order, index {INDEX_VERSION}"
-_REBUILD_BATCH = 4096
+CHANGING, JOINING, REBUILDING = range(3)
+"""Bytes of PATH/v3/lock."""
+_JOINING_BOUND = CHANGE_LOCK_BOUND
+"""Seconds that an opening waits for processes that may be stopped."""
+_PAUSE = 0.02
+_REBUILD_AWAITED = 1.0
+"""Seconds for which an opening waits for a rebuild, so that one of some hundred thousand pages is over."""
 _MILLISECONDS = re.compile(rb"[0-9]{13}")
 _LONGEST_TICK = 10
 """Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
-_ATTEMPTS = 20
-"""To get the lock alone after its holder was killed."""
-
-INDEX_BYTES_AT_LEAST = 1 << 20
-INDEX_BYTES_PER_SLOT = 1024
-"""An upper estimate of the index per slot; it counts towards the capacity."""
+_LARGEST_NUMBER = (1 << 31) - 1
+_LARGEST_SLOT = (1 << 32) - BLOCK
+_LOOK_INTERVAL = 1.0
 
 _open_directories: dict[Path, SlabDirectory] = {}
 _open_lock = threading.Lock()
-_doubted_paths: set[Path] = set()
-"""Directories whose device failed under this process, in case that could not be written down."""
 
 
 @contextmanager
-def slab_directory(path: Path, tier: str) -> Iterator[SlabDirectory]:
-    """The directory at ``path``, shared within this process, closed with its last user.
+def slab_directory(
+    path: Path, tier: str, capacity: int, open_files: int = DEFAULT_OPEN_FILES
+) -> Iterator[SlabDirectory]:
+    """The directory at ``path``, shared within this process, closed with its last user. ``capacity`` in bytes bounds
+    the index that is made where nobody has one.
 
     Raises StoreSetupError with a sentence when it cannot be used.
     """
     with _open_lock:
         resolved = path.resolve()
         directory = _open_directories.get(resolved)
+        if directory is not None and directory.is_removed():
+            # Its users find out by themselves.
+            del _open_directories[resolved]
+            directory = None
         if directory is None:
-            directory = _open_directories[resolved] = SlabDirectory(resolved, tier)
+            directory = _open_directories[resolved] = SlabDirectory(resolved, tier, capacity, open_files)
         directory.users += 1
     try:
         yield directory
     finally:
         with _open_lock:
             directory.users -= 1
-            if directory.users == 0:
+            last = directory.users == 0
+            if last and _open_directories.get(resolved) is directory:
                 del _open_directories[resolved]
-                directory.close()
-
-
-class SlabFile(enum.Enum):
-    """A file of a slab, as it is opened."""
-
-    SLOTS = "slots"
-    DIRECT = "slots, with O_DIRECT"
-    HEADERS = "headers"
+        if last:
+            directory.close()
 
 
 @dataclass(slots=True)
@@ -116,83 +111,207 @@ class _Descriptor:
 class SlabDirectory:
     """Use ``slab_directory``. Thread-safe."""
 
-    def __init__(self, path: Path, tier: str) -> None:
+    def __init__(self, path: Path, tier: str, capacity: int, open_files: int = DEFAULT_OPEN_FILES) -> None:
         self.path = path
+        self.home = slab_home(path)
         self.users = 0
-        self.slabs_path = path / "slabs"
         self.identities = path / "identities"
-        self._trust = path / "trust"
-        self._descriptors: dict[tuple[int, SlabFile], _Descriptor] = {}
-        self._doubted = False
+        self._open_files = open_files
+        self._descriptors: OrderedDict[tuple[int, SlabFile], _Descriptor] = OrderedDict()
         self._descriptors_lock = threading.Lock()
-        self.rebuilt = 0
-        file_system = file_system_of(path)
-        if not file_system.in_place:
-            raise StoreSetupError(
-                tier, f"directory {str(path)!r} cannot hold slabs: {file_system.type} {WHY_IN_PLACE}", ["layout: pages"]
-            )
+        self._resources = ExitStack()
+        self._looked = 0.0
         try:
-            check_before_start(path, "slab", tier)
             make_tier_directory(path)
-            for directory in (self.identities, self.slabs_path):
-                make_directory(directory)
-            self._lock = open_file(path / "lock", os.O_RDWR)
-        except OSError as error:
-            raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
-        try:
-            self._adopt(tier)
-            self.index = self._open_index()
-        except (OSError, lmdb.Error) as error:
-            os.close(self._lock)
+            _put_right(self.home)
+            adopt_slabs(path, tier)
+            make_directory(self.identities)
+            self._home_fd = self._opened_directory(self.home)
+            self._slabs_fd = self._opened_directory(self.home / "slabs")
+            self.index = self._join(capacity)
+            self.rebuild = Rebuild(tier, self, OfdLock(self.home / "lock", REBUILDING))
+            self._resources.callback(self.rebuild.close)
+        except (OSError, ValueError) as error:
+            self._resources.close()
             reason = getattr(error, "strerror", None) or error
             raise StoreSetupError(tier, f"directory {str(path)!r}: {reason}") from error
         except BaseException:
-            os.close(self._lock)
+            self._resources.close()
             raise
+        self.rebuild.wait(_REBUILD_AWAITED)
+
+    # -- joining and leaving ---------------------------------------------------------------------------------------
+
+    def _join(self, capacity: int) -> SlabIndex:
+        """The index that the others have, or a new one. Raises OSError (TimeoutError with a sentence), ValueError."""
+        joining = OfdLock(self.home / "lock", JOINING)
+        try:
+            if not joining.acquire(_JOINING_BOUND):
+                raise TimeoutError(
+                    errno.ETIMEDOUT, "another process that is opening it does not go on: stopped, perhaps"
+                )
+            found: list[tuple[int, int, int]] = []
+            fd, living = self._shared_index()
+            is_new = fd is None
+            if fd is None:
+                found = self._found_slabs()
+                fd = new_index(max(capacity, sum(slot_size * slots for _, slot_size, slots in found)))
+            shared = os.dup(fd)
+            self._resources.callback(lambda: os.close(shared))
+            members = Members(self.home / "members")
+            self._resources.callback(members.close)
+            lock = ChangeLock(OfdLock(self.home / "lock", CHANGING), f"the index of {self.path}")
+            self._resources.callback(lock.close)
+            index = SlabIndex(IndexMemory(fd), lock, members, self.cleared_at, self.note_cleared)
+            if is_new:
+                index.add_found_slabs(found)
+            try:
+                index.join()
+            except IndexBusyError:
+                raise TimeoutError(errno.ETIMEDOUT, "a process that changes its index does not go on") from None
+            with suppress(OSError):
+                remove_left_sockets(self._home_fd, living)
+            sharing = IndexSharing(self.home, self._home_fd, members.id, os.dup(shared))
+            self._resources.callback(sharing.close)
+            return index
+        finally:
+            # In this order: closing waits for who holds it, and that may be this thread.
+            joining.release()
+            joining.close()
+
+    def _shared_index(self) -> tuple[int | None, list[int]]:
+        """The memory of the others' index, None where there are no others; who they are. Raises TimeoutError."""
+        deadline = time.monotonic() + _JOINING_BOUND
+        while living := living_members(self.home / "members"):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"{len(living)} processes use it and none of them gives its index: they are stopped, or do not "
+                    "share memory with this one (another machine or virtual machine)",
+                )
+            fd = shared_index(self._home_fd, living, left)
+            if fd is not None:
+                return fd, living
+            time.sleep(_PAUSE)
+        return None, []
+
+    def _found_slabs(self) -> list[tuple[int, int, int]]:
+        """Number, slot size and slots of the slabs that are here, by their names and the sizes of both files. What has
+        the name of such a file and is none goes. Raises OSError."""
+        names = {name for name in os.listdir(self._slabs_fd) if SLAB_FILE.fullmatch(name)}
+        statuses = {name: os.stat(name, dir_fd=self._slabs_fd, follow_symlinks=False) for name in names}
+        sizes = {name: status.st_size for name, status in statuses.items() if stat.S_ISREG(status.st_mode)}
+        found: dict[int, tuple[int, int, int]] = {}
+        kept: set[str] = set()
+        for name in sorted(sizes):
+            match = SLAB_FILE.fullmatch(name)
+            assert match is not None
+            number, slot_size, headers = int(match[1], 16), int(match[2]), f"{name.removesuffix('slab')}headers"
+            sound = match[3] == "slab" and number <= _LARGEST_NUMBER and number not in found and headers in sizes
+            if sound and 0 < slot_size <= _LARGEST_SLOT and slot_size % BLOCK == 0 and len(found) < MOST_SLABS:
+                # One of both may have been cut, or have grown by a hole.
+                slots = min(sizes[name] // slot_size, sizes[headers] // HEADER)
+                if slots:
+                    found[number] = number, slot_size, slots
+                    kept |= {name, headers}
+        for name in names - kept:
+            try:
+                os.unlink(name, dir_fd=self._slabs_fd)
+            except OSError:
+                aside = f"{name}.not-ours-{secrets.token_hex(4)}"
+                with suppress(OSError):
+                    os.rename(name, aside, src_dir_fd=self._slabs_fd, dst_dir_fd=self._slabs_fd)
+        return list(found.values())
+
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the directory: nobody else will ever look at it."""
+        try:
+            return os.fstat(self._home_fd).st_nlink == 0
+        except OSError:
+            return False
+
+    def check_is_there(self) -> None:
+        """Raises OSError where the directory was removed, and where slabs' files are. Mostly from memory."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_INTERVAL:
+            self._looked = now
+            if os.fstat(self._home_fd).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.home))
+
+    def close(self) -> None:
+        """Release everything. What others use stays."""
+        self._resources.close()
+        self.close_dropped(())
+
+    def _opened_directory(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._resources.callback(os.close, fd)
+        return fd
 
     # -- files -----------------------------------------------------------------------------------------------------
 
-    def create_slab_file(self, slab: Slab) -> None:
+    def create_slab_files(self, slab: Slab) -> None:
         """Make the files of a slab with all their blocks. Raises OSError (ENOSPC) and leaves no file."""
-        paths = self.slab_paths(slab)
-        # A file of this number that the index does not know was left by a killed process.
-        for path in paths:
-            path.unlink(missing_ok=True)
         try:
             # The headers first: a rebuild needs them.
-            self._complete_headers(slab)
-            extend(self.slab_path(slab), slab.size // WORD)
+            for file, length in ((SlabFile.HEADERS, slab.headers_size), (SlabFile.SLOTS, slab.size)):
+                self.allocate(slab, file, length)
         except OSError:
-            for path in paths:
-                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.delete_slab_files(slab)
             raise
 
-    def delete_slab_file(self, slab: Slab) -> None:
+    def allocate(self, slab: Slab, file: SlabFile, length: int) -> None:
+        """Give a file of a slab this length and all its blocks; a missing one is made. Raises OSError (ENOSPC)."""
+        access = access_in(self.home / "slabs")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(_name(slab, file), flags, access.file_mode, dir_fd=self._slabs_fd)
+        try:
+            settle(fd, access.file_mode)
+            if os.fstat(fd).st_size > length:
+                os.ftruncate(fd, length)
+            os.posix_fallocate(fd, 0, length)
+        finally:
+            os.close(fd)
+
+    def delete_slab_files(self, slab: Slab) -> None:
         """Delete the files of a dropped slab; their blocks are free at once, also while others have them open."""
         failed: OSError | None = None
-        for path in reversed(self.slab_paths(slab)):
+        for file in (SlabFile.SLOTS, SlabFile.HEADERS):
+            name = _name(slab, file)
             try:
-                # Others may have it open for a while: an empty file takes no space.
-                os.truncate(path, 0)
-                path.unlink()
+                # Others may have it open for a while: an empty file takes no space. What is no file has another's name.
+                with suppress(OSError):
+                    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+                    fd = os.open(name, flags, dir_fd=self._slabs_fd)
+                    try:
+                        os.ftruncate(fd, 0)
+                    finally:
+                        os.close(fd)
+                os.unlink(name, dir_fd=self._slabs_fd)
+            except FileNotFoundError:
+                continue
             except OSError as error:
                 failed = failed or error
         if failed is not None:
             raise failed
 
-    def slab_path(self, slab: Slab) -> Path:
-        return self.slabs_path / f"{slab.number:08x}-{slab.slot_size}.slab"
+    def has_files(self, slab: Slab) -> bool:
+        """Whether both are there. Raises OSError."""
+        try:
+            for file in (SlabFile.SLOTS, SlabFile.HEADERS):
+                os.stat(_name(slab, file), dir_fd=self._slabs_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
 
-    def headers_path(self, slab: Slab) -> Path:
-        return self.slab_path(slab).with_suffix(".headers")
-
-    def slab_paths(self, slab: Slab) -> tuple[Path, Path]:
-        return self.headers_path(slab), self.slab_path(slab)
-
-    @property
-    def seals(self) -> Seals:
-        """See ``SlabIndex.seals``."""
-        return self.index.seals
+    def written_at(self, slab: Slab) -> float:
+        """When a header of it was written last (wall-clock seconds); 0 where that is not known."""
+        try:
+            return os.stat(_name(slab, SlabFile.HEADERS), dir_fd=self._slabs_fd).st_mtime
+        except OSError:
+            return 0.0
 
     @contextmanager
     def opened(self, slab: Slab, file: SlabFile = SlabFile.SLOTS) -> Iterator[int]:
@@ -206,7 +325,7 @@ class SlabDirectory:
 
     def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, Callable[[], None]]:
         """``opened`` for those of these slabs that can be opened, until the returned function is called: a row per slab
-        for compiled_runs.py, with number, descriptor, that of its headers (-1: none), first record."""
+        for compiled_runs.py, with number, descriptor, that of its headers (-1: none), first row."""
         used: list[_Descriptor] = []
         rows: list[tuple[int, int, int, int]] = []
         with self._descriptors_lock:
@@ -217,18 +336,35 @@ class SlabDirectory:
                     if headers:
                         used.append(self._use(slab, SlabFile.HEADERS))
                         of_headers = used[-1].fd
-                    rows.append((slab.number, fd, of_headers, slab.first_record))
+                    rows.append((slab.number, fd, of_headers, slab.first_row))
         return np.array(rows, np.int64).reshape(-1, 4), functools.partial(self._release, used)
 
     def _use(self, slab: Slab, file: SlabFile) -> _Descriptor:
         which = (slab.number, file)
         descriptor = self._descriptors.get(which)
         if descriptor is None:
-            path = self.headers_path(slab) if file is SlabFile.HEADERS else self.slab_path(slab)
-            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if file is SlabFile.DIRECT else 0)
-            descriptor = self._descriptors[which] = _Descriptor(os.open(path, flags))
+            flags = (
+                os.O_RDWR
+                | os.O_NONBLOCK
+                | os.O_CLOEXEC
+                | os.O_NOFOLLOW
+                | (os.O_DIRECT if file is SlabFile.DIRECT else 0)
+            )
+            fd = os.open(_name(slab, file), flags, dir_fd=self._slabs_fd)
+            descriptor = self._descriptors[which] = _Descriptor(fd)
+        self._descriptors.move_to_end(which)
         descriptor.users += 1
+        if len(self._descriptors) > self._open_files:
+            self._close_least_used()
         return descriptor
+
+    def _close_least_used(self) -> None:
+        for which, descriptor in list(self._descriptors.items()):
+            if len(self._descriptors) <= self._open_files:
+                return
+            if not descriptor.users:
+                del self._descriptors[which]
+                os.close(descriptor.fd)
 
     def _release(self, descriptors: Iterable[_Descriptor]) -> None:
         with self._descriptors_lock:
@@ -254,235 +390,44 @@ class SlabDirectory:
 
     # -- identities ------------------------------------------------------------------------------------------------
 
-    def note_cleared(self, digest: bytes) -> None:
-        """Note it, so that a rebuild does not bring cleared pages back. It survives a power loss after
-        ``sync_cleared``.
-
-        Two calls, because SGLang's scheduler thread makes this one and must not wait for the disk.
-        """
-        write_whole(self._cleared_path(digest), str(int(time.time() * 1000)), sync=False)
+    def note_cleared(self, digest: bytes, moment: int) -> None:
+        """Note that an identity was cleared (milliseconds), so that a rebuild does not bring its pages back. It
+        survives a power loss after ``sync_cleared``. Raises OSError."""
+        write_whole(self._cleared_path(digest), str(moment), sync=False)
 
     def sync_cleared(self, digest: bytes) -> None:
         sync_whole(self._cleared_path(digest))
 
+    def cleared_at(self, digest: bytes) -> int:
+        """See ``cleared_at`` of this module."""
+        return cleared_at(self.path, digest)
+
     def _cleared_path(self, digest: bytes) -> Path:
         return self.identities / f"{digest.hex()}.cleared"
 
-    # -- opening and closing ---------------------------------------------------------------------------------------
-
-    def doubt(self) -> None:
-        """The device failed: the next process that opens this directory alone rebuilds its index."""
-        self._doubted = True
-        _doubted_paths.add(self.path)
-
-    def close(self) -> None:
-        """Release everything; the last process syncs the index and marks it as closed in order. Raises lmdb.Error or
-        OSError when that fails."""
-        try:
-            alone = try_lock(self._lock, fcntl.LOCK_EX)
-        except OSError:
-            alone = False
-        try:
-            try:
-                if alone and not self._doubted:
-                    # So that the index agrees with the headers from which it would be rebuilt.
-                    for headers in self.slabs_path.glob("*.headers"):
-                        sync(headers)
-                        show_progress(self._lock)
-            finally:
-                self.index.close(sync=alone and not self._doubted)
-            if alone and self._doubted:
-                # If even that fails, this process remembers it.
-                with suppress(OSError):
-                    self._trust.unlink(missing_ok=True)
-            elif alone:
-                write_whole(self._trust, _IN_ORDER)
-        except BaseException:
-            _doubted_paths.add(self.path)
-            raise
-        finally:
-            self.close_dropped(())
-            os.close(self._lock)
-
-    def _open_index(self) -> SlabIndex:
-        for _ in range(_ATTEMPTS):
-            if try_lock(self._lock, fcntl.LOCK_EX):
-                return self._open_index_alone()
-            # Others use it, so it is sound, or they are rebuilding it: wait for that.
-            lock_within(self._lock, fcntl.LOCK_SH, PATIENCE, self.path / "lock")
-            if is_trusted(self.path):
-                break
-            # The process that rebuilt it was killed.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            time.sleep(random.uniform(0.01, 0.1))
-        else:
-            # Others use it and have another id of this boot.
-            lock_within(self._lock, fcntl.LOCK_SH, PATIENCE, self.path / "lock")
-        return self._open_used_index()
-
-    def _open_used_index(self) -> SlabIndex:
-        """Open beside other processes. One may be stopped amid a change, for which LMDB would wait for ever: raises
-        TimeoutError with a sentence."""
-        opened: list[SlabIndex] = []
-
-        def end_late() -> None:
-            for index in opened:
-                index.close(sync=False)
-
-        call = call_within(
-            PATIENCE,
-            "hicache-open-index",
-            lambda: opened.append(SlabIndex(self.path / "index")),
-            end_late,
-        )
-        if call is None:
-            reason = f"another process has held the index in {str(self.path)!r} for {PATIENCE:.0f} s"
-            raise TimeoutError(errno.ETIMEDOUT, f"{reason}: stopped amid a change of it, perhaps")
-        call.result()
-        return opened[0]
-
-    def _open_index_alone(self) -> SlabIndex:
-        """Open with the lock for this process alone; the lock is shared afterwards."""
-        index = self._open_trusted_index() if self._is_trusted() else None
-        if index is None:
-            # After a kill amid the rebuild nobody must use what is there.
-            remove_whole(self._trust)
-            index = self._rebuild()
-        # Before the first change: after a power loss a changed index must not count as closed in order.
-        self._trust_in_this_boot()
-        with index.changing() as change:
-            change.release_dead_writers()
-        slabs = index.slabs()
-        for slab in slabs:
-            self._complete_headers(slab)
-        self._delete_unknown_files(slabs)
-        _doubted_paths.discard(self.path)
-        lock_within(self._lock, fcntl.LOCK_SH, PATIENCE, self.path / "lock")
-        return index
-
-    def _is_trusted(self) -> bool:
-        return is_trusted(self.path) and self.path not in _doubted_paths
-
-    def _trust_in_this_boot(self) -> None:
-        if _trust_in(self.path) != _written_by_this_boot():
-            write_whole(self._trust, _written_by_this_boot())
-
-    def _open_trusted_index(self) -> SlabIndex | None:
-        """The index; None if it cannot be read or is gone."""
-        try:
-            index = SlabIndex(self.path / "index")
-        except (OSError, lmdb.Error):
-            return None
-        if not index.is_new:
-            return index
-        index.close(sync=False)
-        return None
-
-    def _rebuild(self) -> SlabIndex:
-        """A new index from the headers of the slabs. Payloads are checked when they are read."""
-        for path in (self.path / "index").glob("*"):
-            if INDEX_FILE.fullmatch(path.name):
-                path.unlink()
-        index = SlabIndex(self.path / "index")
-        written: dict[int, Words] = {}
-        for number, slot_size, slots in slabs_by_files(self.path):
-            with index.changing() as change:
-                slab = change.add_slab(slot_size, slots, number)
-                change.reserve_slab_numbers(number + 1)
-            if self.headers_path(slab).exists():
-                with self.opened(slab, SlabFile.HEADERS) as fd:
-                    self._adopt_pages(fd, index, slab, written)
-        return index
-
-    def _complete_headers(self, slab: Slab) -> None:
-        """Make the file of headers, or the missing part of one that was cut. Raises OSError."""
-        extend(self.headers_path(slab), slab.headers_size // WORD)
-
-    def _adopt_pages(self, fd: int, index: SlabIndex, slab: Slab, written: dict[int, Words]) -> None:
-        """``fd``: the headers; ``written``: see ``IndexChange.adopt``."""
-        for pages in pages_in_headers(fd, slab, functools.cache(functools.partial(cleared_at, self.path))):
-            with index.changing() as change:
-                self.rebuilt += change.adopt(slab, pages, written)
-            show_progress(self._lock)
-
-    def _delete_unknown_files(self, slabs: Iterable[Slab]) -> None:
-        """Delete all files but those of ``slabs``: left by processes killed while they added or dropped a slab."""
-        known = {path.name for slab in slabs for path in self.slab_paths(slab)}
-        for path in self.slabs_path.iterdir():
-            if SLAB_FILE.fullmatch(path.name) and path.name not in known:
-                path.unlink()
-
-    def _adopt(self, tier: str) -> None:
-        """Write or check the manifest. Pages of the older format are given up, unless others use them."""
-        if is_taken_over(self.path, "slab") and try_lock(self._lock, fcntl.LOCK_EX):
-            logger.warning("tier %s: %s is of format 1: its pages are given up", tier, self.path)
-            remove_whole(self._trust)
-            self._delete_unknown_files(())
-            write_manifest(self.path, "slab")
-        adopt(self.path, "slab", tier)
-
-
-def is_trusted(path: Path) -> bool:
-    """Whether the index of the directory ``path`` may be used: this boot wrote it, or it was closed in order."""
-    return _trust_in(path) in (_IN_ORDER, _written_by_this_boot())
-
-
-def slabs_by_files(path: Path) -> list[tuple[int, int, int]]:
-    """Number, slot size and slots of every slab in the directory ``path``, by name and size of its file. Raises
-    OSError."""
-    slabs: list[tuple[int, int, int]] = []
-    for file in sorted((path / "slabs").iterdir()):
-        match = SLAB_FILE.fullmatch(file.name)
-        if match is not None and match[3] == "slab" and int(match[2]):
-            try:
-                slots = file.stat().st_size // int(match[2])
-            except FileNotFoundError:
-                # Who looks from outside may come while a server drops a slab.
-                continue
-            slabs += [(int(match[1], 16), int(match[2]), slots)] if slots else []
-    return slabs
-
 
 def cleared_at(path: Path, digest: bytes) -> int:
-    """When an identity was cleared (ms): only later pages count. -1: never cleared."""
+    """When an identity was cleared last (ms): only later pages count. -1: never cleared."""
     file = path / "identities" / f"{digest.hex()}.cleared"
     try:
-        content, written = file.read_bytes(), file.stat().st_mtime_ns // 1_000_000
+        content, written = read_small(file), file.lstat().st_mtime_ns // 1_000_000
     except OSError:
         return -1
     # A file spoilt by a power loss still has the time at which it was written, at most a tick too early.
     return int(content) if _MILLISECONDS.fullmatch(content) else written + _LONGEST_TICK
 
 
-def pages_in_headers(fd: int, slab: Slab, cleared: Callable[[bytes], int]) -> Iterator[list[FoundPage]]:
-    """The pages in the open file of a slab's headers, in portions; ``cleared``: ``cleared_at`` of a digest.
-
-    A freed slot still has the header of its last page.
-    """
-    for first in range(0, slab.slots, _REBUILD_BATCH):
-        pages: list[FoundPage] = []
-        slots = min(_REBUILD_BATCH, slab.slots - first)
-        headers = os.pread(fd, slots * HEADER, first * HEADER)
-        for slot in range(slots):
-            fields = headers[slot * HEADER : (slot + 1) * HEADER]
-            try:
-                found = envelope.decode_header(fields)
-            except FormatError:
-                continue
-            length = found.payload_length
-            if length <= slab.slot_size and found.created_ms > cleared(found.identity):
-                seal = envelope.seal_of(fields)
-                pages.append(FoundPage(found.key, first + slot, length, found.created_ms, seal))
-        yield pages
+def _name(slab: Slab, file: SlabFile) -> str:
+    return f"{slab.number:08x}-{slab.slot_size}.{'headers' if file is SlabFile.HEADERS else 'slab'}"
 
 
-def _trust_in(path: Path) -> str:
-    """The content of the file; empty if it cannot be read."""
-    try:
-        return (path / "trust").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _written_by_this_boot() -> str:
-    return f"boot {boot_id() or 'unknown'}, index {INDEX_VERSION}"
+def _put_right(home: Path) -> None:
+    """Move what stands where a file or directory of ours belongs, and is none, out of the way."""
+    for path, right in (
+        (home, stat.S_ISDIR),
+        (home / "slabs", stat.S_ISDIR),
+        *((home / name, stat.S_ISREG) for name in ("members", "lock", "hicache_ext.json")),
+    ):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if not right(path.lstat().st_mode):
+                path.rename(path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}"))

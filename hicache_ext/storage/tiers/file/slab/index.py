@@ -1,483 +1,899 @@
 """Which page is in which slot: the index of one directory, shared by all processes on it.
 
-What changes with every page is mapped by all processes (slot_table.py): a look-up takes no system call and no lock.
-What changes rarely is in LMDB (records.py), which gives transactions and one writer at a time across processes, also
-after a kill. Changes: change.py. Reasons: docs/decisions/slab-index.md.
-
-Clearing an identity raises its generation: its pages are out of reach at once and are removed later.
-
-Nothing is synced, so the index may be damaged after a power loss. It is used again only by the boot that wrote it, or
-after every process has closed it in order (which syncs it). Otherwise it is rebuilt from the headers of the pages
-(directory.py).
+It is memory (index_memory.py), changed under a lock that is waited for at most a second (``ChangeLock``), by steps none
+of which leaves anything to be repaired. A look-up takes no lock and no system call, nor does clearing an identity: that
+raises its generation, and its pages are out of reach at once. Reasons: docs/decisions/slab-index.md.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
-import logging
-import os
+import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import lmdb
 import numpy as np
-import xxhash
 
+from hicache_ext.errors import IndexBusyError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.runtime.access import make_directory, make_tier_directory, open_file
-from hicache_ext.runtime.liveness import writer_alive, writer_name
+from hicache_ext.runtime.file_lock import ChangeLock, OfdLock
+from hicache_ext.runtime.jit import is_compiled
+from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.tiers.file.slab import lookup, slot_code
-from hicache_ext.storage.tiers.file.slab.change import IndexChange
-from hicache_ext.storage.tiers.file.slab.ghosts import GhostTable
-from hicache_ext.storage.tiers.file.slab.lmdb_file import check_length
-from hicache_ext.storage.tiers.file.slab.mapped import Words
-from hicache_ext.storage.tiers.file.slab.records import (
+from hicache_ext.storage.tiers.file.slab.index_memory import MOST_SLABS, IndexMemory, new_index
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
+from hicache_ext.storage.tiers.file.slab.slot_code import (
+    CLEARED,
+    COLD,
+    COOL,
+    CREATED,
+    CURSOR,
+    DROPPING,
+    FIRST,
+    FREE,
+    FREE_SLOTS,
     GENERATION,
-    GENERATION_NAME,
-    INDEX_VERSION,
-    NUMBER,
-    SLAB,
+    HITS,
+    LAST,
+    LEFT,
+    MAKING,
+    NO_PAGE,
+    NO_SLAB,
+    OF,
+    PENDING,
+    READY,
+    SCANNING,
+    SLAB_CHANGES,
+    SLAB_NUMBER,
+    SLAB_STATE,
     SLOT_SIZE,
-    USES,
-    USES_NAME,
-    Place,
-    Slab,
+    SLOTS,
+    STATE,
+    STATES,
+    WRITTEN,
+    Words,
 )
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER
 from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, Known, SlotReferences
-from hicache_ext.storage.tiers.file.slab.slot_table import Seals, SlotTable, View
-from hicache_ext.storage.tiers.file.slab.touches import Uses
 
-logger = logging.getLogger(__name__)
-
-_MAP_SIZE = 1 << 32
-"""Bytes of address space for LMDB; the file is only as large as its content."""
-_MAX_READERS = 1024
-_CHANGES_BETWEEN_READER_CHECKS = 64
-"""A process killed inside a read transaction keeps its snapshot, and LMDB grows with every change until that is
-noticed."""
-_LOOKS = 4
-"""For pages that are not found while the index changes."""
-_FRESH_USES_KEPT = 0.05
-"""Seconds for which the answer "this use need not be noted" is kept, whatever other processes write."""
-_CLEAR_BATCH = 2048
-"""Pages of a cleared identity freed in one change, which is how long writers may wait."""
+_GROUP = 2 << 20
+"""Bytes of slots that are evicted together."""
+_MOST_TOGETHER = 32
+_SAMPLED = 1 << 13
+"""Slots whose ranks are looked at to know how cold the coldest are. Up to twice as many of small tables."""
+_COLD_PART, _COOL_PART = 128, 24
+"""The coldest 128th of all slots goes, and of its neighbours the coldest 24th: free slots are then neighbours."""
+_STEP = 1 << 12
+"""Headers adopted, or sets added, under the lock at once."""
+_MOST_WINDOWS = 8
+"""In which victims are looked for before it is measured again where they are."""
+_MOST_VICTIMS = 1 << 12
+"""Slots freed by one look, under the lock: about a millisecond."""
+_LOOKS_IN_VAIN = 8
+"""Looks for victims that free nothing, before a write gets no slot: at pages that stay, mostly."""
+_MOST_LOOKED_AT = 1 << 15
+"""Slots looked at for free ones, or for victims, under the lock at once: less than a millisecond."""
 _AT_ONCE = 1 << 16
-"""Records copied at once for tools."""
+_SMALL_STEP = 256
+"""The same for plain Python."""
+_DEAD_INTERVAL = 10.0
+"""Seconds between two looks at which members are gone."""
+_NO_NUMBERS = np.array([-1])
+_NONE: Words = np.empty(0, np.int64)
 
-_NO_FRESH_USES: tuple[float, View | None, Words] = (0.0, None, np.empty(0, np.int64))
-_VERSION = str(INDEX_VERSION).encode()
-_GHOSTS = b"ghosts"
-_EPOCH = b"epoch"
+
+def milliseconds() -> int:
+    """Wall-clock time, as pages carry it."""
+    return int(time.time() * 1000)
 
 
-class IndexedPage(NamedTuple):
-    """The record of a page."""
+@dataclass(frozen=True, slots=True)
+class View:
+    """The slabs, until SLAB_CHANGES changes."""
 
-    key: bytes
-    place: Place
-    written: int
+    changes: int
+    slabs: Mapping[int, Slab]
+    """By number: those whose pages can be looked up."""
+    by_first: Words
+    """The same as rows of the table, by FIRST."""
+    positions: Words
+    """Where each of ``by_first`` is in the table."""
+    of_size: Mapping[int, Words]
+    """Slot size -> positions in the table, by number."""
+    slots: Mapping[int, int]
+    """Slot size -> number of slots."""
+    capacities: Words
+    """By clock: the number of slots of its size, at least 1."""
+
+
+class Uses(NamedTuple):
+    """The uses of the pages of one identity."""
+
+    hits: int
+    last: float
     """Wall-clock seconds."""
 
 
+class Evicted(NamedTuple):
+    """What an eviction did."""
+
+    slots: int
+    """Free now."""
+    pages: int
+    """Evicted; not those that nobody could ask for any more."""
+    used: int
+    """One of them was used last at this moment of its clock (``SlabIndex.inserts``)."""
+    created: int
+    """And written then (milliseconds)."""
+
+
+NOTHING_EVICTED = Evicted(0, 0, 0, 0)
+
+
 class SlabIndex:
-    """The index of one directory. Thread-safe; one per process and directory (LMDB's rule)."""
+    """The index of one directory. Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens or creates the index in directory ``path``. Raises lmdb.Error or OSError."""
-        make_tier_directory(path.parent)
-        make_directory(path)
-        self._path = path
-        self._data = path / "data.mdb"
-        self._ghosts: GhostTable | None = None
-        for file in (self._data, path / "lock.mdb"):
-            # LMDB would make them with the mode of the umask, and as root's where root runs a tool. Existing files are
-            # not opened: closing one would drop the locks of an LMDB of this process.
-            if not os.path.lexists(file):
-                os.close(open_file(file, os.O_RDWR))
-        check_length(self._data)
-        self._environment = lmdb.open(
-            str(path),
-            map_size=_MAP_SIZE,
-            max_dbs=2,
-            max_readers=_MAX_READERS,
-            # No sync: after a power loss the index is rebuilt.
-            sync=False,
-            metasync=False,
-            max_spare_txns=16,
-        )
-        try:
-            with self._environment.begin(write=True) as transaction:
-                self.slabs_db, self.state_db = (
-                    self._environment.open_db(name, txn=transaction) for name in (b"slabs", b"state")
-                )
-                version = transaction.get(b"version", db=self.state_db)
-                self.is_new = version is None and not transaction.stat(self.slabs_db)["entries"]
-                if not self.is_new and version != _VERSION:
-                    raise lmdb.Error("the index was written by another version of hicache_ext")
-                self.table = SlotTable(path, new=self.is_new)
-                if self.is_new:
-                    transaction.put(b"version", _VERSION, db=self.state_db)
-                self._view = self._load(transaction, self.table.epoch)
-                self._open_ghosts(transaction)
-        except BaseException:
-            self._environment.close()
-            raise
-        self._writer = words_of_writer()
-        self._changes = itertools.count()
-        self._portions = itertools.count()
-        self._known_fresh_uses = _NO_FRESH_USES
-
-    def close(self, *, sync: bool) -> None:
-        """Raises lmdb.Error or OSError when ``sync`` fails; the index is closed in any case."""
-        try:
-            if sync:
-                self.table.sync()
-                self._environment.sync(True)
-        finally:
-            self._environment.close()
-            self._ghosts = None
+    def __init__(
+        self,
+        memory: IndexMemory,
+        lock: ChangeLock,
+        members: Members,
+        cleared_at: Callable[[bytes], int],
+        note_cleared: Callable[[bytes, int], None],
+    ) -> None:
+        """``cleared_at``: when an identity was cleared last, by the disk (milliseconds, -1: never); ``note_cleared``
+        has the disk know of such a moment. Both may raise OSError."""
+        self.memory = memory
+        self._lock = lock
+        self._members = members
+        self._cleared_at = cleared_at
+        self._note_cleared = note_cleared
+        self._view: View | None = None
+        self._known: dict[bytes, int] = {}
+        self._windows: dict[int, list[int]] = {}
+        """By slot size: see ``_measure``."""
+        self._numbers: dict[bytes, Words] = {}
+        self._tickets = itertools.count(random.getrandbits(62))
+        self._looked_for_dead = 0.0
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def locate(self, keys: Sequence[bytes], oldest: int = 0) -> tuple[SlotReferences, bool]:
-        """The pages found, in the order of ``keys``, each with its position; and whether their use is worth a
-        ``touch``. Pages written before ``oldest`` (wall-clock seconds) are not found."""
-        words = key_words(keys)
-        for view in self._views():
-            of, fresh = self.generations(view, keys), self._fresh_uses(view)
-            found, facts = lookup.locate(view.records, view.buckets, words, of, oldest, view.rows, fresh)
-            if found.shape[1] == len(keys):
-                break
+    def locate(self, keys: Sequence[bytes], oldest: int = 0) -> SlotReferences:
+        """The pages found, in the order of ``keys``, each with its position. Pages written before ``oldest``
+        (wall-clock milliseconds) are not found."""
+        numbers = self._numbers_of(keys)
+        found, facts = lookup.locate(self.memory, key_words(keys), numbers, oldest, self.view().by_first)
         if not found.shape[1]:
-            return NO_SLOTS, False
-        stale, in_order, length, slab = facts.tolist()
-        slabs, slots, lengths, positions = found
-        # With the seals of that view: where its rows have changed hands since, a seal is another page's.
-        return SlotReferences(slabs, slots, lengths, positions, Known(bool(in_order), length, slab), view.seals), bool(
-            stale
-        )
-
-    def _fresh_uses(self, view: View) -> Words:
-        """For each slab: the use of a page last used before this is worth a ``touch``."""
-        until, of_view, fresh = self._known_fresh_uses
-        if of_view is not view or time.monotonic() >= until:
-            by_size = {
-                size: EvictionPolicy(slots).oldest_fresh_use(Clock(*self.table.clock(size)[1:].tolist()))
-                for size, slots in view.slots.items()
-            }
-            fresh = np.array([by_size[slab.slot_size] for slab in view.slabs.values()], np.int64)
-            self._known_fresh_uses = (time.monotonic() + _FRESH_USES_KEPT, view, fresh)
-        return fresh
-
-    def find(self, key: bytes) -> Place | None:
-        """The place of one page."""
-        found_slots, _ = self.locate([key])
-        return Place(*found_slots.pages()[0][:3]) if found_slots else None
+            return NO_SLOTS
+        in_order, length, slab = facts.tolist()
+        slabs, slots, lengths, positions, rows = found
+        return SlotReferences(slabs, slots, lengths, positions, rows, Known(bool(in_order), length, slab))
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""
-        for view in self._views():
-            rows = self.rows(view, keys, oldest)
-            if (rows >= 0).all():
-                break
-        found: list[bool] = (rows >= 0).tolist()
+        found: list[bool] = (self.rows_of(keys, oldest) >= 0).tolist()
         return found
 
     def count_leading(self, keys: Sequence[bytes], oldest: int = 0) -> int:
-        words = key_words(keys)
-        for view in self._views():
-            of = self.generations(view, keys)
-            leading = lookup.count_leading(view.records, view.buckets, words, of, oldest)
-            if leading == len(keys):
-                break
-        return leading
+        return lookup.count_leading(self.memory, key_words(keys), self._numbers_of(keys), oldest)
 
-    def _views(self) -> Iterator[View]:
-        """Views to look pages up in, one after the other until all are found. A look-up takes no lock, so a change that
-        moves entries of the hash table may hide pages from it that are there: there is another view after a change."""
-        for _ in range(_LOOKS):
-            before = self.table.changes
-            yield self._current()
-            if before % 2 == 0 and self.table.changes == before:
-                return
-
-    def rows(self, view: View, keys: Sequence[bytes], oldest: int = 0) -> Words:
+    def rows_of(self, keys: Sequence[bytes], oldest: int = 0) -> Words:
         """The row of each page, -1 where there is none; ``oldest`` as for ``locate``."""
-        return lookup.find(view.records, view.buckets, key_words(keys), self.generations(view, keys), oldest)
+        return lookup.find(self.memory, key_words(keys), self._numbers_of(keys), oldest)
 
-    def generations(self, view: View, keys: Sequence[bytes]) -> Words:
-        """The generations of ``keys``; a single one where all are of one identity."""
+    def places_of(self, rows: Words) -> tuple[Words, Words]:
+        """The slab numbers and slots of rows that are in slabs."""
+        by_first = self.view().by_first
+        of = np.searchsorted(by_first[:, FIRST], rows, side="right") - 1
+        return by_first[of, SLAB_NUMBER], rows - by_first[of, FIRST]
+
+    def view(self) -> View:
+        view = self._view
+        changes = int(self.memory.header[SLAB_CHANGES])
+        if view is None or view.changes != changes:
+            # First the number, then what it counts: a change in between is looked at again by the next call.
+            view = self._view = self._look(changes)
+        return view
+
+    def _look(self, changes: int) -> View:
+        table = self.memory.slabs.copy()
+        there = np.flatnonzero((table[:, SLAB_STATE] == READY) | (table[:, SLAB_STATE] == SCANNING))
+        there = there[table[there, SLAB_NUMBER].argsort()]
+        slabs = {
+            number: Slab(number, size, slots, first)
+            for number, size, slots, first in table[there][:, [SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST]].tolist()
+        }
+        sizes = table[there, SLOT_SIZE]
+        of_size = {int(size): np.ascontiguousarray(there[sizes == size]) for size in np.unique(sizes)}
+        slots = {size: int(table[positions, SLOTS].sum()) for size, positions in of_size.items()}
+        positions = there[table[there, FIRST].argsort()]
+        sizes_of_clocks = self.memory.clocks[:, slot_code.CLOCK_SIZE].tolist()
+        capacities = np.array([max(1, slots.get(size, 1)) for size in sizes_of_clocks])
+        return View(changes, slabs, np.ascontiguousarray(table[positions]), positions, of_size, slots, capacities)
+
+    def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
+        """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
+        numbers = self._numbers_of(keys)
+        number = int(numbers[0]) if len(numbers) else -1
+        if number >= 0 and hits:
+            # Of two threads one may be lost: it is for people to look at.
+            identity = self.memory.identities[number]
+            identity[HITS] += hits
+            identity[LAST] = int(time.time())
+        view = self.view()
+        if len(found.rows):
+            fresh = _NONE if is_compiled(slot_code.touch) else self._fresh_uses(view)
+            lookup.touch(self.memory, view.by_first, view.capacities, fresh, np.ascontiguousarray(found.rows))
+
+    def _fresh_uses(self, view: View) -> Words:
+        """For each slab, by FIRST: a use at this moment of its clock or later changes no rank."""
+        by_size = {
+            size: EvictionPolicy(max(1, slots)).oldest_fresh_use(
+                Clock(*self._clock(size)[slot_code.INSERTS : slot_code.REUSES + 1].tolist())
+            )
+            for size, slots in view.slots.items()
+        }
+        return np.array([by_size[size] for size in view.by_first[:, SLOT_SIZE].tolist()], np.int64)
+
+    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
+        """Bytes of slots that the pages under each of these page hashes take, over all identities."""
+        taken = np.zeros(len(hashes), np.int64)
+        by_first = self.view().by_first
+        for digest in self.identities() if len(by_first) else ():
+            rows = self.rows_of(PageKeys.of_joined(digest, b"".join(hashes)))
+            sizes = by_first[np.clip(np.searchsorted(by_first[:, FIRST], rows, side="right") - 1, 0, None), SLOT_SIZE]
+            taken += np.where(rows >= 0, sizes, 0)
+        return taken.tolist()
+
+    def occupied(self, oldest: int = 0) -> tuple[int, int, int]:
+        """Pages, the bytes of their slots and headers, and the bytes of free slots. Looks at every row."""
+        pages = used = free = 0
+        for slab in self.view().slabs.values():
+            found, counts = self._count(slab, oldest)
+            pages += found
+            used += found * (slab.slot_size + HEADER)
+            free += int(slab.slots - found - counts[PENDING]) * slab.slot_size
+        return pages, used, free
+
+    def counts(self) -> dict[str, int]:
+        """How many slots there are of each kind, and slabs, for tools and tests. Cleared pages count as free."""
+        total, pages = np.zeros(4, np.int64), 0
+        for slab in self.view().slabs.values():
+            found, counts = self._count(slab, 0)
+            total += counts
+            pages += found
+        free = int(total[FREE] + total[slot_code.PAGE]) - pages
+        kinds = {"pages": pages, "free": free, "pending": int(total[PENDING]), "unknown": int(total[0])}
+        return {**kinds, "slabs": len(self.view().slabs)}
+
+    def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
+        counts, pages = np.zeros(4, np.int64), 0
+        for begin in range(0, slab.slots, _AT_ONCE):
+            end = min(begin + _AT_ONCE, slab.slots)
+            pages += lookup.count(self.memory, slab.first_row + begin, slab.first_row + end, oldest, counts)
+        return pages, counts
+
+    # -- identities ------------------------------------------------------------------------------------------------
+
+    def identities(self) -> list[bytes]:
+        """Digests that have had pages since they were cleared last."""
+        known = self._known_numbers()
+        return sorted(digest for digest, number in known.items() if self.memory.identities[number, WRITTEN])
+
+    def uses_of(self, digest: bytes) -> Uses | None:
+        """None when it was never read."""
+        number = self._known_numbers().get(digest)
+        hits, last = (0, 0) if number is None else self.memory.identities[number, [HITS, LAST]].tolist()
+        return Uses(hits, float(last)) if hits else None
+
+    def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
+        """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
+        the disk, and how many had pages. Without a lock: a write that is under way may count or not."""
+        now, cleared, had_pages = milliseconds(), [], 0
+        if digests is None:
+            # Before it looks who is known: register() does the same the other way round.
+            self.memory.header[slot_code.ALL_CLEARED] = now
+        known = self._known_numbers()
+        for digest in list(known) if digests is None else digests:
+            number = known.get(digest)
+            if number is None:
+                if not self.rebuilt:
+                    # Pages of it may be found yet.
+                    cleared.append(digest)
+                continue
+            identity = self.memory.identities[number]
+            if identity[WRITTEN] or not self.rebuilt:
+                cleared.append(digest)
+            had_pages += int(identity[slot_code.PAGES] > 0)
+            identity[WRITTEN] = identity[slot_code.PAGES] = 0
+            identity[CLEARED] = now
+            identity[GENERATION] += 1
+            identity[HITS] = identity[LAST] = 0
+        return cleared, had_pages
+
+    def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
+        """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
+        IndexBusyError, OSError."""
+        known = self._known_numbers()
+        missing = [digest for digest in dict.fromkeys(digests) if digest not in known]
+        # Read before the lock is taken.
+        cleared = {digest: self._cleared_at(digest) for digest in missing}
+        of_all = int(self.memory.header[slot_code.ALL_CLEARED])
+        for digest in missing if of_all and not self.rebuilt else ():
+            # The rebuild has not seen it yet, and clear() did not know of it.
+            if cleared[digest] < of_all:
+                cleared[digest] = of_all
+                self._note_cleared(digest, of_all)
+        if missing:
+            with self._changing():
+                known = self._known_numbers()
+                for digest in missing:
+                    number = int(self.memory.header[slot_code.IDENTITIES])
+                    if digest not in known and number < len(self.memory.identities):
+                        identity = self.memory.identities[number]
+                        identity[:] = 0
+                        identity[:2] = np.frombuffer(digest, np.int64)
+                        identity[CLEARED] = cleared[digest]
+                        self.memory.header[slot_code.IDENTITIES] = number + 1
+                        if not self.rebuilt:
+                            of_all = int(self.memory.header[slot_code.ALL_CLEARED])
+                            identity[CLEARED] = max(cleared[digest], of_all)
+                known = self._known_numbers()
+        return {digest: known.get(digest, -1) for digest in digests}
+
+    def _known_numbers(self) -> dict[bytes, int]:
+        """The numbers of all identities; they are only added."""
+        count, known = int(self.memory.header[slot_code.IDENTITIES]), self._known
+        if count > len(known):
+            new = self.memory.identities[:count, :2].copy()
+            # Another one, because threads may be going through this one.
+            known = self._known = {digest.tobytes(): number for number, digest in enumerate(new)}
+        return known
+
+    def _numbers_of(self, keys: Sequence[bytes]) -> Words:
+        """The numbers of the identities of ``keys``; a single one where all are of one identity."""
         if isinstance(keys, PageKeys):
-            known_word = view.generations.get(keys.identity)
-            return self._generation(view, keys.identity) if known_word is None else known_word
+            known_number = self._numbers.get(keys.identity)
+            return self._number_of(keys.identity) if known_number is None else known_number
         digests = [key[:IDENTITY_LENGTH] for key in keys]
-        known = {digest: self._generation(view, digest) for digest in set(digests)}
+        known = {digest: self._number_of(digest) for digest in set(digests)}
         if len(known) == 1:
             return known[digests[0]]
         return np.array([known[digest][0] for digest in digests], np.int64)
 
-    def _generation(self, view: View, digest: bytes) -> Words:
+    def _number_of(self, digest: bytes) -> Words:
         """One word."""
-        known = view.generations.get(digest)
+        known = self._numbers.get(digest)
         if known is None:
-            with self._environment.begin() as transaction:
-                known = view.generations[digest] = np.array([self.stored_generation(transaction, digest)])
+            number = self._known_numbers().get(digest)
+            if number is None:
+                return _NO_NUMBERS
+            known = self._numbers[digest] = np.array([number])
         return known
 
-    def stored_generation(self, transaction: Any, digest: bytes) -> int:
-        stored = transaction.get(GENERATION_NAME + digest, db=self.state_db)
-        return 0 if stored is None else int(GENERATION.unpack(stored)[0])
+    # -- slots -----------------------------------------------------------------------------------------------------
 
-    def expired(self, oldest: int, begin: int, limit: int) -> tuple[Words, int | None]:
-        """The rows of pages written before ``oldest`` among up to ``limit`` slots from number ``begin`` on; and where
-        to continue, None at the end."""
-        view = self._current()
-        records = view.records[begin : begin + limit]
-        old = (records[:, slot_code.STATE] & 0xFF == slot_code.PAGE) & (records[:, slot_code.OBJECT] >> 32 < oldest)
-        following = begin + limit
-        return np.flatnonzero(old) + begin, following if following < len(view.records) else None
+    def next_ticket(self) -> int:
+        """A number for each write under way."""
+        return next(self._tickets) & ((1 << 62) - 1)
 
-    def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        """Bytes of slots that the pages under each of these hashes take, over all identities."""
-        view = self._current()
-        taken = np.zeros(len(hashes), np.int64)
-        for identity in self.identities(view):
-            rows = self.rows(view, PageKeys.of_joined(identity, b"".join(hashes)))
-            slabs = np.searchsorted(view.rows[:, slot_code.NUMBER], view.records[rows, slot_code.PLACE] >> 32)
-            sizes = np.append(view.rows[:, slot_code.SLOT_SIZE], 0)[slabs]
-            taken += np.where(rows >= 0, sizes, 0)
-        return taken.tolist()
+    def take(
+        self, slot_size: int, wanted: int, ticket: int, oldest: int, spared: Words, *, evicting: bool
+    ) -> tuple[Words, Evicted]:
+        """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
+        evicted for them, where ``evicting``. Pages with a hash in ``spared`` (sorted) stay if they can. Raises
+        IndexBusyError."""
+        rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
+        dead, of_size, table = self._dead(), self._taken_from(slot_size), self.memory.slabs
+        wants_victims = evicting and len(of_size) and int(table[of_size, FREE_SLOTS].sum()) < wanted
+        if wants_victims and (self._clock(slot_size)[LEFT] <= 0 or not self._windows.get(slot_size)):
+            # Now, and not while others wait for the lock.
+            self._measure(of_size, slot_size, wanted, oldest, dead)
+        more = True
+        while more and done < wanted:
+            try:
+                got, more_evicted, more = self._take(
+                    slot_size, rows[done:], ticket, oldest, spared, dead, evicting=evicting
+                )
+            except IndexBusyError:
+                if not done:
+                    raise
+                break
+            done += got
+            if more_evicted.slots:
+                slots, pages = evicted.slots + more_evicted.slots, evicted.pages + more_evicted.pages
+                evicted = more_evicted._replace(slots=slots, pages=pages)
+        return rows[:done], evicted
 
-    def identities(self, view: View) -> list[bytes]:
-        """Digests that have pages, found or cleared."""
-        digests = {
-            digest
-            for some in _in_portions(view.pages)
-            for digest in map(bytes, np.unique(view.records[some, : IDENTITY_LENGTH // 8], axis=0))
-        }
-        return sorted(digests)
+    def _take(
+        self, slot_size: int, rows: Words, ticket: int, oldest: int, spared: Words, dead: Words, *, evicting: bool
+    ) -> tuple[int, Evicted, bool]:
+        """How many slots were taken, what was evicted, and whether another call may find free slots further on. Raises
+        IndexBusyError."""
+        evicted, table = NOTHING_EVICTED, self.memory.slabs
+        with self._changing():
+            of_size, pending = self._taken_from(slot_size), PENDING | self._members.id << 8
 
-    def size(self) -> int:
-        """Bytes of the index's files."""
-        return self._data.stat().st_size + self.table.size() + (self._ghosts.bytes if self._ghosts else 0)
+            def take_free() -> int:
+                of = self.memory.rows, table, of_size
+                return int(slot_code.take_free(*of, pending, ticket, _MOST_LOOKED_AT, rows[done:]))
 
-    @property
-    def seals(self) -> Seals:
-        """The seals by row (``Slab.first_record``). A slab that is added or dropped meanwhile may be beyond their end
-        or have another's rows. A wrong seal only costs the page: no other page agrees with it."""
-        try:
-            return self._current().seals
-        except (lmdb.Error, OSError):
-            return self._view.seals
+            done = in_vain = 0
+            done = take_free()
+            while evicting and done < len(rows) and in_vain < _LOOKS_IN_VAIN and len(of_size):
+                # Pages that stay may be the coldest: then look at more and more.
+                need = (len(rows) - done) << 3 * in_vain
+                more = self._evict(of_size, slot_size, need, oldest, spared, dead)
+                evicted = more._replace(slots=evicted.slots + more.slots, pages=evicted.pages + more.pages)
+                in_vain = 0 if more.slots else in_vain + 1
+                done += take_free()
+            return done, evicted, not evicting and bool((table[of_size, FREE_SLOTS] > 0).any())
 
-    def occupied(self) -> tuple[int, int, int]:
-        """Pages, the bytes of their slots and headers, and the bytes of free slots: from the summaries."""
-        view = self._current()
-        slots, sizes = view.rows[:, slot_code.SLOTS], view.rows[:, slot_code.SLOT_SIZE]
-        summaries = view.groups[view.rows[:, slot_code.BASE]]
-        free = summaries[:, slot_code.FREE_SLOTS]
-        pages = slots - free - summaries[:, slot_code.PENDING_SLOTS]
-        return int(pages.sum()), int((pages * (sizes + HEADER)).sum()), int((free * sizes).sum())
+    def _taken_from(self, slot_size: int) -> Words:
+        """Positions of the slabs of a size that slots are taken from: all but those that a rebuild looks at."""
+        of_size = self.view().of_size.get(slot_size, _NONE)
+        taken_from: Words = of_size[self.memory.slabs[of_size, SLAB_STATE] == READY]
+        return taken_from
 
-    def slabs(self) -> list[Slab]:
-        return list(self._current().slabs.values())
+    def give_back(self, rows: Words, ticket: int) -> None:
+        """Free slots that were taken. Raises IndexBusyError."""
+        if len(rows):
+            with self._changing():
+                pending = PENDING | self._members.id << 8
+                slot_code.give_back(self.memory.rows, rows, pending, ticket)
+                self._may_be_free(rows)
 
-    def counts(self) -> dict[str, int]:
-        """How many pages, free slots, pending slots and slabs there are, for tools and tests."""
-        view = self._current()
-        names = (("pages", slot_code.PAGE), ("free", slot_code.FREE), ("pending", slot_code.PENDING))
-        return {name: len(view.rows_in(state)) for name, state in names} | {"slabs": len(view.slabs)}
+    def publish(
+        self, ticket: int, keys: Sequence[bytes], taken: SlotReferences, written: SlotReferences, oldest: int, now: int
+    ) -> list[int]:
+        """Publish pages in slots taken under ``ticket``; the other slots taken become free.
 
-    def pages(self) -> Iterator[IndexedPage]:
-        """Every page that can be found, by slab."""
-        view = self._current()
-        for rows in _in_portions(view.pages):
-            # The lock: no record changes while it is copied.
-            with self._environment.begin(write=True):
-                records = view.records[rows]
-            records = records[records[:, slot_code.STATE] & 0xFF == slot_code.PAGE]
-            for record in records:
-                key = record[: slot_code.KEY_WORDS].tobytes()
-                stored, place = int(record[slot_code.OBJECT]), int(record[slot_code.PLACE])
-                if record[slot_code.STATE] >> 16 == self._generation(view, key[:IDENTITY_LENGTH])[0]:
-                    yield IndexedPage(
-                        key, Place(place >> 32, place & slot_code.LOW, stored & slot_code.LOW), stored >> 32
-                    )
+        ``keys`` is a chain. By position: ``taken``, its pages for which slots were taken, and ``written``, those whose
+        bytes are in their slots, with the headers' ``now``. For each of ``written``: 1; 0 for a page that another
+        writer published first; -1 where the slot is no longer this writer's. Raises IndexBusyError: then all slots stay
+        pending, for ``give_back``.
+        """
+        words, numbers = key_words(keys), self._numbers_of(keys)
+        published = np.empty(len(written), np.int64)
+        with self._changing():
+            view = self.view()
+            pending = PENDING | self._members.id << 8
+            of_rows = np.searchsorted(view.by_first[:, FIRST], written.rows, side="right") - 1
+            sizes = view.by_first[of_rows, SLOT_SIZE] if len(view.by_first) else np.zeros(len(written), np.int64)
+            for size in np.unique(sizes).tolist():
+                chosen = np.flatnonzero(sizes == size)
+                slots = view.slots.get(size, 1)
+                some = np.empty(len(chosen), np.int64)
+                slot_code.publish(
+                    *self.memory.table,
+                    words,
+                    numbers,
+                    np.ascontiguousarray(written.positions[chosen]),
+                    np.ascontiguousarray(written.rows[chosen]),
+                    np.ascontiguousarray(written.lengths[chosen]),
+                    pending,
+                    ticket,
+                    now,
+                    oldest,
+                    self._clock(size),
+                    max(1, slots),
+                    self.memory.ghosts,
+                    _ghost_limit(slots, size),
+                    some,
+                )
+                published[chosen] = some
+            slot_code.give_back(self.memory.rows, np.ascontiguousarray(taken.rows), pending, ticket)
+            if len(written) < len(taken) or (published != 1).any():
+                self._may_be_free(taken.rows)
+        return published.tolist()
 
-    def uses_of(self, digest: bytes) -> Uses | None:
-        """The uses of an identity; None when it was never read."""
-        with self._environment.begin() as transaction:
-            return self.uses(transaction, digest)
+    def seize(self, rows: Words, ticket: int) -> Words:
+        """Forget pages whose slots stay this process' until ``give_back``; the rows of those that were there. Raises
+        IndexBusyError."""
+        rows = np.ascontiguousarray(rows)
+        with self._changing():
+            slot_code.seize(*self.memory.table, rows, PENDING | self._members.id << 8, ticket)
+        return rows[rows >= 0]
 
-    def uses(self, transaction: Any, digest: bytes) -> Uses | None:
-        stored = transaction.get(USES_NAME + digest, db=self.state_db)
-        return None if stored is None else Uses(*USES.unpack(stored))
-
-    def check(self) -> list[str]:
-        """Every contradiction in the index, one sentence each; empty when it is sound."""
-        with self._environment.begin(write=True):
-            view = self._current()
-            groups, buckets = view.groups.copy(), np.zeros_like(view.buckets)
-            records = view.records.copy()
-            dropped = slot_code.settle_all(records, groups, buckets, view.rows)
-            faults = [f"{dropped} slots whose record cannot be true"] if dropped else []
-            if self.table.was_left_changing:
-                faults.append("a change has not come to its end")
-            entries, pages = int(np.count_nonzero(view.buckets)), len(view.pages)
-            if entries != pages:
-                faults.append(f"{pages} pages, {entries} in the hash table")
-            for slab in view.slabs.values():
-                rows = view.rows_of(slab)
-                if (records[rows, slot_code.PLACE] != view.records[rows, slot_code.PLACE]).any():
-                    faults.append(f"a slot of slab {slab.number} is not where its record says")
-                of_slab = slice(slab.first_record, slab.first_record + slab.slots + 1)
-                if (groups[of_slab] != view.groups[of_slab]).any():
-                    faults.append(f"what is recorded of the groups of slab {slab.number} is not what is in their slots")
-                rows = rows[view.states(slab) == slot_code.PAGE]
-                keys, generations = view.records[rows, : slot_code.KEY_WORDS], view.records[rows, slot_code.STATE] >> 16
-                found = lookup.find(view.records, view.buckets, keys, generations, 0)
-                faults += [
-                    f"the page in slot {slab.number}/{row - slab.first_record} cannot be found"
-                    for row in rows[found != rows].tolist()
-                ]
-            ordered = sorted(view.slabs.values(), key=lambda slab: slab.first_record)
-            for slab, following in itertools.pairwise(ordered):
-                if slab.first_record + slab.slots >= following.first_record:
-                    faults.append(f"slabs {slab.number} and {following.number} have records in common")
-        return faults
-
-    # -- writing ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def changing(self) -> Iterator[IndexChange]:
-        """One change at a time. When the body raises or the process dies, its unfinished parts do not count."""
-        if next(self._changes) % _CHANGES_BETWEEN_READER_CHECKS == 0:
-            self._environment.reader_check()
-        table = self.table
-        with self._environment.begin(write=True) as transaction:
-            repaired = self._was_cut_off(transaction)
-            view = self._load(transaction, table.epoch) if repaired else self._current(transaction)
-            table.begin_change()
-            if repaired:
-                dropped = slot_code.settle_all(*view.table)
-                logger.warning("index %s: a change was cut off; made anew, %d slots freed", self._path, dropped)
-            change = IndexChange(self, transaction, view)
-            yield change
-            self._known_fresh_uses = _NO_FRESH_USES
-            changed = repaired or change.slabs_or_generations_changed
-            if changed:
-                epoch = table.begin_epoch()
-                transaction.put(_EPOCH, NUMBER.pack(epoch), db=self.state_db)
-            table.end_change()
-        if changed:
-            # If this fails, the next change does it.
-            with suppress(lmdb.Error), self._environment.begin(write=True):
-                table.begin_epoch_in_order(epoch)
-
-    def _was_cut_off(self, transaction: Any) -> bool:
-        """Whether the last change did not end, or LMDB did not commit it. If all of it is there, closes its epoch."""
-        table, epoch = self.table, self.table.epoch
-        if table.was_left_changing:
-            return True
-        if epoch % 2 == 0:
-            return False
-        stored = transaction.get(_EPOCH, db=self.state_db)
-        committed = stored is not None and NUMBER.unpack(stored)[0] == epoch
-        if committed:
-            table.begin_epoch_in_order(epoch)
-        return not committed
-
-    def _current(self, transaction: Any = None) -> View:
-        """The view of this epoch. Raises OSError, lmdb.Error."""
-        view = self._view
-        # First the epoch, then what it counts: a change in between is loaded again by the next call.
-        epoch = self.table.epoch
-        if view.epoch != epoch or epoch % 2:
-            if transaction is None:
-                with self._environment.begin() as reading:
-                    view = self._load(reading, epoch)
-            else:
-                view = self._load(transaction, epoch)
-            self._view = view
-        return view
-
-    def _load(self, transaction: Any, epoch: int) -> View:
-        """``epoch`` was read before the transaction began, or the transaction is a change."""
-        with transaction.cursor(self.slabs_db) as cursor:
-            slabs = [Slab(SLOT_SIZE.unpack(number)[0], *SLAB.unpack(value)) for number, value in cursor]
-        return self.table.view({slab.number: slab for slab in slabs}, epoch)
-
-    def free_cleared(self, digest: bytes) -> int:
-        """Free the slots of all cleared pages of an identity, in short changes; returns their number."""
-        freed = 0
-        for rows in _in_portions(self.of_identity(self._current(), digest), _CLEAR_BATCH):
-            with self.changing() as change:
-                freed += change.remove_cleared(rows, digest)
+    def free_dead(self) -> int:
+        """Free the slots that processes were writing that have ended; how many. Looks at every slot. Raises
+        IndexBusyError."""
+        dead, freed = self._dead(anew=True), 0
+        for slab in self.view().slabs.values() if len(dead) else ():
+            for begin in range(slab.first_row, slab.first_row + slab.slots, _AT_ONCE):
+                states = self.memory.rows[begin : min(begin + _AT_ONCE, slab.first_row + slab.slots), STATE]
+                left = np.flatnonzero((states & STATES == PENDING) & np.isin(states >> 8, dead))
+                if len(left):
+                    with self._changing():
+                        # Who is dead takes nothing any more, and nobody else takes what is pending.
+                        states[left[np.isin(states[left] >> 8, dead)]] = FREE
+                        self._may_be_free(begin + left)
+                    freed += len(left)
         return freed
 
-    def of_identity(self, view: View, digest: bytes) -> Words:
-        """The rows of all pages of an identity, cleared ones included."""
-        first, second = np.frombuffer(digest, np.int64)
-        rows = view.pages
-        of_it: Words = rows[(view.records[rows, 0] == first) & (view.records[rows, 1] == second)]
-        return of_it
+    def inserts(self, slot_size: int) -> int:
+        """The clock of this slot size, in inserted pages."""
+        return int(self._clock(slot_size)[slot_code.INSERTS])
 
-    def ghosts(self, transaction: Any, at_least: int = 0) -> GhostTable | None:
-        """The table of ghosts, for at least so many, in a change; None when there is none, or no space for one."""
-        stored = transaction.get(_GHOSTS, db=self.state_db)
-        size = NUMBER.unpack(stored)[0] if stored else 0
-        table = self._ghosts if self._ghosts is not None and self._ghosts.size == size else None
-        try:
-            if table is None and size:
-                table = GhostTable(self._path, size)
-            if at_least > size:
-                larger = GhostTable.larger(self._path, at_least, table)
-                transaction.put(_GHOSTS, NUMBER.pack(larger.size), db=self.state_db)
-                table = larger
-        except OSError:
-            # Pages rank a little worse without it.
-            logger.warning("no room for the ghosts of evicted pages beside the index %s", self._path)
-        self._ghosts = table
-        return table
+    def _evict(self, of_size: Words, slot_size: int, need: int, oldest: int, spared: Words, dead: Words) -> Evicted:
+        """Free the coldest slots of a size, all where there are few slots, else those in one window of them. Under the
+        lock."""
+        clock, together = self._clock(slot_size), slots_in_group(slot_size)
+        windows = self._windows.get(slot_size)
+        if clock[LEFT] <= 0 or not windows:
+            windows = self._measure(of_size, slot_size, need, oldest, dead)
+        total = int(self.memory.slabs[of_size, SLOTS].sum())
+        freed, evicted, first_page = 0, 0, (0, 0)
+        begin = windows.pop() if windows else 0
+        for slab, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
+            victims = np.empty(end - first + 1, np.int64)
+            base, cold, cool = int(slab[FIRST]), int(clock[COLD]), int(clock[COOL])
+            rows = base + first, base + end
+            found = lookup.coldest(self.memory, *rows, together, cold, cool, oldest, dead, victims)
+            if not found:
+                continue
+            # Where very many are equally cold, the rest goes another time.
+            victims[min(found, max(need, _MOST_VICTIMS))] = -1
+            first_page = (
+                first_page if evicted else tuple(self.memory.rows[victims[0], [slot_code.USED, CREATED]].tolist())
+            )
+            evicted += int(
+                slot_code.evict(*self.memory.table, victims, spared, total, oldest, dead, self.memory.ghosts)
+            )
+            kept = int((victims < 0).argmax())
+            if kept:
+                # Some may have been free, and counted, before.
+                slab[CURSOR], slab[OF] = victims[0] - base, 0
+                slab[FREE_SLOTS] = max(int(slab[FREE_SLOTS]), kept)
+                freed += kept
+        clock[LEFT] = clock[LEFT] - freed if freed else 0
+        used, created = first_page
+        return Evicted(freed, evicted, used >> slot_code.HITS_BITS, created)
 
-    def writer(self, portion: int) -> Words:
-        """The words in a slot that this process is writing, for this portion (``next_portion``)."""
-        return np.array([*self._writer, portion, 0, 0], np.int64)
+    def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[tuple[Words, int, int]]:
+        """``count`` slots from number ``begin`` on, of all of a size: slab, first slot and the one behind the last,
+        whole groups."""
+        slots = self.memory.slabs[of_size, SLOTS]
+        ends = slots.cumsum()
+        begin %= int(ends[-1])
+        which = int(np.searchsorted(ends, begin, side="right"))
+        slot = begin - int(ends[which] - slots[which])
+        slot -= slot % together
+        while count > 0:
+            end = min(slot + count + -count % together, int(slots[which]))
+            yield self.memory.slabs[of_size[which]], slot, end
+            count -= end - slot
+            which, slot = (which + 1) % len(of_size), 0
 
-    def is_alive(self, writer: Sequence[int]) -> bool:
-        """Whether the process with these words (``writer``) may still be running."""
-        return words_are_of_living(writer)
+    def _measure(self, of_size: Words, slot_size: int, need: int, oldest: int, dead: Words) -> list[int]:
+        """Measure how cold the coldest slots of a size are, and where most of them are: where the windows with the most
+        of them begin, the best one last. Needs no lock."""
+        slabs = self.memory.slabs[of_size]
+        total = int(slabs[:, SLOTS].sum())
+        step = max(1, total // _SAMPLED)
+        first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
+        ranks = ranks[: lookup.sample(self.memory, slabs, first, step, oldest, dead, ranks)]
+        clock, windows = self._clock(slot_size), [0]
+        there = int((ranks != NO_PAGE).sum())
+        if there:
+            wanted = -(-min(need, total) * len(ranks) // total)
+            cold = min(max(len(ranks) // _COLD_PART, wanted, 1), there) - 1
+            cool = min(max(len(ranks) // _COOL_PART, wanted, 1), there) - 1
+            in_order = np.partition(ranks, sorted({cold, cool}))
+            clock[COLD], clock[COOL] = in_order[cold], in_order[cool]
+            if total > _MOST_LOOKED_AT:
+                places = (np.flatnonzero(ranks <= in_order[cold]) * step + first) // _MOST_LOOKED_AT
+                counts = np.bincount(places)
+                best = counts.argsort()[-_MOST_WINDOWS:]
+                windows = (best[counts[best] > 0] * _MOST_LOOKED_AT).tolist()
+        clock[LEFT] = max(total // _COLD_PART, min(need, total))
+        self._windows[slot_size] = windows
+        return windows
 
-    def next_portion(self) -> int:
-        """A number for each of the concurrent writes of this process."""
-        return next(self._portions)
+    def _may_be_free(self, rows: Words) -> None:
+        """Say that some of these slots may be free."""
+        view = self.view()
+        of_rows = np.searchsorted(view.by_first[:, FIRST], rows, side="right") - 1
+        for of in np.unique(of_rows[of_rows >= 0]).tolist():
+            slab, some = self.memory.slabs[view.positions[of]], rows[of_rows == of]
+            # The first free ones are taken first: they were used lately, and are in the page cache.
+            lowest = int(some.min() - slab[FIRST])
+            slab[CURSOR] = lowest if slab[FREE_SLOTS] <= 0 else min(int(slab[CURSOR]), lowest)
+            slab[FREE_SLOTS] += len(some)
+            slab[OF] = 0
 
-    def _open_ghosts(self, transaction: Any) -> None:
-        table = self.ghosts(transaction)
-        # Smaller tables, and larger ones that a killed process was making.
-        for path in self._path.glob("ghosts-*"):
-            if table is None or path != table.path:
-                path.unlink(missing_ok=True)
+    def _clock(self, slot_size: int) -> Words:
+        """The clock of this slot size. With too many sizes the last ones share a clock."""
+        clocks = self.memory.clocks
+        sizes = clocks[:, slot_code.CLOCK_SIZE].tolist()
+        of = next((number for number, size in enumerate(sizes) if size in (0, slot_size)), len(sizes) - 1)
+        clock: Words = clocks[of]
+        clock[slot_code.CLOCK_SIZE] = slot_size
+        return clock
+
+    # -- slabs -----------------------------------------------------------------------------------------------------
+
+    def all_slabs(self) -> list[Slab]:
+        """Those that are being made or dropped, too: all that take room."""
+        table = self.memory.slabs.copy()
+        return [_slab_of(row) for row in table[table[:, SLAB_STATE] != NO_SLAB]]
+
+    def begin_slab(self, slot_size: int, wanted: Callable[[Sequence[Slab]], int]) -> Slab | None:
+        """A place for a new slab, whose files are to be made; ``wanted`` says how many slots it may have, from the
+        slabs there are. None for none. Raises IndexBusyError."""
+        with self._changing():
+            slots = wanted(self.all_slabs())
+            number = int(self.memory.header[slot_code.NEXT_SLAB])
+            slab = None if slots < 1 else self._place(number, slot_size, slots, MAKING, self._members.id)
+            if slab is not None:
+                self.memory.header[slot_code.NEXT_SLAB] = number + 1
+            return slab
+
+    def grow_sets(self) -> None:
+        """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
+        wanted = self._sets_wanted()
+        step = _STEP if is_compiled(slot_code.grow_sets) else _SMALL_STEP // 4
+        while (sets := int(self.memory.header[slot_code.SETS])) < wanted:
+            with self._changing():
+                slot_code.grow_sets(*self.memory.table[:3], min(wanted, sets + step))
+
+    def _sets_wanted(self) -> int:
+        return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))
+
+    def add_found_slabs(self, found: Sequence[tuple[int, int, int]]) -> None:
+        """Slabs that are there, for a rebuild: number, slot size, slots. Before others have the memory."""
+        header = self.memory.header
+        for number, slot_size, slots in found:
+            self._place(number, slot_size, slots, SCANNING, 0)
+            header[slot_code.NEXT_SLAB] = max(int(header[slot_code.NEXT_SLAB]), number + 1)
+        sets = self._sets_wanted()
+        header[slot_code.SETS] = sets
+        header[slot_code.LEVEL] = 1 << (sets.bit_length() - 1)
+        header[slot_code.REBUILT] = int(not found)
+
+    def finish_slab(self, slab: Slab) -> None:
+        """The files of a slab are there: its slots can be taken. Raises IndexBusyError."""
+        # Nobody else looks at them yet.
+        self.memory.forget_rows(slab.first_row, slab.slots)
+        self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE] = FREE
+        with self._changing():
+            self._set_state(slab, MAKING, READY)
+
+    def drop_slab(self, slab: Slab) -> bool:
+        """Take a slab out of use, with its pages; False, with nothing changed, while one of its slots is being written
+        or if another process was first. Its files are to be deleted before ``forget_slab``. Raises IndexBusyError."""
+        with self._changing():
+            states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
+            pending = states[states & STATES == PENDING] >> 8
+            if not np.isin(pending, self._dead(anew=True)).all():
+                return False
+            if not (self._set_state(slab, READY, DROPPING) or self._set_state(slab, SCANNING, DROPPING)):
+                return False
+            self._forget_pages(slab)
+            return True
+
+    def forget_slab(self, slab: Slab) -> None:
+        """The files of a slab that was dropped, or could not be made, are gone. Raises IndexBusyError."""
+        with self._changing():
+            # Its rows may be those of another slab by now: they are left alone.
+            if not self._set_state(slab, DROPPING, NO_SLAB):
+                self._set_state(slab, MAKING, NO_SLAB)
+
+    def left_slabs(self) -> list[Slab]:
+        """Those that a process was making or dropping when it died; they are this process' to forget. Raises
+        IndexBusyError."""
+        with self._changing():
+            dead = self._dead(anew=True)
+            table = self.memory.slabs
+            left = np.isin(table[:, SLAB_STATE], (MAKING, DROPPING)) & np.isin(table[:, OF], dead)
+            # Or files that could not be deleted.
+            left |= (table[:, SLAB_STATE] == DROPPING) & (table[:, OF] == self._members.id)
+            table[left, OF] = self._members.id
+            for row in table[left & (table[:, SLAB_STATE] == DROPPING)]:
+                self._forget_pages(_slab_of(row))
+            return [_slab_of(row) for row in table[left]]
+
+    def _forget_pages(self, slab: Slab) -> None:
+        """Have no page of a slab that was dropped found any more: its files may stay for long. Under the lock."""
+        states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
+        pages = states[states & STATES == slot_code.PAGE]
+        self.memory.forget_rows(slab.first_row, slab.slots)
+        numbers, generations = pages >> slot_code.NUMBER_SHIFT, (pages >> 8) & slot_code.GENERATIONS
+        current = self.memory.identities[numbers, GENERATION] & slot_code.GENERATIONS
+        np.subtract.at(self.memory.identities[:, slot_code.PAGES], numbers[generations == current], 1)
+
+    def has_left_slabs(self) -> bool:
+        return bool(np.isin(self.memory.slabs[:, SLAB_STATE], (MAKING, DROPPING)).any())
+
+    def colder_slab(self, slot_size: int, oldest: int) -> Slab | None:
+        """A slab of another slot size whose coldest page has a lower priority than that of this size."""
+        dead = self._dead()
+
+        def lowest(slab: Words) -> int:
+            step = max(1, int(slab[SLOTS]) // _MOST_TOGETHER)
+            ranks = np.empty(int(slab[SLOTS]) // step + 1, np.int64)
+            some = ranks[: lookup.sample(self.memory, slab[None, :], 0, step, oldest, dead, ranks)]
+            return int(some.min(initial=NO_PAGE))
+
+        view = self.view()
+        own = view.by_first[:, SLOT_SIZE] == slot_size
+        if own.all():
+            return None
+        coldest = min(map(lowest, view.by_first[own]), default=NO_PAGE)
+        others = [(lowest(slab), int(slab[SLAB_NUMBER])) for slab in view.by_first[~own]]
+        rank, number = min(others)
+        return view.slabs[number] if rank < coldest else None
+
+    def holds_any(self, slab: Slab, spared: Words) -> bool:
+        """Whether a page of the slab has one of these hashes."""
+        rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
+        return bool(np.isin(rows[rows[:, STATE] & STATES == slot_code.PAGE, slot_code.HASH], spared).any())
+
+    def _place(self, number: int, slot_size: int, slots: int, state: int, of: int) -> Slab | None:
+        """Allocate the rows of a new slab; None where there are no more."""
+        table = self.memory.slabs
+        used = table[table[:, SLAB_STATE] != NO_SLAB]
+        if len(used) == MOST_SLABS:
+            return None
+        first = 0
+        for other in used[used[:, FIRST].argsort()]:
+            if first + slots <= other[FIRST]:
+                break
+            first = max(first, int(other[FIRST] + other[SLOTS]))
+        if first + slots > len(self.memory.rows):
+            return None
+        position = int((table[:, SLAB_STATE] == NO_SLAB).argmax())
+        free = slots if state == MAKING else 0
+        table[position] = [number, slot_size, slots, first, NO_SLAB, free, 0, of]
+        table[position, SLAB_STATE] = state
+        self._clock(slot_size)
+        self.memory.header[SLAB_CHANGES] += 1
+        return Slab(number, slot_size, slots, first)
+
+    def _set_state(self, slab: Slab, before: int, after: int) -> bool:
+        table = self.memory.slabs
+        found = np.flatnonzero((table[:, SLAB_NUMBER] == slab.number) & (table[:, SLAB_STATE] == before))
+        if not len(found):
+            return False
+        if after in (READY, DROPPING):
+            table[found[0], OF] = 0 if after == READY else self._members.id
+        table[found[0], SLAB_STATE] = after
+        self.memory.header[SLAB_CHANGES] += 1
+        return True
+
+    # -- rebuild ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether every slab that was here at the start was looked at."""
+        return bool(self.memory.header[slot_code.REBUILT])
+
+    @property
+    def found(self) -> int:
+        """Pages found by the rebuild so far."""
+        return int(self.memory.header[slot_code.FOUND])
+
+    def unknown_slabs(self) -> list[Slab]:
+        """Those that were not looked at, or not to the end."""
+        table = self.memory.slabs.copy()
+        return [_slab_of(row) for row in table[table[:, SLAB_STATE] == SCANNING]]
+
+    def looked_at(self, slab: Slab) -> int:
+        """So many slots of a slab were looked at."""
+        position = self._position(slab)
+        return slab.slots if position < 0 else int(self.memory.slabs[position, OF])
+
+    def adopt(
+        self, slab: Slab, begin: int, keys: Words, numbers: Words, lengths: Words, created: Words, seals: Words
+    ) -> None:
+        """The pages in the slots from ``begin`` on, by their headers; a number of an identity of -1 is no page. Raises
+        IndexBusyError."""
+        step = _STEP if is_compiled(slot_code.adopt) else _SMALL_STEP
+        now = milliseconds()
+        for at in range(0, len(keys), step):
+            some = slice(at, at + step)
+            columns = keys[some], numbers[some], lengths[some], created[some], seals[some]
+            first = slab.first_row + begin + at
+            with self._changing():
+                position = self._position(slab)
+                if position < 0:
+                    # Dropped meanwhile.
+                    return
+                of_slab = self.memory.slabs[position]
+                found = slot_code.adopt(*self.memory.table, *columns, first, slab.slot_size, now)
+                states = self.memory.rows[first : first + len(columns[0]), STATE]
+                of_slab[FREE_SLOTS] += int((states == FREE).sum())
+                of_slab[OF] = begin + at + len(columns[0])
+                self.memory.header[slot_code.FOUND] += found
+
+    def end_slab(self, slab: Slab) -> bool:
+        """All slots of a slab were looked at; False, and it is to be looked at again, where that is not so. Raises
+        IndexBusyError."""
+        states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
+        complete = all(
+            (states[begin : begin + _AT_ONCE] & STATES != slot_code.UNKNOWN).all()
+            for begin in range(0, slab.slots, _AT_ONCE)
+        )
+        with self._changing():
+            if complete:
+                self._set_state(slab, SCANNING, READY)
+            elif (position := self._position(slab)) >= 0:
+                self.memory.slabs[position, OF] = 0
+        return complete
+
+    def end_rebuild(self) -> None:
+        self.memory.header[slot_code.REBUILT] = 1
+
+    def _position(self, slab: Slab) -> int:
+        """Where a slab that is being looked at is in the table; -1 for nowhere."""
+        table = self.memory.slabs
+        there = np.flatnonzero((table[:, SLAB_NUMBER] == slab.number) & (table[:, SLAB_STATE] == SCANNING))
+        return int(there[0]) if len(there) else -1
+
+    # -- members ---------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Note this process among the members. Raises IndexBusyError."""
+        self._dead(anew=True)
+        with self._changing():
+            members = self.memory.members
+            free = np.flatnonzero(members == 0)
+            # Of those known to be dead the first is forgotten: what it was writing stays taken until all restart.
+            places = free if len(free) else np.flatnonzero(members < 0)
+            if not len(places):
+                raise OSError(errno.EUSERS, f"{len(members)} processes use the directory, and no more can")
+            members[places[0]] = self._members.id
+
+    def _dead(self, *, anew: bool = False) -> Words:
+        """The ids of members that have ended. An id is never given again, so who is dead stays dead."""
+        members = self.memory.members
+        now = time.monotonic()
+        if anew or now - self._looked_for_dead >= _DEAD_INTERVAL:
+            self._looked_for_dead = now
+            for place in np.flatnonzero(members > 0).tolist():
+                member = int(members[place])
+                if not self._members.is_alive(member):
+                    members[place] = -member
+        dead: Words = -members[members < 0]
+        return dead
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock.held() as mine:
+            if not mine:
+                raise IndexBusyError
+            yield
 
 
-def words_of_writer() -> tuple[int, int, int]:
-    """The words that name this process in a slot that it is writing."""
-    host, pid, start = writer_name().rsplit(":", 2)
-    return int(pid), int(start) if start.isdigit() else -1, xxhash.xxh3_64_intdigest(host.encode()) >> 1
+@contextmanager
+def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
+    """An empty index without slabs' files, for benchmarks and tests of the index alone. ``directory`` gets locks."""
+    members, lock = Members(directory / "members"), ChangeLock(OfdLock(directory / "lock", 0), str(directory))
+    try:
+        index = SlabIndex(IndexMemory(new_index(capacity)), lock, members, lambda _: -1, lambda *_: None)
+        index.join()
+        index.memory.header[slot_code.REBUILT] = 1
+        yield index
+    finally:
+        lock.close()
+        members.close()
 
 
-def words_are_of_living(words: Sequence[int]) -> bool:
-    """Whether the process with these words (``words_of_writer``) may still be running."""
-    pid, start, of_host = words
-    host = writer_name().rsplit(":", 2)[0]
-    return of_host == words_of_writer()[2] and writer_alive(f"{host}:{pid}:{start}", 0.0)
+def slots_in_group(slot_size: int) -> int:
+    """Slots of this size that are evicted together; groups begin at multiples of it."""
+    return min(max(1, _GROUP // slot_size), _MOST_TOGETHER)
 
 
-def _in_portions(rows: Words, length: int = _AT_ONCE) -> list[Words]:
-    return [rows[begin : begin + length] for begin in range(0, len(rows), length)]
+def _slab_of(row: Words) -> Slab:
+    number, slot_size, slots, first = row[[SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST]].tolist()
+    return Slab(number, slot_size, slots, first)
+
+
+def _ghost_limit(slots: int, slot_size: int) -> int:
+    return min(EvictionPolicy(max(1, slots)).ghost_limit, slots * slot_size // 8192)

@@ -1,6 +1,7 @@
-"""Pages looked up in the mapped words of an index, by compiled code or, without it, by numpy for all pages at once.
+"""Pages looked up in the words of an index, and the coldest slots found there: by compiled code or, without it, by
+numpy for all of them at once.
 
-The lock is not needed (slot_code.py says what that means). ``generations``: one for all pages, or one each.
+No lock is needed (slot_code.py says what that means). ``numbers``: of identities, one for all pages or one each.
 """
 
 from __future__ import annotations
@@ -9,46 +10,72 @@ import numpy as np
 
 from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.storage.tiers.file.slab import slot_code
-from hicache_ext.storage.tiers.file.slab.mapped import Words
+from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 from hicache_ext.storage.tiers.file.slab.slot_code import (
+    AT_ONCE,
+    CREATED,
+    FIRST,
+    FREE,
+    GENERATION,
+    GENERATIONS,
+    HASH,
     IN_ORDER,
-    KEY_WORDS,
     LENGTH,
-    LOW,
-    NUMBER,
-    OBJECT,
+    NO_PAGE,
+    NUMBER_SHIFT,
+    ONE_LENGTH,
+    ONE_SLAB,
     PAGE,
-    PLACE,
+    PENDING,
+    PRIORITY,
+    SETS,
     SEVERAL,
-    SLAB,
-    STALE,
+    SLAB_NUMBER,
+    SLOTS,
     STATE,
-    TAG,
-    USED,
+    STATES,
+    Words,
 )
 
 _FIRST_PORTION = 64
 _PORTION = 4096
 """Keys of a chain that numpy looks up at once: a chain that ends early costs no more than that."""
+_LOOKS = 4
 
 
-def find(records: Words, buckets: Words, keys: Words, generations: Words, oldest: int) -> Words:
-    """The row of each page, -1 for nowhere, or written before ``oldest``."""
-    if not is_compiled(slot_code.find):
-        return _find(records, buckets, keys, generations, oldest)
+def find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Words:
+    """The row of each page, -1 for nowhere, or written before ``oldest`` (wall-clock milliseconds)."""
     rows = np.empty(len(keys), np.int64)
-    slot_code.find(records, buckets, keys, generations, oldest, rows, 0)
+    for _ in range(_LOOKS):
+        sets = memory.header[SETS]
+        if is_compiled(slot_code.find):
+            slot_code.find(*memory.table, keys, numbers, oldest, rows, 0)
+        else:
+            rows = _find(memory, keys, numbers, oldest)
+        if memory.header[SETS] == sets or (rows >= 0).all():
+            break
+        # Entries were moved to a new set: some were looked for where they are no more.
     return rows
 
 
-def count_leading(records: Words, buckets: Words, keys: Words, generations: Words, oldest: int) -> int:
+def count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> int:
     """How many pages are there, and not written before ``oldest``, before the first one that is not."""
+    leading = 0
+    for _ in range(_LOOKS):
+        sets = memory.header[SETS]
+        leading = _count_leading(memory, keys, numbers, oldest)
+        if memory.header[SETS] == sets or leading == len(keys):
+            break
+    return leading
+
+
+def _count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> int:
     if is_compiled(slot_code.find):
-        return int(slot_code.find(records, buckets, keys, generations, oldest, np.empty(len(keys), np.int64), 1))
+        return int(slot_code.find(*memory.table, keys, numbers, oldest, np.empty(len(keys), np.int64), 1))
     done, portion = 0, _FIRST_PORTION
     while done < len(keys):
         some = slice(done, done + portion)
-        rows = _find(records, buckets, keys[some], generations[some] if len(generations) > 1 else generations, oldest)
+        rows = _find(memory, keys[some], numbers[some] if len(numbers) > 1 else numbers, oldest)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
             return done + int(missing[0])
@@ -57,57 +84,152 @@ def count_leading(records: Words, buckets: Words, keys: Words, generations: Word
     return len(keys)
 
 
-def locate(
-    records: Words, buckets: Words, keys: Words, generations: Words, oldest: int, slabs: Words, fresh: Words
-) -> tuple[Words, Words]:
-    """The pages that are there and not written before ``oldest``: slabs, slots, payload lengths and positions in
-    ``keys``, a row each; and what slot_code.py says of all of them (STALE). ``fresh[n]`` is of the slab in row ``n``:
-    what was last used before is stale."""
-    facts = np.empty(4, np.int64)
+def locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, Words]:
+    """The pages that are there and not written before ``oldest``: slab numbers, slots, payload lengths, positions in
+    ``keys`` and rows, a row each; and what slot_code.py says of all of them (IN_ORDER). ``slabs``: by FIRST."""
+    for _ in range(_LOOKS):
+        sets = memory.header[SETS]
+        located, facts = _locate(memory, keys, numbers, oldest, slabs)
+        if memory.header[SETS] == sets or located.shape[1] == len(keys):
+            break
+    return located, facts
+
+
+def _locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, Words]:
+    facts = np.empty(3, np.int64)
     if is_compiled(slot_code.locate):
-        located = np.empty((4, len(keys)), np.int64)
-        count = slot_code.locate(records, buckets, keys, generations, oldest, slabs, fresh, located, facts)
+        located = np.empty((5, len(keys)), np.int64)
+        count = slot_code.locate(*memory.table, keys, numbers, oldest, slabs, located, facts)
         return located if count == len(keys) else located[:, :count], facts
-    rows = _find(records, buckets, keys, generations, oldest)
-    positions = np.flatnonzero(rows >= 0)
-    found = records[rows[positions]]
-    objects, places = found[:, OBJECT] & LOW, found[:, PLACE]
-    of_slab = np.searchsorted(slabs[:, NUMBER], places >> 32)
-    known = np.append(slabs[:, NUMBER], -1)[of_slab] == places >> 32
-    facts[STALE] = (known & (found[:, USED] < np.append(fresh, 0)[of_slab])).any()
-    facts[IN_ORDER] = (places[1:] > places[:-1]).all() and (places[:1] > -1).all()
-    facts[LENGTH] = _only(objects)
-    facts[SLAB] = _only(places >> 32)
-    return np.stack([places >> 32, places & LOW, objects, positions]), facts
+    rows = _find(memory, keys, numbers, oldest)
+    of = np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
+    known = (rows >= 0) & (of >= 0)
+    known[known] = rows[known] < slabs[of[known], FIRST] + slabs[of[known], SLOTS]
+    positions = np.flatnonzero(known)
+    rows, of = rows[positions], of[positions]
+    numbers_of_slabs, slots, lengths = slabs[of, SLAB_NUMBER], rows - slabs[of, FIRST], memory.rows[rows, LENGTH]
+    places = numbers_of_slabs << 32 | slots
+    facts[IN_ORDER] = (places[1:] > places[:-1]).all()
+    facts[ONE_LENGTH] = _only(lengths)
+    facts[ONE_SLAB] = _only(numbers_of_slabs)
+    return np.stack([numbers_of_slabs, slots, lengths, positions, rows]), facts
+
+
+def touch(memory: IndexMemory, slabs: Words, capacities: Words, fresh: Words, rows: Words) -> None:
+    """Note a use of the pages in these rows, a chain. ``fresh``: by slab, as ``slabs``: a use after that changes
+    nothing."""
+    if not is_compiled(slot_code.touch):
+        # Mostly there is nothing to change, and a step of Python per page costs more than the rest of a look-up.
+        of = np.clip(np.searchsorted(slabs[:, FIRST], rows, side="right") - 1, 0, None)
+        if not len(slabs) or not (memory.rows[rows, slot_code.USED] >> slot_code.HITS_BITS < fresh[of]).any():
+            return
+    slot_code.touch(memory.rows, memory.clocks, slabs, capacities, rows)
+
+
+def hashes_of(keys: Words) -> Words:
+    """HASH of these keys (``key_words``)."""
+    mixed = _scrambled(keys[:, 2])
+    for word in (3, 4, 5):
+        mixed = _scrambled(mixed ^ keys[:, word])
+    return mixed
+
+
+def coldest(
+    memory: IndexMemory,
+    begin: int,
+    end: int,
+    together: int,
+    cold: int,
+    cool: int,
+    oldest: int,
+    dead: Words,
+    victims: Words,
+) -> int:
+    """``slot_code.coldest``."""
+    if is_compiled(slot_code.coldest):
+        of_rows = memory.rows, memory.identities, begin, end
+        return int(slot_code.coldest(*of_rows, together, cold, cool, oldest, dead, victims))
+    ranks = _ranks(memory, memory.rows[begin:end], oldest, dead)
+    padded = np.full(-(-len(ranks) // together) * together, NO_PAGE)
+    padded[: len(ranks)] = ranks
+    by_group = padded.reshape(-1, together)
+    lowest = by_group.min(axis=1)
+    chosen = (by_group <= cool) & (by_group != NO_PAGE) & ((lowest <= cold) & (lowest != NO_PAGE))[:, None]
+    found = np.flatnonzero(chosen.ravel()) + begin
+    victims[: len(found)] = found
+    victims[len(found)] = -1
+    return len(found)
+
+
+def sample(memory: IndexMemory, slabs: Words, first: int, step: int, oldest: int, dead: Words, ranks: Words) -> int:
+    """``slot_code.sample``."""
+    if is_compiled(slot_code.sample):
+        return int(slot_code.sample(memory.rows, memory.identities, slabs, first, step, oldest, dead, ranks))
+    count, skipped = 0, first
+    for slab in slabs.tolist():
+        if skipped < slab[SLOTS]:
+            some = _ranks(memory, memory.rows[slab[FIRST] + skipped : slab[FIRST] + slab[SLOTS] : step], oldest, dead)
+            some = some[: len(ranks) - count]
+            ranks[count : count + len(some)] = some
+            count += len(some)
+            skipped += step * (-(-(slab[SLOTS] - skipped) // step))
+        skipped -= slab[SLOTS]
+    return count
+
+
+def count(memory: IndexMemory, begin: int, end: int, oldest: int, counts: Words) -> int:
+    """``slot_code.count``."""
+    if is_compiled(slot_code.count):
+        return int(slot_code.count(memory.rows, memory.identities, begin, end, oldest, counts))
+    rows = memory.rows[begin:end]
+    counts += np.bincount(rows[:, STATE] & STATES, minlength=4)
+    ranks = _ranks(memory, rows, oldest, np.empty(0, np.int64))
+    return int(((rows[:, STATE] & STATES == PAGE) & (ranks != AT_ONCE)).sum())
+
+
+def _ranks(memory: IndexMemory, rows: Words, oldest: int, dead: Words) -> Words:
+    states = rows[:, STATE].copy()
+    kinds = states & STATES
+    of_page = np.clip(rows[:, PRIORITY], 0, NO_PAGE - 1)
+    current = memory.identities[(states >> NUMBER_SHIFT) & (len(memory.identities) - 1), GENERATION] & GENERATIONS
+    of_page[((states >> 8) & GENERATIONS != current) | (rows[:, CREATED] < oldest)] = AT_ONCE
+    ranks = np.where(kinds == PAGE, of_page, NO_PAGE)
+    ranks[(kinds == FREE) | ((kinds == PENDING) & np.isin(states >> 8, dead))] = AT_ONCE
+    return ranks
 
 
 def _only(values: Words) -> int:
     return int(values[0]) if len(values) and (values == values[0]).all() else SEVERAL
 
 
-def _find(records: Words, buckets: Words, keys: Words, generations: Words, oldest: int) -> Words:
-    """``slot_code.find``, a step of all pages at a time."""
-    rows = np.full(len(keys), -1, np.int64)
-    hashes = np.bitwise_xor.reduce(keys, axis=1) & np.int64((1 << 63) - 1)
+def _scrambled(words: Words) -> Words:
+    words = words ^ (words << 13)
+    words = words ^ ((words >> 7) & np.int64((1 << 57) - 1))
+    return words ^ (words << 17)
+
+
+def _find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Words:
+    """``slot_code.find``, all pages at a time."""
+    found = np.full(len(keys), -1, np.int64)
+    known = np.flatnonzero(np.broadcast_to(numbers, len(keys)) >= 0)
+    if not len(known):
+        return found
+    of = np.broadcast_to(numbers, len(keys))[known]
+    hashes = hashes_of(keys[known])
+    states = PAGE | (memory.identities[of, GENERATION] & GENERATIONS) << 8 | of << NUMBER_SHIFT
+    mixed = _scrambled(hashes ^ (of << 7))
     for shift in (32, 16, 8):
-        hashes ^= hashes >> shift
-    left = np.arange(len(keys))
-    mask = len(buckets) - 1
-    wanted = np.broadcast_to(generations, len(keys))
-    for step in range(len(buckets)):
-        if not len(left):
-            break
-        entries = buckets[hashes[left] + step & mask]
-        left, entries = left[entries != 0], entries[entries != 0]
-        candidates = (entries & LOW) - 1
-        same = (entries >> 32 == hashes[left] & TAG) & (candidates >= 0) & (candidates < len(records))
-        asked, candidates = left[same], candidates[same]
-        found = records[candidates]
-        same_page = (found[:, :KEY_WORDS] == keys[asked]).all(axis=1)
-        same_page &= found[:, STATE] & 0xFF == PAGE
-        same_page &= found[:, STATE] >> 16 == wanted[asked]
-        rows[asked[same_page]] = candidates[same_page]
-        left = left[rows[left] < 0]
-    there = np.flatnonzero(rows >= 0)
-    rows[there[records[rows[there], OBJECT] >> 32 < oldest]] = -1
-    return rows
+        mixed ^= (mixed >> shift) & np.int64((1 << 64 - shift) - 1)
+    sets, level = int(memory.header[SETS]), int(memory.header[slot_code.LEVEL])
+    at = mixed & (2 * level - 1)
+    at = np.where(at < sets, at, mixed & (level - 1))
+    entries = memory.sets[at]
+    same = entries >> slot_code.ROW_BITS == ((mixed >> slot_code.ROW_BITS) & slot_code.TAG)[:, None]
+    rows = (entries & slot_code.ROW) - 1
+    same &= (rows >= 0) & (rows < len(memory.rows))
+    which, way = np.nonzero(same)
+    candidates = rows[which, way]
+    content = memory.rows[candidates]
+    right = (content[:, STATE] == states[which]) & (content[:, HASH] == hashes[which]) & (content[:, CREATED] >= oldest)
+    found[known[which[right]]] = candidates[right]
+    return found

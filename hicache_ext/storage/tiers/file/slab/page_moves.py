@@ -19,10 +19,10 @@ from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
-from hicache_ext.storage.tiers.file.slab.compiled_code import LEFT, OfCall, compiled_code, facts_of
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
-from hicache_ext.storage.tiers.file.slab.records import Slab
-from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size
+from hicache_ext.storage.tiers.file.slab.compiled_code import LEFT, OfCall, facts_of
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.loading import compiled_code
+from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, are_of_one_size
 from hicache_ext.storage.tiers.file.slab.slot_io import ALIGNMENT, SlotIo
 from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, SlotReferences
 
@@ -151,7 +151,7 @@ class PageMoves:
                 memory.pages,
                 memory.segment_sizes,
                 key_words(batch.keys).view(np.uint64),
-                self._directory.seals if found.seals is None else found.seals,
+                self._directory.index.memory.rows.view(np.uint64),
             )
         except BaseException:
             release()

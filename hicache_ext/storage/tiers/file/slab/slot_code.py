@@ -1,403 +1,417 @@
-"""The operations on the mapped words of an index (slot_table.py), page by page: compiled where numba is there.
+"""The operations on the words of an index (index_memory.py), page by page: compiled where numba is there.
 
-All words are int64. ``records``: a row per slot. ``groups``: per slab, from row ``BASE`` on, its summary and then a row
-per group of neighbouring slots. ``buckets``: a hash table of the pages. ``slabs``: a row per slab, by number.
+All words are int64. ``rows``: a row per slot; what is true. ``sets``: a hash table of the pages, WAYS entries a set.
+Nothing has to be made anew after a kill, because nothing follows from anything else:
 
-Records are the truth; the rest follows from them (``settle_all``) and is updated here. Callers hold the index's lock,
-except those of ``find`` and ``locate``: they may read words that change, so an answer may be about a page that has just
-gone or come. What is read from a slot is checked by its seal.
+  - an entry of a set counts only if the row that it names says the same, and is replaced otherwise;
+  - a page that no entry names is not found, and its slot is used again when it is cold;
+  - how many slots of a slab are free is only a hint where to look for some.
 
-A record is free or pending until all of it is written: ``describe_pages`` writes it, and another call,
-``publish_pages``, makes it a page. No compiler moves a store from one call to the other.
+Callers hold the change lock, except those of ``find``, ``locate``, ``touch``, ``sample`` and ``count``: they may read
+words that change, so an answer may be about a page that has just gone or come. What is read from a slot is checked by
+its seal.
+
+A row says PENDING until all of it is written; one store then makes it a page. No compiler moves a store from one call
+to another, and x86 keeps their order; elsewhere a torn row costs its page, because its seal does not fit.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ext.runtime.jit import helper, kernel
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.slab.mapped import Words
+
+Words = npt.NDArray[np.int64]
 
 KEY_WORDS = 6
-OBJECT, STATE, PRIORITY, USED, HASH, PLACE = range(KEY_WORDS, KEY_WORDS + 6)
-"""Words of a record behind the page key (identity, page hash): when written (wall-clock seconds) << 32 | payload bytes;
-state | hits << 8 | generation << 16; rank; hash of the key; slab << 32 | slot."""
-RECORD_WORDS = PLACE + 1
-FREE, PENDING, PAGE = range(3)
-"""States. In a pending slot the key words name its writer, and OBJECT is BEING_WRITTEN."""
-BEING_WRITTEN = -1
+HASH, STATE, LENGTH, CREATED, SEAL, _SECOND_OF_SEAL, PRIORITY, USED = range(8)
+"""Words of a row: hash of the page hash (of a pending slot its ticket); state, see below; payload bytes; when written
+(wall-clock milliseconds); two words of seal; rank; clock at the last counted use << HITS_BITS | uses."""
+ROW_WORDS = 8
+UNKNOWN, FREE, PENDING, PAGE = range(4)
+"""Low bits of STATE. Not yet looked at by a rebuild; free; being written: member << 8; a page: the generation of its
+identity << 8 | the number of its identity << 24."""
+STATES = 3
+NUMBER_SHIFT = 24
+GENERATIONS = 0xFFFF
 
-LOWEST, FREE_SLOTS, PENDING_SLOTS = range(3)
-"""Words of a group: the lowest priority of its pages; a bit for each free slot; a bit for each pending slot. Words of a
-summary: the lowest priority; the numbers of free and of pending slots."""
-GROUP_WORDS = 3
-NO_PAGE = eviction.MAX_PRIORITY
-"""The lowest priority of a group or slab without pages."""
+(
+    FORMAT,
+    ROWS_MOST,
+    GHOST_SETS,
+    SETS,
+    REMEMBERED,
+    NEXT_SLAB,
+    SLAB_CHANGES,
+    REBUILT,
+    FOUND,
+    LEVEL,
+    ALL_CLEARED,
+    IDENTITIES,
+) = range(12)
+"""Words of the header. SETS: in use; LEVEL: the power of two of which there are so many and up to as many more.
+SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked at; FOUND: pages found by that.
+ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
+known."""
+HEADER_WORDS = 64
 
-NUMBER, SLOT_SIZE, SLOTS, TOGETHER, BASE = range(5)
-"""Words of a slab: TOGETHER slots make a group; its records begin at row BASE."""
-SLAB_WORDS = 5
+CLOCK_SIZE, INSERTS, DISTANCE_SUM, REUSES, COLD, COOL, LEFT = range(7)
+"""Words of a clock, one per slot size: the size; ``Clock`` of eviction.py; a group of slots with a page of priority
+up to COLD loses those up to COOL; slots still to be freed before both are measured again."""
+CLOCK_WORDS = 8
 
-CLOCK_SIZE, INSERTS, DISTANCE_SUM, REUSES = range(4)
-"""Words of a clock (eviction.py): the slot size, and ``Clock``."""
-CLOCK_WORDS = 4
+SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
+"""Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
+perhaps; where free ones are looked for; the member that makes or drops it; how many slots a rebuild has looked at; of
+a slab that is READY, how many slots up to CURSOR were looked at without finding a free one."""
+SLAB_WORDS = 8
+NO_SLAB, MAKING, READY, SCANNING, DROPPING = range(5)
+
+DIGEST, _SECOND_OF_DIGEST, GENERATION, CLEARED, HITS, LAST, WRITTEN, PAGES = range(8)
+"""Words of an identity: two of its digest; its generation; pages written up to then (milliseconds) were cleared; pages
+hit, and when last (seconds); whether pages were written since it was cleared; how many there are, about: a kill
+may make it wrong."""
+IDENTITY_WORDS = 8
 
 WAYS = 16
-"""Places in a set of ghosts (ghosts.py)."""
 HITS_BITS = 3
+MOST_HITS = (1 << HITS_BITS) - 1
+NO_PAGE = eviction.MAX_PRIORITY
+"""The rank of a slot that cannot be taken now."""
+AT_ONCE = -1
+"""The rank of a slot that is free, or holds what nobody can ask for any more."""
 
-STALE, IN_ORDER, LENGTH, SLAB = range(4)
-"""Facts about all pages that ``locate`` found: 1 when the use of one is worth a note; 1 when their places ascend; the
-payload length and the slab of all, SEVERAL where they differ."""
+IN_ORDER, ONE_LENGTH, ONE_SLAB = range(3)
+"""Facts about all pages that ``locate`` found: 1 when their places ascend; the payload length and the slab of all,
+SEVERAL where they differ."""
 SEVERAL = -1
 
-LOW = (1 << 32) - 1
-"""The lower half of a word."""
-_POSITIVE = (1 << 63) - 1
-TAG = (1 << 31) - 1
-"""The bits of a hash in an entry of the hash table."""
+ROW_BITS = 40
+ROW = (1 << ROW_BITS) - 1
+TAG = (1 << 23) - 1
+_LOW = (1 << 32) - 1
+LEAST_SETS = 64
 
 _reuse_distance = helper(eviction.reuse_distance)
 _learned = helper(eviction.learned)
 _priority_of = helper(eviction.priority_of)
 
 
-# -- the hash table ----------------------------------------------------------------------------------------------------
+# -- hashes and sets ---------------------------------------------------------------------------------------------------
 #
-# Open addressing with linear probing, at most half full. No loop goes around more than once: a damaged table may have
-# no empty place. An entry is the low 31 bits of the hash, then the row + 1. Removing an entry moves those behind it
-# that would no longer be found.
+# Linear hashing: sets are added one by one, and a set that is added takes its entries from one other set.
 
 
 @helper
-def _hash_of(words: Words, row: int) -> int:
-    """Page hashes are uniform; folding helps those of tests, and keys that differ in one byte."""
-    mixed = words[row, 0] ^ words[row, 1] ^ words[row, 2] ^ words[row, 3] ^ words[row, 4] ^ words[row, 5]
-    mixed &= _POSITIVE
-    mixed ^= mixed >> 32
-    mixed ^= mixed >> 16
-    return int(mixed ^ (mixed >> 8))
+def _scrambled(word: int) -> int:
+    """One word for each word, by shifts alone: neither Python nor numpy warns of them."""
+    word ^= word << 13
+    word ^= (word >> 7) & ((1 << 57) - 1)
+    return word ^ (word << 17)
 
 
 @helper
-def _has_key(records: Words, row: int, words: Words, of: int, generation: int) -> bool:
-    """Whether a slot holds the page with this key."""
-    state = records[row, STATE]
-    same = state & 0xFF == PAGE and state >> 16 == generation
-    for word in range(KEY_WORDS - 1, -1, -1):  # noqa: SIM110 - all() of a generator is not compiled
-        if not same or records[row, word] != words[of, word]:
-            return False
-    return True
+def hash_of(words: Words, of: int) -> int:
+    """Of a key's page hash: keys that differ in one word differ here."""
+    mixed = _scrambled(words[of, 2])
+    mixed = _scrambled(mixed ^ words[of, 3])
+    mixed = _scrambled(mixed ^ words[of, 4])
+    return _scrambled(mixed ^ words[of, 5])
 
 
 @helper
-def _row_of(records: Words, buckets: Words, words: Words, of: int, generation: int) -> int:
-    """The row of the page with this key; -1 when there is none."""
-    mask = len(buckets) - 1
-    wanted = _hash_of(words, of)
-    tag = wanted & TAG
-    at = wanted & mask
-    for _ in range(len(buckets)):
-        entry = buckets[at]
-        if entry == 0:
-            return -1
-        if entry >> 32 == tag:
-            row = int(entry & LOW) - 1
-            if 0 <= row < len(records) and _has_key(records, row, words, of, generation):
-                return row
-        at = (at + 1) & mask
+def _mixed(hashed: int, number: int) -> int:
+    """Of a page: its low bits, which every bit of the key has a part in, choose the set; its high bits are the tag."""
+    mixed = _scrambled(hashed ^ (number << 7))
+    mixed ^= (mixed >> 32) & _LOW
+    mixed ^= (mixed >> 16) & ((1 << 48) - 1)
+    return mixed ^ ((mixed >> 8) & ((1 << 56) - 1))
+
+
+@helper
+def _set_of(mixed: int, header: Words) -> int:
+    """LEVEL may be one step behind SETS or ahead of it, which makes no difference to the sets there are."""
+    level = header[LEVEL]
+    at = mixed & (2 * level - 1)
+    return int(at if at < header[SETS] else mixed & (level - 1))
+
+
+@helper
+def _entry(mixed: int, row: int) -> int:
+    return ((mixed >> ROW_BITS) & TAG) << ROW_BITS | (row + 1)
+
+
+@helper
+def _state_of(identities: Words, number: int) -> int:
+    """The STATE of a page of this identity that was not cleared."""
+    return int(PAGE | (identities[number, GENERATION] & GENERATIONS) << 8 | number << NUMBER_SHIFT)
+
+
+@helper
+def _row_of(rows: Words, sets: Words, header: Words, hashed: int, number: int, state: int) -> int:
+    """The row of a page; -1 when there is none."""
+    mixed = _mixed(hashed, number)
+    at = _set_of(mixed, header)
+    tag = (mixed >> ROW_BITS) & TAG
+    for way in range(WAYS):
+        entry = sets[at, way]
+        if entry >> ROW_BITS == tag:
+            row = (entry & ROW) - 1
+            if 0 <= row < len(rows) and rows[row, STATE] == state and rows[row, HASH] == hashed:
+                return int(row)
     return -1
 
 
 @helper
-def _enter(buckets: Words, wanted: int, row: int) -> None:
-    mask = len(buckets) - 1
-    at = wanted & mask
-    for _ in range(len(buckets)):
-        if buckets[at] == 0:
-            buckets[at] = (wanted & TAG) << 32 | (row + 1)
-            return
-        at = (at + 1) & mask
+def _row_behind(
+    rows: Words, sets: Words, header: Words, hashed: int, number: int, state: int, oldest: int, before: int
+) -> int:
+    """``_row_of``, trying the row behind ``before`` first (-1: none). Pages written together are neighbours, and the
+    next row is in the processor's cache, where the sets are not. One written before ``oldest`` may be what a kill has
+    left of a page that was written again since."""
+    row = before + 1
+    if 0 < row < len(rows) and rows[row, STATE] == state and rows[row, HASH] == hashed and rows[row, CREATED] >= oldest:
+        return row
+    return _row_of(rows, sets, header, hashed, number, state)
 
 
 @helper
-def _leave(records: Words, buckets: Words, row: int) -> None:
-    mask = len(buckets) - 1
-    at = records[row, HASH] & mask
-    hole = -1
-    for _ in range(len(buckets)):
-        if buckets[at] == 0:
-            return
-        if buckets[at] & LOW == row + 1:
-            hole = at
-            break
-        at = (at + 1) & mask
-    if hole < 0:
-        return
-    for _ in range(len(buckets)):
-        at = (at + 1) & mask
-        entry = buckets[at]
-        if entry == 0:
-            break
-        # An entry moves into the hole unless its home is behind the hole.
-        home = (entry >> 32) & mask
-        if (at - home) & mask >= (at - hole) & mask:
-            buckets[hole] = entry
-            hole = at
-    buckets[hole] = 0
-
-
-# -- slabs and groups --------------------------------------------------------------------------------------------------
+def _leave(rows: Words, sets: Words, header: Words, row: int) -> None:
+    """Remove the entry of a page."""
+    at = _set_of(_mixed(rows[row, HASH], rows[row, STATE] >> NUMBER_SHIFT), header)
+    for way in range(WAYS):
+        if sets[at, way] & ROW == row + 1:
+            sets[at, way] = 0
 
 
 @helper
-def _index_of_slab(slabs: Words, number: int) -> int:
-    """The row of a slab in ``slabs``; -1 when there is none."""
+def _free_page(rows: Words, sets: Words, header: Words, identities: Words, row: int) -> None:
+    """Forget a page, which has its entry still, and free its slot."""
+    _leave(rows, sets, header, row)
+    _uncount(identities, rows[row, STATE])
+    rows[row, STATE] = FREE
+
+
+@helper
+def _uncount(identities: Words, state: int) -> None:
+    """One page of this STATE less."""
+    number = (state >> NUMBER_SHIFT) & (len(identities) - 1)
+    if (state >> 8) & GENERATIONS == identities[number, GENERATION] & GENERATIONS:
+        identities[number, PAGES] -= 1
+
+
+@helper
+def _enter(rows: Words, sets: Words, header: Words, mixed: int, row: int) -> int:
+    """Add the entry of a page. In a full set the page with the lowest priority goes: returns its row, -1 mostly."""
+    at = _set_of(mixed, header)
+    chosen, lowest, lost = -1, NO_PAGE, -1
+    for way in range(WAYS):
+        other = (sets[at, way] & ROW) - 1
+        stale = other < 0 or other >= len(rows) or rows[other, STATE] & STATES != PAGE
+        if not stale:
+            of_other = _mixed(rows[other, HASH], rows[other, STATE] >> NUMBER_SHIFT)
+            stale = other == row or _entry(of_other, other) != sets[at, way]
+        priority = AT_ONCE if stale else rows[other, PRIORITY]
+        if chosen < 0 or priority < lowest:
+            chosen, lowest, lost = way, priority, -1 if stale else other
+    sets[at, chosen] = _entry(mixed, row)
+    return lost
+
+
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64[::1], int64)")
+def grow_sets(rows: Words, sets: Words, header: Words, wanted: int) -> int:
+    """Use so many sets. An entry is in its new set before it leaves the old one; a look-up that finds nothing looks
+    again if SETS has changed. Returns the number of sets."""
+    while header[SETS] < min(wanted, len(sets)):
+        new = header[SETS]
+        if new >= 2 * header[LEVEL]:
+            header[LEVEL] = 2 * header[LEVEL]
+        level = header[LEVEL]
+        old, moved = new - level, 0
+        for way in range(WAYS):
+            sets[new, way] = 0
+        for way in range(WAYS):
+            row = (sets[old, way] & ROW) - 1
+            if 0 <= row < len(rows):
+                mixed = _mixed(rows[row, HASH], rows[row, STATE] >> NUMBER_SHIFT)
+                if mixed & (2 * level - 1) == new:
+                    sets[new, moved] = sets[old, way]
+                    moved += 1
+        header[SETS] = new + 1
+        for way in range(WAYS):
+            row = (sets[old, way] & ROW) - 1
+            for other in range(moved):
+                if row >= 0 and (sets[new, other] & ROW) - 1 == row:
+                    sets[old, way] = 0
+    return int(header[SETS])
+
+
+@helper
+def _slab_with(slabs: Words, row: int) -> int:
+    """The position of the slab that has this row; -1 for none. ``slabs``: by FIRST."""
     low, high = 0, len(slabs)
     while low < high:
         middle = (low + high) // 2
-        if slabs[middle, NUMBER] < number:
+        if slabs[middle, FIRST] <= row:
             low = middle + 1
         else:
             high = middle
-    return low if low < len(slabs) and slabs[low, NUMBER] == number else -1
-
-
-@helper
-def _row_at(slabs: Words, number: int, slot: int) -> int:
-    """The row of a slot; -1 when it is in no slab."""
-    slab = _index_of_slab(slabs, number)
-    if slab < 0 or slot < 0 or slot >= slabs[slab, SLOTS]:
-        return -1
-    return int(slabs[slab, BASE] + slot)
-
-
-@helper
-def _settle_group(records: Words, groups: Words, slabs: Words, slab: int, group: int) -> None:
-    """Recompute the row of a group, and its part of the summary, from its records."""
-    together, base = slabs[slab, TOGETHER], slabs[slab, BASE]
-    first = group * together
-    lowest, free, pending = NO_PAGE, 0, 0
-    free_count, pending_count = 0, 0
-    for offset in range(min(together, slabs[slab, SLOTS] - first)):
-        state = records[base + first + offset, STATE] & 0xFF
-        if state == PAGE:
-            lowest = min(lowest, records[base + first + offset, PRIORITY])
-        elif state == PENDING:
-            pending |= 1 << offset
-            pending_count += 1
-        else:
-            free |= 1 << offset
-            free_count += 1
-    row = base + 1 + group
-    free_before, pending_before = 0, 0
-    for offset in range(together):
-        free_before += groups[row, FREE_SLOTS] >> offset & 1
-        pending_before += groups[row, PENDING_SLOTS] >> offset & 1
-    groups[row, LOWEST], groups[row, FREE_SLOTS], groups[row, PENDING_SLOTS] = lowest, free, pending
-    groups[base, FREE_SLOTS] += free_count - free_before
-    groups[base, PENDING_SLOTS] += pending_count - pending_before
-
-
-@helper
-def _first_lowest(groups: Words, begin: int, end: int) -> int:
-    """The first of these rows with the lowest priority; there is at least one row."""
-    found = begin
-    for row in range(begin + 1, end):
-        if groups[row, LOWEST] < groups[found, LOWEST]:
-            found = row
-    return found
-
-
-@helper
-def _settle_lowest(groups: Words, slabs: Words, slab: int) -> None:
-    """Recompute the lowest priority of a slab from its groups."""
-    base = slabs[slab, BASE]
-    end = base + 1 + -(-slabs[slab, SLOTS] // slabs[slab, TOGETHER])
-    groups[base, LOWEST] = groups[_first_lowest(groups, base + 1, end), LOWEST]
-
-
-@helper
-def _settle_rows(records: Words, groups: Words, slabs: Words, rows: Words) -> None:
-    """Recompute the groups and slabs of these slots; those of neighbours once. A row may be -1.
-
-    A row may be in no slab, or its record may be damaged: every value is checked before it is used as an index."""
-    slab, group, number = -1, -1, -1
-    for row in rows:
-        if row < 0:
-            continue
-        number = records[row, PLACE] >> 32
-        if slab < 0 or slabs[slab, NUMBER] != number:
-            if slab >= 0:
-                _settle_lowest(groups, slabs, slab)
-            slab, group = _index_of_slab(slabs, number), -1
-        if slab < 0 or row < slabs[slab, BASE] or row >= slabs[slab, BASE] + slabs[slab, SLOTS]:
-            continue
-        of_row = (row - slabs[slab, BASE]) // slabs[slab, TOGETHER]
-        if of_row != group:
-            group = of_row
-            _settle_group(records, groups, slabs, slab, group)
-    if slab >= 0:
-        _settle_lowest(groups, slabs, slab)
-
-
-_TABLE = "int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1]"
-"""``records, groups, buckets, slabs``"""
-
-
-@helper
-def _settle_slab(records: Words, groups: Words, buckets: Words, slabs: Words, slab: int) -> int:
-    """``settle_all`` for one slab, none of whose pages is in ``buckets``."""
-    base, slots = slabs[slab, BASE], slabs[slab, SLOTS]
-    dropped = 0
-    for slot in range(slots):
-        row = base + slot
-        records[row, PLACE] = slabs[slab, NUMBER] << 32 | slot
-        state = records[row, STATE] & 0xFF
-        if state == FREE:
-            records[row, STATE] = FREE
-            continue
-        true = records[row, HASH] == _hash_of(records, row)
-        records[row, PRIORITY] = max(0, min(records[row, PRIORITY], NO_PAGE - 1))
-        if state == PAGE:
-            length = records[row, OBJECT] & LOW
-            generation = records[row, STATE] >> 16
-            true = true and records[row, OBJECT] >= 0 and length <= slabs[slab, SLOT_SIZE]
-            true = true and _row_of(records, buckets, records, row, generation) < 0
-        else:
-            true = true and state == PENDING and records[row, OBJECT] == BEING_WRITTEN
-        if not true:
-            records[row, STATE] = FREE
-            dropped += 1
-        elif state == PAGE:
-            _enter(buckets, records[row, HASH], row)
-    number = -(-slots // slabs[slab, TOGETHER])
-    for group in range(number + 1):
-        groups[base + group, LOWEST] = NO_PAGE
-        groups[base + group, FREE_SLOTS] = groups[base + group, PENDING_SLOTS] = 0
-    for group in range(number):
-        _settle_group(records, groups, slabs, slab, group)
-    _settle_lowest(groups, slabs, slab)
-    return dropped
-
-
-@kernel(f"int64({_TABLE})")
-def settle_all(records: Words, groups: Words, buckets: Words, slabs: Words) -> int:
-    """Rebuild groups and buckets from the records. Slots with an impossible record become free; returns their
-    number."""
-    for at in range(len(buckets)):
-        buckets[at] = 0
-    dropped = 0
-    for slab in range(len(slabs)):
-        dropped += _settle_slab(records, groups, buckets, slabs, slab)
-    return dropped
-
-
-@kernel(f"int64({_TABLE}, int64)")
-def settle_new(records: Words, groups: Words, buckets: Words, slabs: Words, number: int) -> int:
-    """``settle_all`` for one slab whose slots are all free."""
-    slab = _index_of_slab(slabs, number)
-    return _settle_slab(records, groups, buckets, slabs, slab) if slab >= 0 else 0
-
-
-@helper
-def _row_behind(records: Words, buckets: Words, words: Words, of: int, generation: int, before: int) -> int:
-    """``_row_of``, trying the record behind row ``before`` first (-1: none). Pages written together are neighbours, and
-    the next record is in the processor's cache, where the hash table is not."""
-    following = before + 1
-    if 0 < following < len(records) and _has_key(records, following, words, of, generation):
-        return following
-    return _row_of(records, buckets, words, of, generation)
+    found = low - 1
+    return found if found >= 0 and row < slabs[found, FIRST] + slabs[found, SLOTS] else -1
 
 
 # -- looking up --------------------------------------------------------------------------------------------------------
 
+_TABLE = "int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1]"
+"""``rows, sets, header, identities``"""
 
-@kernel("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[::1], int64)")
+
+@kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64, int64[::1], int64)")
 def find(
-    records: Words, buckets: Words, keys: Words, generations: Words, oldest: int, rows: Words, leading: int
+    rows: Words,
+    sets: Words,
+    header: Words,
+    identities: Words,
+    keys: Words,
+    numbers: Words,
+    oldest: int,
+    found: Words,
+    leading: int,
 ) -> int:
-    """``rows[n]``: where the page ``keys[n]`` is, -1 for nowhere, or written before ``oldest``. One generation for all,
-    or one each. With ``leading`` up to the first -1. The number of pages looked up and, but for the last one then,
-    found."""
+    """``found[n]``: the row of page ``keys[n]``, -1 for nowhere, or written before ``oldest`` (milliseconds). One
+    number of an identity for all, or one each; -1 for an unknown one. With ``leading`` up to the first -1. The number
+    of pages looked up and, but for the last one then, found."""
     row = -1
     for of in range(len(keys)):
-        row = _row_behind(records, buckets, keys, of, generations[of if len(generations) > 1 else 0], row)
-        there = row >= 0 and records[row, OBJECT] >> 32 >= oldest
-        rows[of] = row if there else -1
+        number = numbers[of if len(numbers) > 1 else 0]
+        if number >= 0:
+            state = _state_of(identities, number)
+            row = _row_behind(rows, sets, header, hash_of(keys, of), number, state, oldest, row)
+        else:
+            row = -1
+        there = row >= 0 and rows[row, CREATED] >= oldest
+        found[of] = row if there else -1
         if leading != 0 and not there:
             return of
     return len(keys)
 
 
-@kernel(
-    "int64(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[::1], int64[:, ::1], "
-    "int64[::1])"
-)
+@kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64, int64[:, ::1], int64[:, ::1], int64[::1])")
 def locate(
-    records: Words,
-    buckets: Words,
+    rows: Words,
+    sets: Words,
+    header: Words,
+    identities: Words,
     keys: Words,
-    generations: Words,
+    numbers: Words,
     oldest: int,
     slabs: Words,
-    fresh: Words,
     located: Words,
-    found: Words,
+    facts: Words,
 ) -> int:
-    """Find the pages that are present and not written before ``oldest``. Slab, slot, payload length and position in
-    ``keys`` go into the rows of ``located``, facts about all of them into ``found`` (see STALE). ``fresh[n]``: of the
-    slab in row ``n``. Returns the number of pages found."""
+    """Find pages as ``find`` does. Slab number, slot, payload length, position in ``keys`` and row go into the rows of
+    ``located``, facts about all of them into ``facts`` (IN_ORDER). ``slabs``: by FIRST. Returns the number found."""
     count, row = 0, -1
-    stale, in_order, length, only, last = 0, 1, SEVERAL, SEVERAL, -1
+    in_order, length, only, last = 1, SEVERAL, SEVERAL, -1
+    slab, begin, end = -1, 0, 0
     for of in range(len(keys)):
-        row = _row_behind(records, buckets, keys, of, generations[of if len(generations) > 1 else 0], row)
-        if row < 0:
+        number = numbers[of if len(numbers) > 1 else 0]
+        if number < 0:
+            row = -1
             continue
-        stored, place = records[row, OBJECT], records[row, PLACE]
-        if stored >> 32 < oldest:
+        state = _state_of(identities, number)
+        row = _row_behind(rows, sets, header, hash_of(keys, of), number, state, oldest, row)
+        if row < 0 or rows[row, CREATED] < oldest:
             continue
-        located[0, count] = place >> 32
-        located[1, count] = place & LOW
-        located[2, count] = stored & LOW
+        if row < begin or row >= end:
+            slab = _slab_with(slabs, row)
+            if slab < 0:
+                # Of a slab that was dropped just now.
+                begin = end = 0
+                continue
+            begin, end = slabs[slab, FIRST], slabs[slab, FIRST] + slabs[slab, SLOTS]
+        size, place = rows[row, LENGTH], slabs[slab, SLAB_NUMBER] << 32 | (row - begin)
+        located[0, count] = slabs[slab, SLAB_NUMBER]
+        located[1, count] = row - begin
+        located[2, count] = size
         located[3, count] = of
-        slab = _index_of_slab(slabs, place >> 32)
-        if slab >= 0 and records[row, USED] < fresh[slab]:
-            stale = 1
+        located[4, count] = row
         if place <= last:
             in_order = 0
         if count == 0:
-            length, only = stored & LOW, place >> 32
-        if length != stored & LOW:
+            length, only = size, slabs[slab, SLAB_NUMBER]
+        if length != size:
             length = SEVERAL
-        if only != place >> 32:
+        if only != slabs[slab, SLAB_NUMBER]:
             only = SEVERAL
         last = place
         count += 1
-    found[STALE], found[IN_ORDER], found[LENGTH], found[SLAB] = stale, in_order, length, only
+    facts[IN_ORDER], facts[ONE_LENGTH], facts[ONE_SLAB] = in_order, length, only
     return count
 
 
-# -- ghosts ------------------------------------------------------------------------------------------------------------
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[::1], int64[::1])")
+def touch(rows: Words, clocks: Words, slabs: Words, capacities: Words, chain: Words) -> int:
+    """Note a use of the pages of a chain, in its order (``PageByPage.renewed`` of the benchmarks); a row may be -1.
+    Returns how many got another rank. ``slabs``: by FIRST; ``capacities``: the slots of each clock's size.
+
+    Without the lock: where a row is given to another page meanwhile, that page's rank is a little wrong."""
+    changed = 0
+    before = -1
+    slab, begin, end, of = -1, 0, 0, 0
+    for depth in range(len(chain)):
+        row = chain[depth]
+        if row < 0 or row >= len(rows) or rows[row, STATE] & STATES != PAGE:
+            before = -1
+            continue
+        if row < begin or row >= end:
+            slab = _slab_with(slabs, row)
+            if slab < 0:
+                before, begin, end = -1, 0, 0
+                continue
+            begin, end = slabs[slab, FIRST], slabs[slab, FIRST] + slabs[slab, SLOTS]
+            of = 0
+            while of < len(clocks) - 1 and clocks[of, CLOCK_SIZE] != slabs[slab, SLOT_SIZE]:
+                of += 1
+        inserts, capacity = clocks[of, INSERTS], capacities[of]
+        distance = _reuse_distance(capacity, clocks[of, DISTANCE_SUM], clocks[of, REUSES])
+        priority, used, hits = rows[row, PRIORITY], rows[row, USED] >> HITS_BITS, rows[row, USED] & MOST_HITS
+        if used < inserts - (min(capacity, distance) >> eviction.RENEWAL_SHIFT):
+            summed, reuses = _learned(clocks[of, DISTANCE_SUM], clocks[of, REUSES], max(0, inserts - used))
+            clocks[of, DISTANCE_SUM], clocks[of, REUSES] = summed, reuses
+            distance = _reuse_distance(capacity, summed, reuses)
+            hits, used = min(hits + 1, eviction.MAX_HITS), inserts
+            priority = max(priority, _priority_of(capacity, inserts, distance, hits, depth))
+        if before >= 0:
+            priority = max(0, min(priority, before - 1))
+        if priority != rows[row, PRIORITY] or used != rows[row, USED] >> HITS_BITS:
+            rows[row, PRIORITY], rows[row, USED] = priority, used << HITS_BITS | hits
+            changed += 1
+        before = priority
+    return changed
+
+
+# -- ghosts: facts about pages that were evicted -----------------------------------------------------------------------
 #
 # ``ghosts[0]``, ``ghosts[1]`` and ``ghosts[2]``: fingerprints, numbers and uses, in sets of WAYS.
 
 
 @helper
-def _fingerprint(hashed: int, generation: int) -> int:
-    return hashed ^ (generation << 40) ^ 1 << 62
+def _fingerprint(hashed: int, state: int) -> int:
+    """Of a page of a generation of an identity; never 0."""
+    return _scrambled(hashed ^ (state >> 8)) | 1
 
 
 @helper
-def _remember(records: Words, row: int, ghosts: Words, remembered: Words) -> None:
+def _remember(rows: Words, row: int, header: Words, ghosts: Words) -> None:
     """Remember the evicted page of this row. It replaces its own older ghost, or else the oldest of its set."""
     if ghosts.shape[1] == 0:
         return
-    remembered[0] += 1
-    state = records[row, STATE]
-    fingerprint = _fingerprint(records[row, HASH], state >> 16)
-    of_set = fingerprint % ghosts.shape[1]
+    header[REMEMBERED] += 1
+    fingerprint = _fingerprint(rows[row, HASH], rows[row, STATE])
+    of_set = (fingerprint >> 1 & _LOW) % ghosts.shape[1]
     chosen = 0
     for way in range(WAYS):
         if ghosts[0, of_set, way] == fingerprint:
@@ -406,17 +420,17 @@ def _remember(records: Words, row: int, ghosts: Words, remembered: Words) -> Non
         if ghosts[1, of_set, way] < ghosts[1, of_set, chosen]:
             chosen = way
     ghosts[0, of_set, chosen] = fingerprint
-    ghosts[1, of_set, chosen] = remembered[0]
-    ghosts[2, of_set, chosen] = records[row, USED] << HITS_BITS | (state >> 8 & 0xFF)
+    ghosts[1, of_set, chosen] = header[REMEMBERED]
+    ghosts[2, of_set, chosen] = rows[row, USED]
 
 
 @helper
-def _recall(hashed: int, generation: int, ghosts: Words, oldest: int) -> int:
-    """Remove the ghost of this page; returns its uses, -1 without a ghost newer than ``oldest``."""
+def _recall(hashed: int, state: int, ghosts: Words, oldest: int) -> int:
+    """Remove the ghost of this page; returns its USED, -1 without a ghost newer than ``oldest``."""
     if ghosts.shape[1] == 0:
         return -1
-    fingerprint = _fingerprint(hashed, generation)
-    of_set = fingerprint % ghosts.shape[1]
+    fingerprint = _fingerprint(hashed, state)
+    of_set = (fingerprint >> 1 & _LOW) % ghosts.shape[1]
     for way in range(WAYS):
         if ghosts[0, of_set, way] == fingerprint:
             number, uses = ghosts[1, of_set, way], ghosts[2, of_set, way]
@@ -428,300 +442,336 @@ def _recall(hashed: int, generation: int, ghosts: Words, oldest: int) -> int:
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
-@kernel(f"int64({_TABLE}, int64, int64[::1], int64[:, ::1])")
-def take_free(
-    records: Words, groups: Words, buckets: Words, slabs: Words, slot_size: int, writer: Words, taken: Words
-) -> int:
-    """Make free slots of this size pending, in order of place, up to the columns of ``taken``: slabs and slots, a row
-    of ``taken`` each. ``writer``: the key words of a pending slot. Returns their number."""
-    done, count = 0, taken.shape[1]
-    for slab in range(len(slabs)):
-        base, together = slabs[slab, BASE], slabs[slab, TOGETHER]
-        if slabs[slab, SLOT_SIZE] != slot_size or groups[base, FREE_SLOTS] == 0 or done == count:
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64[::1], int64, int64, int64, int64[::1])")
+def take_free(rows: Words, table: Words, of_size: Words, pending: int, ticket: int, most: int, taken: Words) -> int:
+    """Make free slots pending, up to the length of ``taken``, which gets their rows, in order of place as far as
+    possible. ``table``: the slabs; ``of_size``: the positions in it of those to look at. At most so many slots are
+    looked at. Returns the number taken."""
+    done, looked = 0, 0
+    for which in range(len(of_size)):
+        slab = of_size[which]
+        free, slots, first = table[slab, FREE_SLOTS], table[slab, SLOTS], table[slab, FIRST]
+        if free <= 0 or table[slab, SLAB_STATE] != READY:
             continue
-        for group in range(-(-slabs[slab, SLOTS] // together)):
-            free = groups[base + 1 + group, FREE_SLOTS]
-            if free == 0:
-                continue
-            for offset in range(min(together, slabs[slab, SLOTS] - group * together)):
-                row = base + group * together + offset
-                # The record decides, too: a wrong bit must not cost a page.
-                if free >> offset & 1 and done < count and records[row, STATE] & 0xFF == FREE:
-                    records[row, OBJECT] = BEING_WRITTEN
-                    for word in range(KEY_WORDS):
-                        records[row, word] = writer[word]
-                    records[row, HASH] = _hash_of(records, row)
-                    records[row, STATE] = PENDING
-                    taken[0, done] = slabs[slab, NUMBER]
-                    taken[1, done] = group * together + offset
-                    done += 1
-            _settle_group(records, groups, slabs, slab, group)
-            if done == count:
-                break
+        at, before = table[slab, CURSOR], done
+        left = slots - table[slab, OF]
+        while left > 0 and done < len(taken) and looked < most:
+            if at >= slots or at < 0:
+                at = 0
+            row = first + at
+            if rows[row, STATE] == FREE:
+                rows[row, HASH] = ticket
+                rows[row, STATE] = pending
+                taken[done] = row
+                done += 1
+                left = slots
+            at += 1
+            left -= 1
+            looked += 1
+        table[slab, CURSOR] = at
+        table[slab, OF] = slots - left if left > 0 else 0
+        # A free slot that is not counted is found with the coldest.
+        table[slab, FREE_SLOTS] = max(0, free - (done - before)) if left > 0 else 0
+        if done == len(taken) or looked >= most:
+            break
     return done
 
 
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64, int64)")
-def count_free(groups: Words, slabs: Words, slot_size: int, at_most: int) -> int:
-    """How many slots of this size are free; ``at_most`` when there are more."""
-    count = 0
+@helper
+def _rank(rows: Words, row: int, identities: Words, oldest: int, dead: Words) -> int:
+    state = rows[row, STATE]
+    kind = state & STATES
+    if kind == PAGE:
+        current = identities[(state >> NUMBER_SHIFT) & (len(identities) - 1), GENERATION] & GENERATIONS
+        if (state >> 8) & GENERATIONS != current or rows[row, CREATED] < oldest:
+            return AT_ONCE
+        return int(max(0, min(rows[row, PRIORITY], NO_PAGE - 1)))
+    if kind == PENDING:
+        for one in dead:
+            if state >> 8 == one:
+                return AT_ONCE
+        return NO_PAGE
+    return AT_ONCE if kind == FREE else NO_PAGE
+
+
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64, int64, int64, int64[::1], int64[::1])")
+def sample(
+    rows: Words, identities: Words, slabs: Words, first: int, step: int, oldest: int, dead: Words, ranks: Words
+) -> int:
+    """The ranks of every ``step``-th slot of these slabs, from number ``first`` on. Returns how many there are."""
+    count, skipped = 0, first
     for slab in range(len(slabs)):
-        if slabs[slab, SLOT_SIZE] == slot_size:
-            count += groups[slabs[slab, BASE], FREE_SLOTS]
-    return min(count, at_most)
+        slots, base = slabs[slab, SLOTS], slabs[slab, FIRST]
+        while skipped < slots and count < len(ranks):
+            ranks[count] = _rank(rows, base + skipped, identities, oldest, dead)
+            count += 1
+            skipped += step
+        skipped -= slots
+    return count
+
+
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64, int64, int64, int64, int64, int64, int64[::1], int64[::1])")
+def coldest(
+    rows: Words,
+    identities: Words,
+    begin: int,
+    end: int,
+    together: int,
+    cold: int,
+    cool: int,
+    oldest: int,
+    dead: Words,
+    victims: Words,
+) -> int:
+    """Of the rows from ``begin`` to ``end``, in groups of ``together``: those with a rank up to ``cool`` in groups that
+    have one up to ``cold`` go into ``victims``, which ends with -1. Returns their number."""
+    count, group = 0, begin
+    while group < end:
+        behind = min(group + together, end)
+        lowest = NO_PAGE
+        for row in range(group, behind):
+            lowest = min(lowest, _rank(rows, row, identities, oldest, dead))
+        if lowest <= cold and lowest != NO_PAGE:
+            for row in range(group, behind):
+                rank = _rank(rows, row, identities, oldest, dead)
+                if rank <= cool and rank != NO_PAGE:
+                    victims[count] = row
+                    count += 1
+        group = behind
+    victims[count] = -1
+    return count
 
 
 @helper
-def _raised(priority: int, by: int) -> int:
-    return priority + by if priority < NO_PAGE - 1 - by else NO_PAGE - 1
-
-
-@helper
-def _spared(records: Words, row: int, spared: Words) -> int:
-    """Whether the page has one of the hashes whose first words are in ``spared``, sorted."""
+def _is_spared(rows: Words, row: int, spared: Words) -> bool:
+    """Whether the page's hash is one of ``spared``, sorted."""
     low, high = 0, len(spared)
     while low < high:
         middle = (low + high) // 2
-        if spared[middle] < records[row, 2]:
+        if spared[middle] < rows[row, HASH]:
             low = middle + 1
         else:
             high = middle
-    return low < len(spared) and spared[low] == records[row, 2]
+    return low < len(spared) and spared[low] == rows[row, HASH]
 
 
-@kernel(f"int64({_TABLE}, int64, int64, int64, int64, int64[::1], int64[:, :, ::1], int64[::1])")
-def evict_pages(
-    records: Words,
-    groups: Words,
-    buckets: Words,
-    slabs: Words,
-    slot_size: int,
-    count: int,
-    soon: int,
-    headroom: int,
+@kernel(f"int64({_TABLE}, int64[::1], int64[::1], int64, int64, int64[::1], int64[:, :, ::1])")
+def evict(
+    rows: Words,
+    sets: Words,
+    header: Words,
+    identities: Words,
+    victims: Words,
     spared: Words,
+    headroom: int,
+    oldest: int,
+    dead: Words,
     ghosts: Words,
-    remembered: Words,
 ) -> int:
-    """Evict at least ``count`` pages of this size, if there are so many: those with the lowest priority, each with the
-    pages of its group whose priority is at most ``soon`` above. Returns their number.
-
-    ``spared``: see ``_spared``. The priority of such a page is raised by ``headroom`` instead, at most once per slot.
-    """
-    gone = 0
-    may_spare = headroom if len(spared) > 0 else 0
-    while gone < count:
-        slab, lowest = -1, NO_PAGE
-        for candidate in range(len(slabs)):
-            if slabs[candidate, SLOT_SIZE] == slot_size and groups[slabs[candidate, BASE], LOWEST] < lowest:
-                slab, lowest = candidate, groups[slabs[candidate, BASE], LOWEST]
-        if slab < 0:
+    """Free the slots ``victims``, up to a -1, whatever is in them by now that may be taken; ``victims`` keeps those
+    that are free then, up to a -1. Pages with a hash in ``spared`` (sorted) get their rank raised by
+    ``headroom`` instead. Returns the number of pages evicted, which does not count those that nobody could ask for."""
+    pages, kept = 0, 0
+    for position in range(len(victims)):
+        row = victims[position]
+        if row < 0:
             break
-        base, together, slots = slabs[slab, BASE], slabs[slab, TOGETHER], slabs[slab, SLOTS]
-        group = _first_lowest(groups, base + 1, base + 1 + -(-slots // together)) - base - 1
-        first = base + group * together
-        end = min(first + together, base + slots)
-        if may_spare > 0:
-            # The page with the lowest priority.
-            victim = -1
-            for row in range(first, end):
-                if victim < 0 and records[row, STATE] & 0xFF == PAGE and records[row, PRIORITY] == lowest:
-                    victim = row
-            if victim >= 0 and _spared(records, victim, spared):
-                records[victim, PRIORITY] = _raised(lowest, headroom)
-                may_spare -= 1
-                _settle_group(records, groups, slabs, slab, group)
-                _settle_lowest(groups, slabs, slab)
+        rank = _rank(rows, row, identities, oldest, dead)
+        if rank == NO_PAGE:
+            continue
+        if rank != AT_ONCE:
+            if len(spared) > 0 and _is_spared(rows, row, spared):
+                raised = rank + headroom
+                rows[row, PRIORITY] = raised if raised < NO_PAGE - 1 else NO_PAGE - 1
                 continue
-        before = gone
-        for row in range(first, end):
-            if records[row, STATE] & 0xFF != PAGE or records[row, PRIORITY] > _raised(lowest, soon):
-                continue
-            if may_spare > 0 and _spared(records, row, spared):
-                continue
-            _leave(records, buckets, row)
-            _remember(records, row, ghosts, remembered)
-            records[row, STATE] = FREE
-            gone += 1
-        _settle_group(records, groups, slabs, slab, group)
-        _settle_lowest(groups, slabs, slab)
-        if gone == before and groups[base + 1 + group, LOWEST] == lowest:
-            # No page where there must be one: the summary is wrong.
-            break
-    return gone
+            _remember(rows, row, header, ghosts)
+            pages += 1
+        if rows[row, STATE] & STATES == PAGE:
+            _free_page(rows, sets, header, identities, row)
+        rows[row, STATE] = FREE
+        victims[kept] = row
+        kept += 1
+    if kept < len(victims):
+        victims[kept] = -1
+    return pages
 
 
-@helper
-def _free_slots(records: Words, groups: Words, buckets: Words, slabs: Words, rows: Words, state: int) -> int:
-    """Free those of these slots that are in this state; returns their number. A row may be -1."""
-    freed = 0
-    for row in rows:
-        if row >= 0 and records[row, STATE] & 0xFF == state:
-            if state == PAGE:
-                _leave(records, buckets, row)
-            records[row, STATE] = FREE
-            freed += 1
-    _settle_rows(records, groups, slabs, rows)
-    return freed
+@kernel(f"int64({_TABLE}, int64[::1], int64, int64)")
+def seize(rows: Words, sets: Words, header: Words, identities: Words, found: Words, pending: int, ticket: int) -> int:
+    """Make pages pending, for ``give_back`` to free once their headers are gone; a row may be -1, and becomes -1 where
+    there is no page. Returns their number."""
+    count = 0
+    for position in range(len(found)):
+        row = found[position]
+        if row < 0 or rows[row, STATE] & STATES != PAGE:
+            found[position] = -1
+            continue
+        _free_page(rows, sets, header, identities, row)
+        rows[row, HASH] = ticket
+        rows[row, STATE] = pending
+        count += 1
+    return count
 
 
-@kernel(f"int64({_TABLE}, int64[::1])")
-def forget_pages(records: Words, groups: Words, buckets: Words, slabs: Words, rows: Words) -> int:
-    """Free the slots of these pages; returns their number. A row may be -1."""
-    return _free_slots(records, groups, buckets, slabs, rows, PAGE)
-
-
-@kernel(f"int64({_TABLE}, int64[::1])")
-def give_back(records: Words, groups: Words, buckets: Words, slabs: Words, rows: Words) -> int:
-    """Free those of these slots that are pending; returns their number. A row may be -1."""
-    return _free_slots(records, groups, buckets, slabs, rows, PENDING)
+@kernel("int64(int64[:, ::1], int64[::1], int64, int64)")
+def give_back(rows: Words, taken: Words, pending: int, ticket: int) -> int:
+    """Free those of these slots that are still pending under this ticket; a row may be -1. Returns their number."""
+    count = 0
+    for row in taken:
+        if row >= 0 and rows[row, STATE] == pending and rows[row, HASH] == ticket:
+            rows[row, STATE] = FREE
+            count += 1
+    return count
 
 
 # -- writing pages -----------------------------------------------------------------------------------------------------
 
 
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64[::1], int64[:, ::1], int64[::1])")
-def rows_pending(records: Words, slabs: Words, writer: Words, places: Words, rows: Words) -> int:
-    """Set ``rows`` to the rows of these places (slab, slot: a row each), -1 for those not pending for this writer.
-    Returns the number of the others."""
-    count = 0
-    for of in range(places.shape[1]):
-        row = _row_at(slabs, places[0, of], places[1, of])
-        if row >= 0 and records[row, STATE] & 0xFF != PENDING:
-            row = -1
-        for word in range(KEY_WORDS):
-            if row >= 0 and records[row, word] != writer[word]:
-                row = -1
-        rows[of] = row
-        count += row >= 0
-    return count
-
-
 @kernel(
-    "void(int64[:, ::1], int64[::1], int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, "
-    "int64[::1], int64, int64[:, :, ::1], int64[::1], int64)"
+    f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, "
+    "int64[::1], int64, int64[:, :, ::1], int64, int64[::1])"
 )
-def describe_pages(
-    records: Words,
-    buckets: Words,
-    keys: Words,
-    generations: Words,
-    positions: Words,
+def publish(
     rows: Words,
+    sets: Words,
+    header: Words,
+    identities: Words,
+    keys: Words,
+    numbers: Words,
+    positions: Words,
+    taken: Words,
     lengths: Words,
-    created: Words,
-    linked: int,
+    pending: int,
+    ticket: int,
+    created: int,
+    oldest: int,
     clock: Words,
     capacity: int,
     ghosts: Words,
-    remembered: Words,
     ghost_limit: int,
-) -> None:
-    """Write the records of pages of one slot size, which stay pending: page ``keys[positions[n]]`` is in slot
-    ``rows[n]`` and was written at ``created[n]`` (one value: all at that time). Pages at consecutive positions are a
-    chain (``PageByPage.inserted``); without ``linked``, each page is a chain of its own."""
-    oldest = max(0, remembered[0] - ghost_limit)
+    published: Words,
+) -> int:
+    """Make pages of slots of one size that are written, with their seals: page ``keys[positions[n]]`` is in row
+    ``taken[n]``. Pages at consecutive positions are a chain (``PageByPage.inserted``). ``published[n]``: 1; 0 for a
+    page that is there already: its slot becomes free; -1 for a slot that is no longer this writer's. Returns how many
+    slots became free."""
+    oldest_ghost = max(0, header[REMEMBERED] - ghost_limit)
     inserts, distance_sum, reuses = clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES]
     distance = _reuse_distance(capacity, distance_sum, reuses)
     highest = NO_PAGE - 1
-    for of in range(len(rows)):
-        row, key = rows[of], positions[of]
-        depth = key if linked != 0 else 0
-        generation = generations[key if len(generations) > 1 else 0]
-        if of == 0 or depth == 0 or positions[of - 1] != depth - 1:
+    freed = 0
+    for of in range(len(taken)):
+        row, key = taken[of], positions[of]
+        number = numbers[key if len(numbers) > 1 else 0]
+        if of == 0 or key == 0 or positions[of - 1] != key - 1:
             highest = NO_PAGE - 1
-            before = -1
-            if depth > 0:
-                of_before = generations[depth - 1 if len(generations) > 1 else 0]
-                before = _row_of(records, buckets, keys, depth - 1, of_before)
-            if before >= 0:
-                highest = max(0, records[before, PRIORITY] - 1)
-        for word in range(KEY_WORDS):
-            records[row, word] = keys[key, word]
-        records[row, HASH] = _hash_of(keys, key)
-        records[row, OBJECT] = created[of if len(created) > 1 else 0] << 32 | lengths[of]
+            if key > 0:
+                before_number = numbers[key - 1 if len(numbers) > 1 else 0]
+                before_state = _state_of(identities, before_number)
+                before = _row_of(rows, sets, header, hash_of(keys, key - 1), before_number, before_state)
+                if before >= 0:
+                    highest = max(0, rows[before, PRIORITY] - 1)
+        if rows[row, STATE] != pending or rows[row, HASH] != ticket:
+            published[of] = -1
+            continue
+        hashed, state = hash_of(keys, key), _state_of(identities, number)
+        there = _row_of(rows, sets, header, hashed, number, state)
+        if there >= 0 and rows[there, CREATED] >= oldest:
+            published[of] = 0
+            rows[row, STATE] = FREE
+            freed += 1
+            highest = max(0, rows[there, PRIORITY] - 1)
+            continue
+        if there >= 0:
+            _free_page(rows, sets, header, identities, there)
+            freed += 1
         inserts += 1
         hits = 0
-        ghost = _recall(records[row, HASH], generation, ghosts, oldest)
+        ghost = _recall(hashed, state, ghosts, oldest_ghost)
         if ghost >= 0:
             distance_sum, reuses = _learned(distance_sum, reuses, max(0, inserts - (ghost >> HITS_BITS)))
             distance = _reuse_distance(capacity, distance_sum, reuses)
-            hits = min((ghost & ((1 << HITS_BITS) - 1)) + 1, eviction.MAX_HITS)
-        priority = max(0, min(highest, _priority_of(capacity, inserts, distance, hits, depth)))
-        records[row, PRIORITY], records[row, USED] = priority, inserts
-        records[row, STATE] = PENDING | hits << 8 | generation << 16
+            hits = min((ghost & MOST_HITS) + 1, eviction.MAX_HITS)
+        priority = max(0, min(highest, _priority_of(capacity, inserts, distance, hits, key)))
+        rows[row, HASH], rows[row, LENGTH], rows[row, CREATED] = hashed, lengths[of], created
+        rows[row, PRIORITY], rows[row, USED] = priority, inserts << HITS_BITS | hits
+        rows[row, STATE] = state
+        lost = _enter(rows, sets, header, _mixed(hashed, number), row)
+        if lost >= 0:
+            _uncount(identities, rows[lost, STATE])
+            rows[lost, STATE] = FREE
+            freed += 1
+        identities[number, WRITTEN] = 1
+        identities[number, PAGES] += 1
+        published[of] = 1
         highest = max(0, priority - 1)
     clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES] = inserts, distance_sum, reuses
+    return freed
 
 
-@kernel(f"int64({_TABLE}, int64[::1], int64[::1])")
-def publish_pages(records: Words, groups: Words, buckets: Words, slabs: Words, rows: Words, published: Words) -> int:
-    """Make pages of the records of ``describe_pages``. ``published[n]`` is 0 for a page that exists already: its slot
-    becomes free. Returns the number of the others."""
-    count = 0
-    for of in range(len(rows)):
-        row = rows[of]
-        state = records[row, STATE]
-        if _row_of(records, buckets, records, row, state >> 16) >= 0:
-            published[of] = 0
-            records[row, STATE] = FREE
-        else:
-            published[of] = 1
-            _enter(buckets, records[row, HASH], row)
-            records[row, STATE] = state - PENDING + PAGE
-            count += 1
-    _settle_rows(records, groups, slabs, rows)
-    return count
-
-
-@kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[:, ::1], int64[::1])")
-def touch_chain(
-    records: Words,
-    groups: Words,
-    buckets: Words,
-    slabs: Words,
+@kernel(f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[:, ::1], int64, int64, int64)")
+def adopt(
+    rows: Words,
+    sets: Words,
+    header: Words,
+    identities: Words,
     keys: Words,
-    generations: Words,
-    clocks: Words,
-    capacities: Words,
+    numbers: Words,
+    lengths: Words,
+    created: Words,
+    seals: Words,
+    first: int,
+    slot_size: int,
+    now: int,
 ) -> int:
-    """Note a use of the leading pages of a chain (``PageByPage.renewed``); returns how many got another rank.
-    ``clocks``: a row per slot size; ``capacities``: the slots of each."""
-    changed = 0
-    before = -1
-    rows = np.empty(len(keys), np.int64)
-    for depth in range(len(keys)):
-        generation = generations[depth if len(generations) > 1 else 0]
-        row = _row_of(records, buckets, keys, depth, generation)
-        rows[depth] = -1
-        if row < 0:
-            before = -1
+    """For a rebuild: the pages that headers tell of, in the slots from row ``first`` on that are still UNKNOWN; a
+    number of -1 is no page. Of several pages with one key the newest counts. They rank by their age at ``now``
+    (milliseconds), below all that is written from now on. Returns the number of pages found, less those they
+    replace."""
+    found = 0
+    for of in range(len(keys)):
+        row, number = first + of, numbers[of]
+        if rows[row, STATE] != UNKNOWN:
             continue
-        slab = _index_of_slab(slabs, records[row, PLACE] >> 32)
-        if slab < 0:
-            before = -1
+        # Before it is known whether the page was cleared: a clear meanwhile leaves it a generation that is over.
+        state = _state_of(identities, max(0, number))
+        if number < 0 or lengths[of] < 0 or lengths[of] > slot_size or created[of] <= identities[number, CLEARED]:
+            rows[row, STATE] = FREE
             continue
-        of = 0
-        while of < len(clocks) - 1 and clocks[of, CLOCK_SIZE] != slabs[slab, SLOT_SIZE]:
-            of += 1
-        inserts, capacity = clocks[of, INSERTS], capacities[of]
-        distance = _reuse_distance(capacity, clocks[of, DISTANCE_SUM], clocks[of, REUSES])
-        priority, used = records[row, PRIORITY], records[row, USED]
-        hits = records[row, STATE] >> 8 & 0xFF
-        if used < inserts - (min(capacity, distance) >> eviction.RENEWAL_SHIFT):
-            summed, reuses = _learned(clocks[of, DISTANCE_SUM], clocks[of, REUSES], max(0, inserts - used))
-            clocks[of, DISTANCE_SUM], clocks[of, REUSES] = summed, reuses
-            distance = _reuse_distance(capacity, summed, reuses)
-            hits, used = min(hits + 1, eviction.MAX_HITS), inserts
-            priority = max(priority, _priority_of(capacity, inserts, distance, hits, depth))
-        if before >= 0:
-            priority = max(0, min(priority, before - 1))
-        if priority != records[row, PRIORITY] or used != records[row, USED]:
-            records[row, PRIORITY], records[row, USED] = priority, used
-            records[row, STATE] = records[row, STATE] >> 16 << 16 | hits << 8 | PAGE
-            rows[depth] = row
-            changed += 1
-        before = priority
-    if changed > 0:
-        _settle_rows(records, groups, slabs, rows)
-    return changed
+        hashed = hash_of(keys, of)
+        there = _row_of(rows, sets, header, hashed, number, state)
+        if there >= 0:
+            if rows[there, CREATED] >= created[of]:
+                rows[row, STATE] = FREE
+                continue
+            _free_page(rows, sets, header, identities, there)
+            found -= 1
+        rows[row, HASH], rows[row, LENGTH], rows[row, CREATED] = hashed, lengths[of], created[of]
+        rows[row, SEAL], rows[row, _SECOND_OF_SEAL] = seals[of, 0], seals[of, 1]
+        rows[row, PRIORITY] = max(0, eviction.ORIGIN - max(0, now - created[of]))
+        rows[row, USED] = 0
+        rows[row, STATE] = state
+        lost = _enter(rows, sets, header, _mixed(hashed, number), row)
+        if lost >= 0:
+            _uncount(identities, rows[lost, STATE])
+            rows[lost, STATE] = FREE
+            found -= 1
+        identities[number, WRITTEN] = 1
+        identities[number, PAGES] += 1
+        found += 1
+    return found
+
+
+@kernel("int64(int64[:, ::1], int64[:, ::1], int64, int64, int64, int64[::1])")
+def count(rows: Words, identities: Words, begin: int, end: int, oldest: int, counts: Words) -> int:
+    """Count the rows from ``begin`` to ``end`` by state, into ``counts``. Returns the number of pages that can be
+    found."""
+    pages = 0
+    for row in range(begin, end):
+        state = rows[row, STATE]
+        counts[state & STATES] += 1
+        if state & STATES == PAGE:
+            current = identities[(state >> NUMBER_SHIFT) & (len(identities) - 1), GENERATION] & GENERATIONS
+            if (state >> 8) & GENERATIONS == current and rows[row, CREATED] >= oldest:
+                pages += 1
+    return pages

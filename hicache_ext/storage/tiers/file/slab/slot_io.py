@@ -20,10 +20,9 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.tiers.file.device_probe import RWF_DONTCACHE, Mode
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, SlabFile
-from hicache_ext.storage.tiers.file.slab.records import Slab
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER
-from hicache_ext.storage.tiers.file.slab.slot_table import seal_at
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
+from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
 
 _UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL)
 ALIGNMENT = 512
@@ -39,6 +38,7 @@ class SlotIo:
 
     def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics) -> None:
         self._directory = directory
+        self._seals = directory.index.memory.rows[:, SEAL : SEAL + envelope.SEAL_LENGTH // 8]
         self._direct_reads = plan.read == "direct"
         self._direct_writes = plan.write == "direct"
         self._metrics = metrics
@@ -59,17 +59,21 @@ class SlotIo:
         with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
             if vectored.write_from(descriptor, [memoryview(together)], slot * HEADER) != len(together):
                 return False
-        seals, row = self._directory.seals, slab.first_record + slot
-        if not 0 <= row <= len(seals) - len(run):
-            # Not what is mapped: the slab is none any more.
-            return False
+        row = slab.first_row + slot
         sealed = b"".join([envelope.seal_of(header) for header in headers])
-        seals[row : row + len(run)] = np.frombuffer(sealed, np.uint64).reshape(len(run), -1)
+        # The slots are this writer's: nobody reads their seals yet.
+        self._seals[row : row + len(run)] = np.frombuffer(sealed, np.int64).reshape(len(run), -1)
         return True
 
-    def seal(self, slab: Slab, slot: int) -> bytes:
-        """That of the page in a slot, as the index has it; empty where it has none."""
-        return seal_at(self._directory.seals, slab.first_record + slot)
+    def seal(self, row: int) -> bytes:
+        """That of the page in a slot, as the index has it."""
+        seal: bytes = self._seals[row].tobytes()
+        return seal
+
+    def erase_header(self, slab: Slab, slot: int) -> None:
+        """Have no header say what was in a slot."""
+        with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
+            vectored.write_from(descriptor, [memoryview(bytes(HEADER))], slot * HEADER)
 
     def header(self, slab: Slab, slot: int) -> bytes:
         """That of the page in a slot, or as much of it as there is."""

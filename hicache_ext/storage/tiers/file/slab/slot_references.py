@@ -22,6 +22,8 @@ class SlotReference(NamedTuple):
     """Bytes of the payload."""
     position: int
     """In the batch."""
+    row: int = -1
+    """In the index."""
 
 
 class Known(NamedTuple):
@@ -46,9 +48,8 @@ class SlotReferences:
     slots: Numbers
     lengths: Numbers
     positions: Numbers
+    rows: Numbers
     known: Known = _NOTHING_KNOWN
-    seals: npt.NDArray[np.uint64] | None = None
-    """Of all slots by row, as the index had them when these pages were looked up; None where that is not known."""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -77,7 +78,7 @@ class SlotReferences:
 
     @classmethod
     def of(cls, pages: Iterable[SlotReference]) -> SlotReferences:
-        columns = np.array(list(pages), np.int64).reshape(-1, 4).T
+        columns = np.array(list(pages), np.int64).reshape(-1, 5).T
         return cls._of_columns(np.ascontiguousarray(column) for column in columns)
 
     @classmethod
@@ -88,11 +89,11 @@ class SlotReferences:
 
     @classmethod
     def _of_columns(cls, columns: Iterable[Numbers]) -> SlotReferences:
-        slabs, slots, lengths, positions = columns
-        return cls(slabs, slots, lengths, positions)
+        slabs, slots, lengths, positions, rows = columns
+        return cls(slabs, slots, lengths, positions, rows)
 
-    def _columns(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        return self.slabs, self.slots, self.lengths, self.positions
+    def _columns(self) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+        return self.slabs, self.slots, self.lengths, self.positions, self.rows
 
 
 NO_SLOTS = SlotReferences.of(())

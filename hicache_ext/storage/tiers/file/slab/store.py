@@ -1,9 +1,11 @@
 """SlabStore: the file tier for local file systems.
 
-Writing: one transaction takes slots (free ones, or those of evicted pages), the pages are written into them, a second
-transaction publishes them: a page is found only once it is whole. Reading: one look-up for the batch, then the slots
+Writing: one change of the index takes slots (free ones, or those of evicted pages), the pages are written into them, a
+second change publishes them: a page is found only once it is whole. Reading: one look-up for the batch, then the slots
 are read straight into host memory, neighbours in one preadv. A slot may be given to another page between look-up and
 read; its seal then is another page's, the index is asked again, and the page is a miss.
+
+Where another process holds the index and does not go on, a write waits a second, once; then it is rejected.
 
 Threads: any. The memory of a batch is touched only until the call returns.
 """
@@ -13,48 +15,53 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.errors import IndexBusyError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identity_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
+from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
-from hicache_ext.storage.tiers.file.slab.change import IndexChange
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
+from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
-from hicache_ext.storage.tiers.file.slab.quiet_index import QuietIndex
-from hicache_ext.storage.tiers.file.slab.records import Slab
-from hicache_ext.storage.tiers.file.slab.shapes import are_of_one_size, sizes_at, slot_size_of
+from hicache_ext.storage.tiers.file.slab.shapes import Slab, are_of_one_size, sizes_at, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_io import SlotIo
 from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, Numbers, SlotReference, SlotReferences
-from hicache_ext.storage.tiers.file.slab.touches import Touches
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_RUN = 8 << 20
 """Bytes of neighbouring slots moved by one call: more gives nothing, and starves the other threads."""
+_PUBLISHED = {1: SetResult.STORED, 0: SetResult.EXISTS, -1: SetResult.ERROR}
+_NOTES_AWAITED = 1.0
+"""Seconds for which clear() waits for its notes to be written, and not synced: a disk may hang."""
+_TICKS = 8
 _PORTIONS = 4
 """A write takes at most this part of the capacity at once."""
-_SWEEP_BATCH = 4096
-"""Pages looked at in one go for their age: a few milliseconds."""
 
 
 class SlabStore(PathStore):
-    """PageStore over one slab directory. It needs a capacity, which holds for slabs and index."""
+    """PageStore over one slab directory. It needs a capacity."""
 
     layout = "slab"
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
+        self._left: deque[tuple[Numbers, int]] = deque()
+        """Slots with their tickets that are to be free as soon as the index can be changed again."""
         if self._capacity is None:
             raise StoreSetupError(self.name, "the slab layout preallocates its files and needs a capacity")
         # What goes through the page cache is mostly work of a processor: more threads only take it from each other.
@@ -63,29 +70,23 @@ class SlabStore(PathStore):
             self._plan.threads if mode == "direct" else min(self._plan.threads, processors)
             for mode in (self._plan.read, self._plan.write)
         )
-        directory = self._resources.enter_context(slab_directory(path, self.name))
+        directory = self._resources.enter_context(slab_directory(path, self.name, self._capacity, self._open_files))
         self._directory = directory
-        self._index = QuietIndex(self.name, directory, self.metrics, self._trouble)
+        self._index = directory.index
         self._io = SlotIo(directory, self._plan, self.metrics)
         self._moves = PageMoves(directory, self._plan, self.metrics, self._io)
-        self._touches = Touches(self.name, self._write_touches)
-        self._resources.callback(self._touches.close)
         pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
         self._allocator = SlotAllocator(
-            directory,
-            self._index,
-            self._capacity,
-            pins,
-            self._touches,
-            self.metrics,
-            self._count_error,
-            evicted_age,
+            self.name, directory, self._capacity, pins, self.metrics, self._count_error, evicted_age
         )
 
     def fullness(self) -> Fullness:
-        """Raises lmdb.Error or OSError."""
         with self._calls:
-            return self._allocator.fullness()
+            return self._allocator.fullness(self._oldest())
+
+    def wait_until_rebuilt(self, timeout: float) -> bool:
+        """Wait until the index is complete; False when it is not in time."""
+        return self._directory.rebuild.wait(timeout)
 
     def can_resize(self, capacity: int | None) -> bool:
         return capacity is not None
@@ -97,29 +98,23 @@ class SlabStore(PathStore):
             super().resize(capacity)
             self._allocator.resize(capacity)
 
-    def abandon(self) -> None:
-        """``close()`` after the device failed: the index is rebuilt by whoever comes back."""
-        self._directory.doubt()
-        self._touches.forget()
-        self.close()
-
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         """A page whose slot was reused meanwhile is looked up once more."""
         results = [GetResult.MISS] * len(batch.sizes)
-        found, stale = self._index.locate(batch.keys, self._oldest())
+        found = self._index.locate(batch.keys, self._oldest())
         elsewhere = self._read_placed(batch, found, results)
         if elsewhere:
-            found, also_stale = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
-            self._read_placed(batch, replace(found, positions=np.array(elsewhere)[found.positions]), results)
-            stale = stale or also_stale
-        hits: Sequence[bytes] = batch.keys
+            again = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
+            again = replace(again, positions=np.array(elsewhere)[again.positions], known=NO_SLOTS.known)
+            self._read_placed(batch, again, results)
+            found = SlotReferences.joined([found, again]).by_position()
         count = results.count(GetResult.HIT)
-        if count < len(results):
-            hits = [key for key, result in zip(hits, results, strict=True) if result is GetResult.HIT]
         if count:
-            self._touches.note(identity_of(hits), count, hits if stale else ())
+            if count < len(found):
+                found = found.select([results[position] is GetResult.HIT for position in found.positions.tolist()])
+            self._index.note_hits(found, batch.keys, count)
         return results
 
     def _read_placed(self, batch: PageBatch, found: SlotReferences, results: list[GetResult]) -> list[int]:
@@ -186,7 +181,7 @@ class SlabStore(PathStore):
         self, slab: Slab, page: SlotReference, key: bytes, segments: Sequence[memoryview]
     ) -> str | None:
         """Why what was just read from a slot is not this page; None when it is."""
-        if envelope.page_seal(key, page.length, segments) == self._io.seal(slab, page.slot):
+        if envelope.page_seal(key, page.length, segments) == self._io.seal(page.row):
             return None
         try:
             header = self._io.header(slab, page.slot)
@@ -200,33 +195,48 @@ class SlabStore(PathStore):
         another length, or when it can be read now: since it was looked up it was evicted and written again, into the
         same slot."""
         key = batch.keys[page.position]
+        (now,) = self._index.locate([key]).pages() or (None,)
+        if now is None or now._replace(position=page.position) != page:
+            return False
+        if reason != "length" and not self._read_run(batch, [page], results):
+            return False
+        if not self._forget([key], only=page.row):
+            return False
+        self.metrics.add("corrupt", reason)
+        logger.warning("tier %s: page %s was bad (%s) and is removed", self.name, key.hex(), reason)
+        return True
 
-        def remove(change: IndexChange) -> bool:
-            # Nobody publishes meanwhile: what the index says is in a slot stays there until this has ended.
-            if not change.is_at(key, page):
-                return False
-            if reason != "length" and not self._read_run(batch, [page], results):
-                return False
-            return change.remove(key)
+    def _forget(self, keys: Sequence[bytes], only: int | None = None) -> int:
+        """Remove pages, their headers included, so that a rebuild does not find them; how many there were. With
+        ``only``, none but the page in that row."""
+        ticket = self._index.next_ticket()
+        found = self._index.locate(keys)
+        if only is not None:
+            found = found.select(found.rows == only)
+        try:
+            seized = self._index.seize(found.rows, ticket)
+        except IndexBusyError:
+            return 0
+        try:
+            for page in found.select(np.isin(found.rows, seized)).pages():
+                slab = self._allocator.slab(page.slab)
+                if slab is not None:
+                    self._io.erase_header(slab, page.slot)
+        except FileNotFoundError:
+            # The slab was dropped meanwhile.
+            pass
+        except OSError as error:
+            self._count_error(error)
+        finally:
+            self._give_back(seized, ticket)
+        return len(seized)
 
-        removed = self._index.change(remove)
-        if removed:
-            self.metrics.add("corrupt", reason)
-            logger.warning("tier %s: page %s was bad (%s) and is removed", self.name, key.hex(), reason)
-        return bool(removed)
-
-    def _write_touches(self) -> bool:
-        """Write into the index which pages were read; False when there was nothing."""
-        taken, uses = self._touches.take(), self._touches.take_uses()
-
-        def write(change: IndexChange) -> None:
-            for keys in taken:
-                change.touch(keys)
-            change.add_uses(uses)
-
-        if taken or uses:
-            self._index.change(write)
-        return bool(taken or uses)
+    def _give_back(self, rows: Numbers, ticket: int) -> None:
+        """Have slots free again that were taken; later, where the index cannot be changed now."""
+        try:
+            self._index.give_back(rows, ticket)
+        except IndexBusyError:
+            self._left.append((rows, ticket))
 
     # -- presence --------------------------------------------------------------------------------------------------
 
@@ -240,22 +250,37 @@ class SlabStore(PathStore):
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         results = [SetResult.REJECTED] * len(batch)
-        found, stale = self._index.locate(batch.keys, self._oldest())
+        found = self._index.locate(batch.keys, self._oldest())
         known = found.positions.tolist()
         for position in known:
             results[position] = SetResult.EXISTS
-        if stale:
+        if known:
             # Computed and written once more is used, too.
-            self._touches.note(identity_of(batch.keys), 0, [batch.keys[position] for position in known])
+            self._index.note_hits(found, batch.keys, 0)
         missing = sorted(set(range(len(results))).difference(known)) if known else list(range(len(results)))
-        # No portion can evict its own pages or leave none to the others.
-        for portion in self._portions(missing, batch.sizes, slot_size_of, _PORTIONS):
-            self._set_portion(batch, portion, results)
-        if missing:
-            self._allocator.make_up_for_index()
+        if not missing:
+            return results
+        try:
+            self._give_back_left()
+            if min(self._index.register(identities_of(batch.keys)).values()) < 0:
+                logger.error("tier %s: no room for more identities; clear some, or restart all servers", self.name)
+                self.metrics.add("rejected", "capacity", len(missing))
+                return results
+            # No portion can evict its own pages or leave none to the others.
+            for portion in self._portions(missing, batch.sizes, slot_size_of, _PORTIONS):
+                self._set_portion(batch, portion, results)
+            self._allocator.look_after([slot_size_of(size) for size in set(batch.sizes)], self._oldest())
+        except IndexBusyError:
+            self.metrics.add("rejected", "held", sum(result is SetResult.REJECTED for result in results))
+        except OSError as error:
+            self._count_error(error)
+            for position in missing:
+                if results[position] is SetResult.REJECTED:
+                    results[position] = SetResult.ERROR
         return results
 
     def _set_portion(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
+        """Raises IndexBusyError, OSError."""
         sizes = batch.sizes
         wanted: dict[int, Numbers] = {}
         if are_of_one_size(sizes):
@@ -265,44 +290,30 @@ class SlabStore(PathStore):
             for position in positions:
                 of_size.setdefault(slot_size_of(sizes[position]), []).append(position)
             wanted = {slot_size: np.array(pages) for slot_size, pages in of_size.items()}
-        portion = self._directory.index.next_portion()
-        places = self._allocator.take(wanted, portion)
-        counts = {slot_size: of_size.shape[1] for slot_size, of_size in places.items()}
-        self.metrics.add("rejected", "capacity", len(positions) - sum(counts.values()))
-        if not any(counts.values()):
+        ticket = self._index.next_ticket()
+        places = self._allocator.take(wanted, ticket, self._oldest())
+        self.metrics.add("rejected", "capacity", len(positions) - sum(map(len, places.values())))
+        parts = []
+        for slot_size, rows in places.items():
+            at = wanted[slot_size][: len(rows)]
+            parts.append(SlotReferences(*self._index.places_of(rows), sizes_at(sizes, at), at, rows))
+        taken = SlotReferences.joined(parts).by_position()
+        if not len(taken):
             return
-        taken = SlotReferences.joined(
-            [
-                SlotReferences(places[slot_size][0], places[slot_size][1], sizes_at(sizes, at), at)
-                for slot_size, count in counts.items()
-                for at in [wanted[slot_size][:count]]
-            ]
-        ).by_position()
-        written = NO_SLOTS
-        published: list[bool] | None = None
+        published: list[int] | None = None
         try:
             with self._moves.to_write(batch, taken, self._allocator.slab, self._writers) as moving:
-
-                def work(number: int) -> None:
-                    if number:
-                        moving.move()
-                    else:
-                        self._allocator.evict_ahead(counts)
-
-                self._workers.run(1 + moving.threads, work, self._writers)
+                self._workers.run(moving.threads, moving.move, self._writers)
             written = taken if moving.all_done else self._finish_writing(batch, moving, results)
+            published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds())
         finally:
-            published = self._index.change(
-                lambda change: change.publish(portion, batch.keys, taken, written, self._oldest())
-            )
-        if published is None:
-            _fill(results, written.positions, SetResult.ERROR)
-        elif all(published):
+            if published is None:
+                self._give_back(taken.rows, ticket)
+        if published.count(1) == len(published):
             _fill(results, written.positions, SetResult.STORED)
         else:
-            for position, stored in zip(written.positions.tolist(), published, strict=True):
-                results[position] = SetResult.STORED if stored else SetResult.EXISTS
-        self._allocator.reclaim_slab(needed=False)
+            for position, outcome in zip(written.positions.tolist(), published, strict=True):
+                results[position] = _PUBLISHED[outcome]
 
     def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
         """What compiled code did not write; all pages that are written, by position."""
@@ -342,52 +353,50 @@ class SlabStore(PathStore):
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        return self._index.change(lambda change: sum(change.remove(key) for key in keys)) or 0
+        return self._forget(keys)
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """Puts the pages out of reach at once, for everybody; their slots are freed in the background."""
-
-        def clear(change: IndexChange) -> list[bytes]:
-            return [digest for digest in (change.identities() if digests is None else digests) if change.clear(digest)]
-
-        cleared: list[bytes] = self._index.change(clear) or []
-        for digest in cleared:
-            try:
-                self._directory.note_cleared(digest)
-            except OSError as error:
-                self._count_error(error)
+        """Puts the pages out of reach at once, for everybody; what holds for the next start is written in the
+        background, and awaited for a moment."""
+        moment = milliseconds()
+        cleared, had_pages = self._index.clear(digests)
         if cleared:
-            self._clearing.clear(cleared, lambda _: self._finish_clearing(cleared))
-        return len(cleared)
+            self._clearing.clear(cleared, lambda _: self._note_cleared(cleared, moment), _NOTES_AWAITED)
+        for _ in range(_TICKS):
+            if milliseconds() > moment:
+                break
+            # What is written from now on is newer than what was cleared, also for a rebuild.
+            time.sleep(0.0005)
+        return had_pages
 
-    def _finish_clearing(self, cleared: Sequence[bytes]) -> None:
-        for digest in cleared:
-            try:
-                self._directory.sync_cleared(digest)
-            except OSError as error:
-                self._count_error(error)
-        self._index.free_cleared(cleared)
+    def _note_cleared(self, cleared: Sequence[bytes], moment: int) -> None:
+        for note in (partial(self._directory.note_cleared, moment=moment), self._directory.sync_cleared):
+            for digest in cleared:
+                try:
+                    note(digest)
+                except OSError as error:
+                    self._count_error(error)
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
-        """Frees their slots. Raises lmdb.Error."""
-        removed = 0
-        oldest = self._oldest()
-        begin: int | None = 0
-        while begin is not None and not loop.stopping:
-            expired, begin = self._directory.index.expired(oldest, begin, _SWEEP_BATCH)
-            if len(expired):
-                with self._directory.index.changing() as change:
-                    removed += change.remove_expired(expired, oldest)
-            # Others want the interpreter, too.
-            loop.rest(0.001)
-        self.metrics.add("evicted", "ttl", removed)
-        return removed
+        """Nothing to do: their slots are the first to be taken."""
+        return 0
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _oldest(self) -> int:
-        """Pages written before this (wall-clock seconds) are expired; 0 without a ttl."""
-        return 0 if self._ttl is None else max(0, int(time.time() - self._ttl))
+        """Pages written before this (wall-clock milliseconds) are expired; 0 without a ttl."""
+        return 0 if self._ttl is None else max(0, oldest_valid_ms(self._ttl))
+
+    def _give_back_left(self) -> None:
+        """Free the slots that could not be freed when they should. Raises IndexBusyError."""
+        while self._left:
+            with suppress(IndexError):
+                rows, ticket = self._left.popleft()
+                try:
+                    self._index.give_back(rows, ticket)
+                except IndexBusyError:
+                    self._left.append((rows, ticket))
+                    raise
 
     def _runs(self, pages: list[SlotReference], threads: int) -> list[list[SlotReference]]:
         """Neighbouring slots put together, as long as every thread has something to do."""
@@ -400,7 +409,7 @@ class SlabStore(PathStore):
         following = (-1, -1)
         left = 0
         for page in sorted(pages):
-            slab, slot, length, _ = page
+            slab, slot, length, _, _ = page
             takes = slot_size_of(length)
             if (slab, slot) == following and len(run) < longest and takes == length <= left:
                 run.append(page)

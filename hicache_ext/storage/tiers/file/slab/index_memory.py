@@ -1,0 +1,154 @@
+"""The memory of an index, which all processes on a directory map: words, and no file of the disk.
+
+It is a memfd. Whoever comes first to a directory makes it; others get its descriptor (sharing.py). It goes when the
+last process has gone, and the next one makes it anew from the headers of the pages (rebuild.py). So nothing of it can
+be damaged, be cut or vanish with a disk: mapped memory of a file of a device that dies ends the process (SIGBUS).
+
+Its parts are as large as the directory may ever need, and take memory only where they were written: 64 bytes a slot in
+``rows``, 18 to 37 in ``sets``. What the words mean: slot_code.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+
+import numpy as np
+
+from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab.slot_code import Words
+
+INDEX_FORMAT = 0x68696361 << 8 | 7
+"""Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
+
+_BLOCK = 4096
+_WORD = 8
+_ROW_BYTES = slot_code.ROW_WORDS * _WORD
+_CLOCKS = 16
+MOST_SLABS = 4096
+_MOST_IDENTITIES = 1 << 20
+_MEMBERS = 1024
+_LEAST_ROWS = 1 << 16
+_ROWS_PER_SET = 7
+"""At most, on average: one page in a thousand finds no place among the 16 of its set and takes that of a colder one."""
+_BYTES_PER_GHOST = 8192
+_MOST_GHOSTS = 1 << 20
+_LEAST_GHOSTS = 1 << 10
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class IndexMemory:
+    """The mapped words. Threads: any."""
+
+    def __init__(self, fd: int, *, to_change: bool = True) -> None:
+        """Maps the memory behind ``fd``, which is closed. Raises OSError, ValueError where it is no index of this
+        format."""
+        try:
+            length = os.fstat(fd).st_size
+            if length < _HEADER_BYTES:
+                raise ValueError("too short for an index")
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if to_change else 0)
+            mapped = mmap.mmap(fd, length, mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0), access)
+        finally:
+            os.close(fd)
+        with suppress(OSError, ValueError):
+            # Not for core dumps: it names what prompts people have sent.
+            mapped.madvise(getattr(mmap, "MADV_DONTDUMP", 16))
+        self._mapped = mapped
+        words: Words = np.frombuffer(mapped, np.int64)
+        self.header = words[: slot_code.HEADER_WORDS]
+        rows_most, ghost_sets = int(self.header[slot_code.ROWS_MOST]), int(self.header[slot_code.GHOST_SETS])
+        if self.header[slot_code.FORMAT] != INDEX_FORMAT or length != _size(rows_most, ghost_sets):
+            raise ValueError("an index of another format")
+        parts = iter(_parts(rows_most, ghost_sets))
+
+        def part(*shape: int) -> Words:
+            at, count = next(parts)
+            return words[at : at + count].reshape(shape)
+
+        part(slot_code.HEADER_WORDS)
+        self.clocks = part(_CLOCKS, slot_code.CLOCK_WORDS)
+        self.members = part(_MEMBERS)
+        """Ids of processes that joined; negative once one was seen dead."""
+        self.slabs = part(MOST_SLABS, slot_code.SLAB_WORDS)
+        self.identities = part(_MOST_IDENTITIES, slot_code.IDENTITY_WORDS)
+        self.ghosts = part(3, ghost_sets, slot_code.WAYS)
+        self.sets = part(_power_of_two(-(-rows_most // _ROWS_PER_SET)), slot_code.WAYS)
+        self.rows = part(rows_most, slot_code.ROW_WORDS)
+        self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
+
+    @property
+    def table(self) -> tuple[Words, Words, Words, Words]:
+        return self.rows, self.sets, self.header, self.identities
+
+    def forget_rows(self, first: int, count: int) -> None:
+        """Set rows to zero and give their memory back, which they never took where nobody wrote them."""
+        begin, end = self._rows_at + first * _ROW_BYTES, self._rows_at + (first + count) * _ROW_BYTES
+        inner, behind = begin + -begin % _BLOCK, end - end % _BLOCK
+        if inner < behind:
+            self._mapped.madvise(mmap.MADV_REMOVE, inner, behind - inner)
+            self.rows[first : first + (inner - begin) // _ROW_BYTES] = 0
+            self.rows[first + count - (end - behind) // _ROW_BYTES : first + count] = 0
+        else:
+            self.rows[first : first + count] = 0
+
+    def sets_for(self, slots: int) -> int:
+        """The sets that so many slots want: a power of two, or some would have twice as many pages as others."""
+        return max(slot_code.LEAST_SETS, min(len(self.sets), _power_of_two(-(-slots // _ROWS_PER_SET))))
+
+
+def new_index(capacity: int) -> int:
+    """The descriptor of the memory of an empty index, for slabs of up to twice ``capacity`` bytes and more where slots
+    are larger than a block. Raises OSError."""
+    rows_most = max(_LEAST_ROWS, 2 * capacity // _BLOCK)
+    rows_most += -rows_most % 512
+    ghosts = min(max(capacity // _BYTES_PER_GHOST, _LEAST_GHOSTS), _MOST_GHOSTS)
+    # Twice as many places as ghosts: sets fill unevenly.
+    ghost_sets = -(-2 * ghosts // slot_code.WAYS)
+    fd = os.memfd_create("hicache-ext-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, _size(rows_most, ghost_sets))
+        # Nobody who gets it can cut it: memory beyond an end is a SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        header = np.zeros(slot_code.HEADER_WORDS, np.int64)
+        header[slot_code.FORMAT] = INDEX_FORMAT
+        header[slot_code.ROWS_MOST], header[slot_code.GHOST_SETS] = rows_most, ghost_sets
+        header[slot_code.SETS] = header[slot_code.LEVEL] = slot_code.LEAST_SETS
+        os.pwrite(fd, header.tobytes(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << max(0, at_least - 1).bit_length()
+
+
+def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, int]]:
+    """Where each part begins, in words, and its words."""
+    counts = [
+        slot_code.HEADER_WORDS,
+        _CLOCKS * slot_code.CLOCK_WORDS,
+        _MEMBERS,
+        MOST_SLABS * slot_code.SLAB_WORDS,
+        _MOST_IDENTITIES * slot_code.IDENTITY_WORDS,
+        3 * ghost_sets * slot_code.WAYS,
+        _power_of_two(-(-rows_most // _ROWS_PER_SET)) * slot_code.WAYS,
+        rows_most * slot_code.ROW_WORDS,
+    ]
+    parts, at = [], 0
+    for count in counts:
+        parts.append((at, count))
+        at += count + -count % (_BLOCK // _WORD)
+    return parts
+
+
+def _size(rows_most: int, ghost_sets: int) -> int:
+    at, count = _parts(rows_most, ghost_sets)[-1]
+    return (at + count) * _WORD
+
+
+_HEADER_BYTES = slot_code.HEADER_WORDS * _WORD

@@ -1,0 +1,184 @@
+"""Makes an index anew from the headers of the pages, in the background, while the tier serves what was found so far.
+
+Slots that were not looked at yet are UNKNOWN: nobody reads or takes them. One process at a time does it, under a lock
+that the kernel takes back; when it ends, another one goes on where it was. Payloads are checked when they are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hicache_ext.errors import IndexBusyError
+from hicache_ext.page import envelope
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
+from hicache_ext.runtime.file_lock import OfdLock
+from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.loading import compiled_code
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
+
+logger = logging.getLogger(__name__)
+
+_PORTION = 1 << 13
+"""Headers read at once: 1 MiB."""
+_LOOK_INTERVAL = 0.5
+"""Seconds between two looks whether the process that rebuilds has ended."""
+_LOG_INTERVAL = 10.0
+HEADER_WORDS = HEADER // 8
+KEY, PAYLOAD_LENGTH, CREATED_MS = slice(2, 8), 8, 11
+"""Words of a header (docs/page-format.md)."""
+_CHECKED = HEADER - envelope.SEAL_LENGTH
+_START = np.frombuffer(envelope.PAGE_START, np.int64)
+
+Headers = npt.NDArray[np.int64]
+
+
+class SlabFiles(Protocol):
+    """What a rebuild needs of a ``SlabDirectory``."""
+
+    path: Path
+    index: SlabIndex
+
+    def allocate(self, slab: Slab, file: SlabFile, length: int) -> None: ...
+
+    def opened(self, slab: Slab, file: SlabFile) -> AbstractContextManager[int]: ...
+
+    def written_at(self, slab: Slab) -> float: ...
+
+    def delete_slab_files(self, slab: Slab) -> None: ...
+
+
+class Rebuild:
+    """Of one directory, until it is over or this is closed."""
+
+    def __init__(self, tier: str, directory: SlabFiles, lock: OfdLock) -> None:
+        self._tier = tier
+        self._directory = directory
+        self._index = directory.index
+        self._lock = lock
+        self._begun = self._logged = time.monotonic()
+        self._slots = 0
+        self._loop = BackgroundLoop(f"hicache-{tier}-rebuild", self._step, Backoff(0.1, 5.0))
+        if not self._index.rebuilt:
+            self._loop.wake()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end; False when it does not come in time."""
+        deadline = time.monotonic() + seconds
+        while not self._index.rebuilt:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._lock.close()
+
+    def _step(self) -> float | Retry | None:
+        if self._index.rebuilt:
+            return None
+        if not self._lock.try_acquire():
+            return _LOOK_INTERVAL
+        try:
+            slabs = sorted(self._index.unknown_slabs(), key=self._directory.written_at, reverse=True)
+            self._slots = sum(slab.slots for slab in slabs)
+            logger.info("tier %s: %s: the index is made anew: %d slots", self._tier, self._directory.path, self._slots)
+            done = 0
+            for slab in slabs:
+                if not self._look_at(slab, done):
+                    return RETRY if not self._loop.stopping else None
+                done += slab.slots
+            self._index.end_rebuild()
+            logger.info(
+                "tier %s: %s: the index is complete: %d pages in %.1f s",
+                self._tier,
+                self._directory.path,
+                self._index.found,
+                time.monotonic() - self._begun,
+            )
+            return None
+        except IndexBusyError:
+            return RETRY
+        finally:
+            self._lock.release()
+
+    def _look_at(self, slab: Slab, done: int) -> bool:
+        """Find the pages of one slab; False when it is not done."""
+        try:
+            self._directory.allocate(slab, SlabFile.HEADERS, slab.headers_size)
+            self._directory.allocate(slab, SlabFile.SLOTS, slab.size)
+            with self._directory.opened(slab, SlabFile.HEADERS) as fd:
+                begin = self._index.looked_at(slab)
+                while begin < slab.slots:
+                    if self._loop.stopping:
+                        return False
+                    count = min(_PORTION, slab.slots - begin)
+                    self._adopt(slab, begin, read_headers(fd, begin, count))
+                    begin += count
+                    self._say(done + begin)
+        except OSError as error:
+            # Without blocks, or headers that can be read: its pages are lost, and its room is free.
+            logger.warning("tier %s: %s: slab %d: %s", self._tier, self._directory.path, slab.number, error)
+            if self._index.drop_slab(slab):
+                self._directory.delete_slab_files(slab)
+                self._index.forget_slab(slab)
+            return True
+        return self._index.end_slab(slab)
+
+    def _adopt(self, slab: Slab, begin: int, headers: Headers) -> None:
+        seals, valid = checked_headers(headers, compiled_code())
+        keys = np.ascontiguousarray(headers[:, KEY])
+        numbers = np.full(len(headers), -1, np.int64)
+        left = valid.copy()
+        while left.any():
+            # Mostly all are of one identity.
+            words = keys[int(left.argmax()), :2]
+            same = left & (keys[:, 0] == words[0]) & (keys[:, 1] == words[1])
+            digest = words.tobytes()
+            numbers[same] = self._index.register([digest])[digest]
+            left &= ~same
+        lengths, created = (np.ascontiguousarray(headers[:, word]) for word in (PAYLOAD_LENGTH, CREATED_MS))
+        self._index.adopt(slab, begin, keys, numbers, lengths, created, seals.view(np.int64))
+
+    def _say(self, done: int) -> None:
+        if time.monotonic() - self._logged >= _LOG_INTERVAL:
+            self._logged = time.monotonic()
+            words = "tier %s: %s: the index is made anew: %d of %d slots, %d pages"
+            logger.info(words, self._tier, self._directory.path, done, self._slots, self._index.found)
+
+
+def read_headers(fd: int, begin: int, count: int) -> Headers:
+    """So many headers, a row each, from that of slot ``begin`` on; zeros behind the end of the file. Raises OSError."""
+    content = bytearray(os.pread(fd, count * HEADER, begin * HEADER))
+    content.extend(bytes(count * HEADER - len(content)))
+    return np.frombuffer(content, np.int64).reshape(-1, HEADER_WORDS)
+
+
+def checked_headers(
+    headers: Headers, code: CompiledCode | None = None
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """The seals of these headers, a row each, and which of them are headers of pages."""
+    seals = np.zeros((len(headers), 2), np.uint64)
+    if code is not None:
+        valid = np.empty(len(headers), np.int64)
+        code.check_headers(code.functions, headers.view(np.uint64), int(_START[0]), int(_START[1]), seals, valid)
+        return seals, valid != 0
+    found = (headers[:, 0] == _START[0]) & (headers[:, 1] == _START[1])
+    digest = xxhash.xxh3_128_digest
+    for at in np.flatnonzero(found).tolist():
+        content = headers[at].tobytes()
+        if digest(content[:_CHECKED]) == content[_CHECKED:]:
+            seals[at] = np.frombuffer(envelope.seal_of(content), np.uint64)
+        else:
+            found[at] = False
+    return seals, found

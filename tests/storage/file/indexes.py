@@ -1,0 +1,150 @@
+"""An index of pages without files, and what its tests do with it again and again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache_ext.storage.contract.store import PageKeys
+from hicache_ext.storage.tiers.file.slab import index as index_module
+from hicache_ext.storage.tiers.file.slab import slot_code
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.shapes import Slab
+from hicache_ext.storage.tiers.file.slab.slot_code import Words
+from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
+
+A, B = bytes(range(16)), bytes(range(16, 32))
+SMALL, MIDDLE, LARGE = 4096, 1 << 20, 3 << 20
+"""Of 32, 2 and 1 slots in a group."""
+CAPACITY = 1 << 20
+"""An index for so many bytes has 65536 rows, the least there are."""
+NOTHING = np.empty(0, np.int64)
+
+
+def key_of(number: int, identity: bytes = A) -> bytes:
+    return identity + hashlib.sha256(b"%d" % number).digest()
+
+
+def keys_of(numbers: Sequence[int], identity: bytes = A) -> PageKeys:
+    return PageKeys.of_joined(identity, b"".join(key_of(number)[16:] for number in numbers))
+
+
+def add_slab(index: SlabIndex, slot_size: int = SMALL, slots: int = 40) -> Slab:
+    slab = index.begin_slab(slot_size, lambda _: slots)
+    assert slab is not None
+    index.finish_slab(slab)
+    index.grow_sets()
+    return slab
+
+
+def take(
+    index: SlabIndex,
+    count: int,
+    slot_size: int = SMALL,
+    *,
+    spared: Words = NOTHING,
+    oldest: int = 0,
+    evict: bool = True,
+) -> tuple[int, Words, int]:
+    """The ticket, the rows and the number of pages evicted."""
+    ticket = index.next_ticket()
+    rows, evicted = index.take(slot_size, count, ticket, oldest, spared, evicting=evict)
+    return ticket, rows, evicted.pages
+
+
+def references(rows: Words, positions: Words, lengths: Words | int = 1000) -> SlotReferences:
+    unknown = np.zeros(len(rows), np.int64)
+    return SlotReferences(unknown, unknown, np.broadcast_to(lengths, len(rows)).copy(), positions, rows)
+
+
+def publish(
+    index: SlabIndex, ticket: int, keys: Sequence[bytes], rows: Words, *, now: int = 1000, oldest: int = 0
+) -> list[int]:
+    """The first of these pages into these rows."""
+    written = references(rows, np.arange(len(rows)))
+    return index.publish(ticket, keys, written, written, oldest, now)
+
+
+def store(
+    index: SlabIndex,
+    keys: Sequence[bytes],
+    slot_size: int = SMALL,
+    *,
+    now: int = 1000,
+    oldest: int = 0,
+    spared: Words = NOTHING,
+    evict: bool = True,
+) -> list[int]:
+    index.register([key[:16] for key in keys])
+    ticket, rows, _ = take(index, len(keys), slot_size, spared=spared, oldest=oldest, evict=evict)
+    return publish(index, ticket, keys, rows, now=now, oldest=oldest)
+
+
+def remove(index: SlabIndex, keys: Sequence[bytes]) -> int:
+    """As the store does: until the header is gone, the slot stays this process'."""
+    ticket = index.next_ticket()
+    seized = index.seize(index.rows_of(keys), ticket)
+    index.give_back(seized, ticket)
+    return len(seized)
+
+
+def present(index: SlabIndex, keys: Sequence[bytes], oldest: int = 0) -> list[int]:
+    return [position for position, there in enumerate(index.contains(keys, oldest)) if there]
+
+
+def hash_words(keys: Sequence[bytes]) -> Words:
+    return np.unique(index_module.lookup.hashes_of(PageKeys.of_joined(A, b"".join(key[16:] for key in keys)).words))
+
+
+def states(index: SlabIndex, slab: Slab) -> Words:
+    rows: Words = index.memory.rows[slab.first_row : slab.first_row + slab.slots, slot_code.STATE]
+    return rows & slot_code.STATES
+
+
+def assert_no_slot_lost(index: SlabIndex) -> None:
+    counts = index.counts()
+    total = sum(slab.slots for slab in index.view().slabs.values())
+    assert counts["pages"] + counts["free"] + counts["pending"] + counts["unknown"] == total
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Without compiled code inside."""
+    code = wait_for_compiled_code()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, plain in code.plain_kernels.items() if code is not None else ():
+            patch.setattr(slot_code, name, plain)
+        yield
+
+
+class Members:
+    """Stands for the processes on a directory: any number of them in one."""
+
+    def __init__(self) -> None:
+        self.id = 1
+        self.dead: set[int] = set()
+
+    def is_alive(self, member: int) -> bool:
+        return member not in self.dead
+
+
+def members_of(index: SlabIndex) -> Members:
+    """From now on the index has these, and its own process is number 1."""
+    members: Any = Members()
+    index._members = members
+    index.memory.members[:] = 0
+    join(index, 1)
+    return members
+
+
+def join(index: SlabIndex, member: int) -> None:
+    """This process is another one from now on."""
+    index._members.id = member  # type: ignore[misc]
+    if member not in index.memory.members:
+        index.join()
