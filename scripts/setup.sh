@@ -83,6 +83,6 @@ else
   pip install -e '.[compiled]'
 fi
 say "compiling the code of the file tier"
-.venv/bin/python -c "from hicache_ext.storage.tiers.file.slab.compiled_code import wait_for_compiled_code as wait; wait()"
+.venv/bin/python -c "from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code as wait; wait()"
 echo "$wanted" > "$stamp"
 say "done"

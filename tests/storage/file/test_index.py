@@ -497,3 +497,15 @@ def test_bytes_of_pages_are_counted_by_hash_over_all_identities(index: SlabIndex
     hashes = [key_of(number)[16:] for number in range(3)]
     assert index.occupied_by(hashes) == [SMALL + MIDDLE, SMALL, 0]
     assert index.occupied_by([]) == []
+
+
+def test_a_slab_that_is_finished_twice_keeps_its_pages(tmp_path: Path) -> None:
+    with new_index_in(tmp_path, CAPACITY) as index:
+        slab = index.begin_slab(SMALL, lambda _: 40)
+        assert slab is not None
+        index.finish_slab(slab)
+        index.grow_sets()
+        index.register([A])
+        store(index, keys_of(range(10)))
+        index.finish_slab(slab)
+        assert present(index, keys_of(range(10))) == list(range(10))

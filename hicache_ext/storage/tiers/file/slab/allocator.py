@@ -8,9 +8,11 @@ making and deleting files, is done without the lock of the index.
 from __future__ import annotations
 
 import bisect
+import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -70,13 +72,16 @@ class SlotAllocator:
         self._failed = failed
         self._evicted_age = evicted_age
         self._clock_times: defaultdict[int, ClockTimes] = defaultdict(ClockTimes)
-        """By slot size."""
+        """By slot size; under the lock."""
         self._slabs = dict(self._index.view().slabs)
         self._evicted_since_reclaim = 0
         self._spared_hashes: frozenset[bytes] = frozenset()
         self._spared_words: Words = np.empty(0, np.int64)
-        # Slot sizes for which pages had to be evicted.
-        self._full: set[int] = set()
+        self._full: dict[int, int] = {}
+        """Slot sizes for which no slab could be added, each with the slabs as they were (``View.changes``)."""
+        self._to_finish: deque[Slab] = deque()
+        """Slabs whose files are there, and whose index was held by another process."""
+        self._times_lock = threading.Lock()
         self._looked_at_files = time.monotonic()
         self._shrink()
 
@@ -109,6 +114,9 @@ class SlotAllocator:
         there are none, OSError where the directory was removed.
         """
         self._directory.check_is_there()
+        while self._to_finish:
+            with suppress(IndexError):
+                self._finish(self._to_finish.popleft())
         taken: dict[int, Words] = {}
         try:
             for slot_size, pages in wanted.items():
@@ -120,10 +128,12 @@ class SlotAllocator:
         return taken
 
     def _take(self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words]) -> None:
-        spared, reclaimed = self._spared(), True
-        self._clock_times[slot_size].note(self._index.inserts(slot_size), time.time())
+        spared = self._spared()
+        with self._times_lock:
+            self._clock_times[slot_size].note(self._index.inserts(slot_size), time.time())
         for _ in range(_ATTEMPTS):
-            left, evicting = wanted - len(taken[slot_size]), slot_size in self._full
+            slabs = self._index.view().changes
+            left, evicting = wanted - len(taken[slot_size]), self._full.get(slot_size) == slabs
             rows, evicted = self._index.take(slot_size, left, ticket, oldest, spared, evicting=evicting)
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
@@ -133,12 +143,10 @@ class SlotAllocator:
                 return
             if not evicting:
                 if not self._add_slab(slot_size):
-                    self._full.add(slot_size)
-            elif not len(rows) and not evicted.slots:
-                # Nothing of this size is left to evict.
-                reclaimed = self._reclaim(slot_size, oldest, needed=True)
-                if not reclaimed:
-                    return
+                    self._full[slot_size] = slabs
+            elif not len(rows) and not evicted.slots and not self._reclaim(slot_size, oldest, needed=True):
+                # Nothing is left to evict.
+                return
 
     def _spared(self) -> Words:
         """The hashes of pinned pages as ``SlabIndex.take`` wants them."""
@@ -151,7 +159,9 @@ class SlotAllocator:
     def _count_evicted(self, slot_size: int, evicted: Evicted) -> None:
         self._metrics.add("evicted", "capacity", evicted.pages)
         self._evicted_since_reclaim += evicted.pages
-        last_use = self._clock_times[slot_size].when(evicted.used) or evicted.created / 1000
+        with self._times_lock:
+            used = self._clock_times[slot_size].when(evicted.used) if evicted.used else None
+        last_use = used or evicted.created / 1000
         # One page stands for all: they are about as cold.
         self._evicted_age.note(max(0.0, time.time() - last_use), evicted.pages)
 
@@ -217,10 +227,18 @@ class SlotAllocator:
         finally:
             if not made:
                 self._index.forget_slab(slab)
-        self._index.finish_slab(slab)
-        self._index.grow_sets()
-        self._look_at_slabs()
+        self._finish(slab)
         return True
+
+    def _finish(self, slab: Slab) -> None:
+        """Have the slots of a slab taken, whose files are there. Raises IndexBusyError: then the next write does it."""
+        try:
+            self._index.finish_slab(slab)
+            self._index.grow_sets()
+        except IndexBusyError:
+            self._to_finish.append(slab)
+            raise
+        self._look_at_slabs()
 
     def _make_files(self, slab: Slab) -> bool:
         for last in (False, True):
@@ -242,8 +260,6 @@ class SlotAllocator:
         dropped = self._index.drop_slab(slab)
         if dropped:
             self._slabs.pop(slab.number, None)
-            # There is space again: a slab is added before the next eviction.
-            self._full.clear()
             self._forget(slab)
             self._look_at_slabs()
         return dropped
@@ -262,7 +278,6 @@ class SlotAllocator:
         if self._index.has_left_slabs():
             for slab in self._index.left_slabs():
                 self._forget(slab)
-                self._full.clear()
 
     def _shrink(self) -> None:
         """Drop slabs, those with the lowest priorities first, until the rest fits the capacity."""

@@ -658,7 +658,11 @@ class SlabIndex:
         header[slot_code.REBUILT] = int(not found)
 
     def finish_slab(self, slab: Slab) -> None:
-        """The files of a slab are there: its slots can be taken. Raises IndexBusyError."""
+        """The files of a slab are there: its slots can be taken. Nothing happens a second time. Raises
+        IndexBusyError."""
+        table = self.memory.slabs
+        if not ((table[:, SLAB_NUMBER] == slab.number) & (table[:, SLAB_STATE] == MAKING)).any():
+            return
         # Nobody else looks at them yet.
         self.memory.forget_rows(slab.first_row, slab.slots)
         self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE] = FREE
