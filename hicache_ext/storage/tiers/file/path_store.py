@@ -37,13 +37,16 @@ class Fullness:
 
 
 class PathStore(TierStore):
-    """A layout writes the hooks of ``TierStore``, and ``_open``, ``fullness`` and ``remove_expired``.
+    """A layout writes the hooks of ``TierStore``, ``_open`` and ``fullness``; one whose expired
+    pages take room until they are removed, ``remove_expired``.
 
     Threads: any. The memory of a batch is touched only until the call returns.
     """
 
     type_name = "file"
     layout: ClassVar[str]
+    removes_expired: ClassVar[bool] = False
+    """Whether ``remove_expired`` is to be called now and then."""
 
     def __init__(
         self,
@@ -83,7 +86,9 @@ class PathStore(TierStore):
         except BaseException:
             self._resources.close()
             raise
-        self._sweeper = None if ttl is None else Sweeper(name, path, ttl, self.remove_expired)
+        self._sweeper = None
+        if ttl is not None and self.removes_expired:
+            self._sweeper = Sweeper(name, path, ttl, self.remove_expired)
 
     @abc.abstractmethod
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
@@ -93,9 +98,9 @@ class PathStore(TierStore):
     def fullness(self) -> Fullness:
         """Looks at the disk, which may take as long as the disk likes. Raises what the disk does."""
 
-    @abc.abstractmethod
     def remove_expired(self, loop: BackgroundLoop) -> int:
         """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""
+        return 0
 
     def details(self) -> dict[str, Any]:
         return {

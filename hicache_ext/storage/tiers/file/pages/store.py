@@ -69,6 +69,7 @@ class PageFileStore(PathStore):
     """PageStore over one directory."""
 
     layout = "pages"
+    removes_expired = True
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         # Headers of 128 bytes exclude O_DIRECT.

@@ -28,7 +28,6 @@ import numpy.typing as npt
 
 from hicache_ext.errors import IndexBusyError, StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
@@ -376,10 +375,6 @@ class SlabStore(PathStore):
                     note(digest)
                 except OSError as error:
                     self._count_error(error)
-
-    def remove_expired(self, loop: BackgroundLoop) -> int:
-        """Nothing to do: their slots are the first to be taken."""
-        return 0
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
