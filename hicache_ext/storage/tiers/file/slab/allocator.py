@@ -208,9 +208,11 @@ class SlotAllocator:
     def _add_slab(self, slot_size: int) -> bool:
         """Grow by one slab within the capacity; False when that is used up or the disk is full."""
         whole = max(1, slots_within(self._whole_slab(), slot_size))
+        # Looks at the disk at times: not under the lock.
+        former = self._former.bytes()
 
         def wanted(slabs: Sequence[Slab]) -> int:
-            slots = min(whole, slots_within(self._capacity - self._occupied(slabs), slot_size))
+            slots = min(whole, slots_within(self._capacity - former - self._occupied(slabs, former=False), slot_size))
             if slots < whole // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in slabs):
                 # Or remainders of the capacity would become hundreds of slabs of one slot each.
                 return 0
@@ -218,6 +220,7 @@ class SlotAllocator:
 
         slab = self._index.begin_slab(slot_size, wanted)
         if slab is None and self._former.make_room(self._tier):
+            former = self._former.bytes()
             slab = self._index.begin_slab(slot_size, wanted)
         if slab is None:
             return False

@@ -123,7 +123,7 @@ class CompiledCode:
             arrays = *at, key_words([of_key]).view(np.uint64), rows, scratch.headers, scratch.vectors
             move(self.functions, facts, *arrays, scratch.state.address, results, taken)
             if taken[1] != (results == 0).sum():
-                raise ImportError("it does not count its pages: remove the files of numba's cache")
+                raise ImportError("it does not count its pages: remove the files hicache_ext-*.compiled")
             return not results.any()
 
         try:
@@ -139,7 +139,7 @@ class CompiledCode:
                 sound = sound and not succeeds(self.read, key[::-1], at_once)
             os.pwrite(slots, bytes([content[-1] ^ 1]), len(content) - 1)
             if not sound or succeeds(self.read, key, AT_ONCE):
-                raise ImportError("its pages are not those of this version: remove the files of numba's cache")
+                raise ImportError("its pages are not those of this version: remove the files hicache_ext-*.compiled")
         finally:
             os.close(slots)
             os.close(headers)
@@ -168,7 +168,7 @@ def _check_kernels(kernels: Mapping[str, Function]) -> None:
     """Raises ImportError when these kernels change a small index differently from slot_code.py."""
     plain = {name: getattr(slot_code, name) for name in kernels}
     if _after_some_changes(kernels) != _after_some_changes(plain):
-        raise ImportError("its index is not that of this version: remove the files of numba's cache")
+        raise ImportError("its index is not that of this version: remove the files hicache_ext-*.compiled")
 
 
 def _check_batch_kernels(kernels: Mapping[str, Function]) -> None:
@@ -192,7 +192,7 @@ def _check_batch_kernels(kernels: Mapping[str, Function]) -> None:
         or kernels["number_pages"](indices + 1, 8, 100, numbers)
         or kernels["number_pages"](indices, 8, 8, numbers)
     ):
-        raise ImportError("its keys are not those of this version: remove the files of numba's cache")
+        raise ImportError("its keys are not those of this version: remove the files hicache_ext-*.compiled")
 
 
 def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
