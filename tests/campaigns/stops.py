@@ -31,7 +31,12 @@ _WORTH_A_LINE = 0.25
 _LINES = 500
 
 _KINDS = ("open", "get", "set", "contains", "count_leading", "remove", "clear", "close")
-_RESULTS = tuple(f"get {result.value}" for result in GetResult) + tuple(f"set {result.value}" for result in SetResult)
+REFUSED_START = "start refused"
+_RESULTS = (
+    *(f"get {result.value}" for result in GetResult),
+    *(f"set {result.value}" for result in SetResult),
+    REFUSED_START,
+)
 
 Interval = tuple[float, float]
 """Two times of time.monotonic(), which all processes of a machine share."""
@@ -68,7 +73,10 @@ class Diary:
     def count(self, results: Sequence[GetResult] | Sequence[SetResult]) -> None:
         kind = "get" if results and isinstance(results[0], GetResult) else "set"
         for result in results:
-            self._counts[_RESULTS.index(f"{kind} {result.value}")] += 1
+            self.count_one(f"{kind} {result.value}")
+
+    def count_one(self, name: str) -> None:
+        self._counts[_RESULTS.index(name)] += 1
 
     def results(self) -> Counter[str]:
         """``get hit``, ``set stored`` and so on: how often, without those that did not occur."""
