@@ -17,10 +17,10 @@ help:
 	@echo "make test-radosgw  the object tier against Ceph's S3 gateway (Debian: ceph-mon ceph-osd ceph-common radosgw)"
 	@echo "make test-gpu   copy engines on a real NVIDIA GPU, races and compute-sanitizer included; says so without one"
 	@echo "make lint       ruff and mypy"
-	@echo "make kills      the long campaigns: processes killed at random moments; writes docs/reports/kills*.md"
+	@echo "make kills      the long campaigns: processes killed at random moments, also in containers and stopped; 40 minutes"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
 	@echo "make trouble    a pool killed, frozen, slow and lying under two real servers, 8 minutes; writes docs/reports/pool-trouble.*"
-	@echo "make soak       the file tier under load with a failing disk, 20 minutes; writes docs/reports/soak.md"
+	@echo "make soak       the file tier under load with a failing disk, 20 minutes, then in containers and stopped, 20 more"
 	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes docs/reports/"
 	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes docs/reports/"
 	@echo "make clean      remove .venv and everything the demo made"
@@ -59,7 +59,10 @@ lint: setup-test
 
 kills: setup-test
 	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report docs/reports/kills.md
+	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 2 --contained --stops --report docs/reports/kills-pods.md
 	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report docs/reports/kills-slab.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 2 --namespaces --report docs/reports/kills-slab-namespaces.md
+	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 3 --namespaces --stops --report docs/reports/kills-slab-pods.md
 
 guards-campaign: setup-test
 	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
@@ -69,6 +72,7 @@ trouble: setup-test
 
 soak: setup-test
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
+	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 2 --namespaces --stops --report docs/reports/soak-pods.md
 
 decode-throughput: setup-test
 	.venv/bin/python -m tests.campaigns.decode_throughput --minutes 10.5 --report docs/reports/decode-throughput.md

@@ -4,12 +4,17 @@ that grows.
 ::
 
     python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
+    python -m tests.campaigns.soak --seconds 1200 --namespaces --stops --report docs/reports/soak-pods.md
 
 Four processes work on one tier of two paths, slabs, whose capacity is a tenth of what they write. In three of them the
 disk fails by chance: single calls with EIO and ENOSPC, short transfers, slow reads, and from time to time a whole path
 with EIO for a few seconds, so that it goes out of service and comes back. The fourth has no faults and verifies. The
 bytes of a page follow from its key. Every second slots (occupied, free, being written), resident memory and open
 descriptors are noted.
+
+``--namespaces``: each process has PID, host name, /proc, network and IPC of its own, as a pod's container has.
+``--stops``: processes are stopped (SIGSTOP) for 0.1 to 4 seconds, some for 20, and go on; no call of another one may
+take longer than ``LONGEST_CALL``.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ import errno
 import gc
 import json
 import logging
-import multiprocessing
 import os
 import platform
 import random
@@ -34,13 +38,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
-from hicache_ext.storage.tiers.file.opening import open_file_tier
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, payload_of
 from tests.campaigns.slab_insides import faults, slots_by_state
+from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
 from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
+from tests.rigs.slab_tier import open_slab_tier
+from tests.rigs.workers import Worker, WorkerError
 
 WORKERS = 4
 CAPACITY = 48 << 20
@@ -52,7 +57,11 @@ CHAINS = 240
 FAULT_RATE = 0.01
 OUTAGE_EVERY = 20.0
 OUTAGE_SECONDS = 3.0
-SPAWN = multiprocessing.get_context("spawn")
+PAUSE_BETWEEN_STOPS = 4.0
+"""Seconds, at most: now and then all must be able to say what they take."""
+LONG_STOPS = 0.01
+LONG = 120.0
+"""Seconds in which anything must have come to its end."""
 
 
 @dataclass
@@ -75,18 +84,16 @@ class Findings:
     faults: Counter[str] = field(default_factory=Counter)
     outages: int = 0
     returns: int = 0
+    stops: int = 0
+    longest: dict[str, float] = field(default_factory=dict)
+    """Seconds of the longest call of each kind, of processes that were not stopped themselves."""
     problems: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
     growth: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def open_tier(root: Path) -> SpreadStore:
-    paths = [str(root / "a"), str(root / "b")]
-    disk = {"type": "file", "path": paths, "capacity": CAPACITY, "layout": "slab", "threads": 2}
-    tier = load_config(ExtraConfig.around({"tiers": {"disk": disk}})).tiers["disk"]
-    store = open_file_tier("disk", tier)  # type: ignore[arg-type]
-    assert isinstance(store, SpreadStore)
-    return store
+    return open_slab_tier(root / "a", root / "b", capacity=CAPACITY)
 
 
 class Chains:
@@ -101,20 +108,24 @@ class Chains:
         return page_keys(CHAIN, f"chain-{number}"), SIZES[number % len(SIZES)]
 
 
-def exchange(store: SpreadStore, chains: Chains, counts: Counter[str]) -> None:
+def exchange(store: SpreadStore, chains: Chains, counts: Counter[str], notes: Diary) -> None:
     """Ask for a chain, and write what is missing, as SGLang does."""
     keys, size = chains.next()
-    leading = store.count_leading(keys)
+    with notes.call("count_leading"):
+        leading = store.count_leading(keys)
     pages = HostPages([(size // 2, size - size // 2)] * len(keys))
     if leading:
-        results = store.get(PageBatch(keys[:leading], pages.buffers[:leading]))
+        with notes.call("get"):
+            results = store.get(PageBatch(keys[:leading], pages.buffers[:leading]))
         for position, result in enumerate(results):
             counts[f"get {result.value}"] += 1
             if result is GetResult.HIT and pages.payload(position) != payload_of(keys[position], size):
                 counts["WRONG"] += 1
     for position in range(len(keys)):
         pages.write(position, payload_of(keys[position], size))
-    for result in store.set(PageBatch(keys, pages.buffers)):
+    with notes.call("set"):
+        stored = store.set(PageBatch(keys, pages.buffers))
+    for result in stored:
         counts[f"set {result.value}"] += 1
         counts["bytes written"] += size * (result.value == "stored")
 
@@ -136,13 +147,15 @@ def slow_reads(chance: random.Random) -> Iterator[None]:
         os.preadv = real
 
 
-def work(root: str, seed: int, faulty: bool, channel: Connection) -> None:
+def work(channel: Connection, root: str, diary: str, seed: int, faulty: bool) -> None:
     """One process. Says when it is ready, is told until when to work, reports when it is asked, and at the end."""
     logging.disable(logging.CRITICAL)
     chance = random.Random(seed)
     counts: Counter[str] = Counter()
     chains = Chains(seed)
-    store = open_tier(Path(root))
+    notes = Diary(Path(diary))
+    with notes.call("open"):
+        store = open_tier(Path(root))
     faults = DiskFaults(root, seed=seed, rate=FAULT_RATE, errors=(errno.EIO, errno.ENOSPC), calls=("preadv", "pwritev"))
     injected: Counter[str] = Counter()
     channel.send("ready")
@@ -153,17 +166,17 @@ def work(root: str, seed: int, faulty: bool, channel: Connection) -> None:
             channel.recv()
             channel.send((resident_bytes(), len(os.listdir("/proc/self/fd"))))
         if not faulty:
-            exchange(store, chains, counts)
+            exchange(store, chains, counts, notes)
             continue
         with slow_reads(chance), faults:
-            exchange(store, chains, counts)
+            exchange(store, chains, counts, notes)
         if time.monotonic() >= outage_at:
             outage_at = time.monotonic() + OUTAGE_EVERY
             path = Path(root) / chance.choice("ab")
             with DiskFaults(path, seed=seed, rate=1.0, errors=(errno.EIO,), short=False) as dead:
                 end = time.monotonic() + OUTAGE_SECONDS
                 while time.monotonic() < min(end, until):
-                    exchange(store, chains, counts)
+                    exchange(store, chains, counts, notes)
             injected.update(dead.injected)
     injected.update(faults.injected)
     wait_for_return = time.monotonic() + 30
@@ -173,7 +186,8 @@ def work(root: str, seed: int, faulty: bool, channel: Connection) -> None:
     snapshot = store.metrics.snapshot()
     for event in ("path_out_of_service", "path_back_in_service"):
         counts[event] = sum(amount for (name, _), amount in snapshot.items() if name == event)
-    store.close()
+    with notes.call("close"):
+        store.close()
     channel.send(("done", counts, injected))
 
 
@@ -190,7 +204,7 @@ def slots(root: Path) -> tuple[int, int, int]:
     return total["pages"], total["free"], total["pending"]
 
 
-def run(seconds: float, seed: int, interval: float = 1.0) -> Findings:
+def run(seconds: float, seed: int, interval: float = 1.0, *, namespaces: bool = False, stops: bool = False) -> Findings:
     findings = Findings()
     root = Path(tempfile.mkdtemp(prefix="hicache-soak-"))
     try:
@@ -198,66 +212,98 @@ def run(seconds: float, seed: int, interval: float = 1.0) -> Findings:
         with contextlib.ExitStack() as looking:
             watcher = open_tier(root)
             looking.callback(watcher.close)
-            _soak(root, seconds, seed, interval, findings)
-        _look_at_the_end(root, findings)
+            _soak(root, seconds, seed, interval, namespaces, stops, findings)
+            _look_at_the_end(root, findings)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return findings
 
 
-def _soak(root: Path, seconds: float, seed: int, interval: float, findings: Findings) -> None:
-    processes = []
-    for number in range(WORKERS):
-        mine, theirs = SPAWN.Pipe()
+class _Process:
+    """One worker, as this process knows it."""
+
+    def __init__(self, root: Path, number: int, seed: int, namespaces: bool) -> None:
+        self._diary = root / f"diary-{number}"
         faulty = number < WORKERS - 1
-        process = SPAWN.Process(target=work, args=(str(root), seed * 1000 + number, faulty, theirs), daemon=True)
-        process.start()
-        processes.append((process, mine))
-    ended: set[int] = set()
+        self.worker = Worker(work, str(root), str(self._diary), seed * 1000 + number, faulty, namespaces=namespaces)
+        self.ended = False
+        self._asked = False
+
+    def ask(self) -> None:
+        """For memory and descriptors, unless it has not answered yet."""
+        if not self.ended and not self._asked:
+            self.worker.channel.send("report")
+            self._asked = True
+
+    def answer(self, within: float, findings: Findings) -> tuple[int, int] | None:
+        """Memory and descriptors; None if it is stopped, or has come to its end."""
+        if self.ended:
+            return None
+        try:
+            message = self.worker.answer(within if self.worker.alive else 0)
+        except TimeoutError:
+            return None
+        except WorkerError as error:
+            findings.problems[f"a process that ended: {error}"] += 1
+            self.ended = True
+            return None
+        if message[0] == "done":
+            self.ended = True
+            _add(findings, message[1], message[2])
+            return None
+        self._asked = False
+        return message[0], message[1]
+
+    def note_calls(self, stopper: Stopper | None, findings: Findings) -> None:
+        stopped = [] if stopper is None else stopper.stopped(self.worker)
+        for kind, seconds in Diary(self._diary).longest_calls(stopped).items():
+            findings.longest[kind] = max(findings.longest.get(kind, 0.0), seconds)
+            if seconds > LONGEST_CALL:
+                findings.problems[f"a call of {kind} that took longer than {LONGEST_CALL:g} s"] += 1
+
+
+def _soak(
+    root: Path, seconds: float, seed: int, interval: float, namespaces: bool, stops: bool, findings: Findings
+) -> None:
+    processes = [_Process(root, number, seed, namespaces) for number in range(WORKERS)]
+    stopper: Stopper | None = None
     begun = time.monotonic()
     try:
         # Together, however long the start takes: what is compared are quarters of the time in which all work.
-        for _, channel in processes:
-            if not channel.poll(120) or channel.recv() != "ready":
-                raise TimeoutError("a process did not start")
+        for process in processes:
+            process.worker.answer(LONG)
         begun = time.monotonic()
-        for _, channel in processes:
-            channel.send(begun + seconds)
-        deadline = begun + seconds + 120
-        while len(ended) < WORKERS:
-            if time.monotonic() > deadline:
-                findings.problems["a process that did not end"] += WORKERS - len(ended)
+        for process in processes:
+            process.worker.channel.send(begun + seconds)
+        if stops:
+            stopper = Stopper(seed, PAUSE_BETWEEN_STOPS, LONG_STOPS)
+            for process in processes:
+                stopper.add(process.worker)
+        while not all(process.ended for process in processes):
+            now = time.monotonic()
+            if now > begun + seconds + LONG:
+                findings.problems["a process that did not end"] += sum(not process.ended for process in processes)
                 return
+            if stopper is not None and now > begun + seconds:
+                # Only the last words are waited for.
+                stopper.close()
             time.sleep(interval)
-            resident = descriptors = answers = 0
-            for number, (process, channel) in enumerate(processes):
-                if number in ended:
-                    continue
-                if time.monotonic() < begun + seconds - 1:
-                    channel.send("report")
-                while channel.poll(0.5 if process.is_alive() else 0):
-                    message = channel.recv()
-                    if message[0] == "done":
-                        ended.add(number)
-                        _add(findings, message[1], message[2])
-                        break
-                    resident += message[0]
-                    descriptors += message[1]
-                    answers += 1
-                    break
-                else:
-                    if not process.is_alive():
-                        findings.problems[f"a process that died with {process.exitcode}"] += 1
-                        ended.add(number)
-            if answers == WORKERS:
+            if now < begun + seconds - 1:
+                for process in processes:
+                    process.ask()
+            answers = [process.answer(0.5, findings) for process in processes]
+            known = [answer for answer in answers if answer is not None]
+            if len(known) == WORKERS:
+                resident, descriptors = (sum(each) for each in zip(*known, strict=True))
                 findings.samples.append(Sample(time.monotonic() - begun, *slots(root), resident, descriptors))
     finally:
         findings.seconds = time.monotonic() - begun
-        for process, _ in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        if stopper is not None:
+            stopper.close()
+            findings.stops = stopper.stops
+        for process in processes:
+            process.note_calls(stopper, findings)
+            process.worker.close()
 
 
 def _add(findings: Findings, counts: Counter[str], injected: Counter[str]) -> None:
@@ -268,6 +314,10 @@ def _add(findings: Findings, counts: Counter[str], injected: Counter[str]) -> No
     findings.outages += counts["path_out_of_service"]
     findings.returns += counts["path_back_in_service"]
     findings.results.update({name: amount for name, amount in counts.items() if name.startswith(("get", "set"))})
+    if counts["get corrupt"]:
+        findings.problems["a published page was overwritten"] += counts["get corrupt"]
+    if not injected and counts["get error"] + counts["set error"]:
+        findings.problems["an error of a disk that did not fail"] += counts["get error"] + counts["set error"]
     if counts["WRONG"]:
         findings.problems["a page with wrong bytes"] += counts["WRONG"]
     if counts["path out at the end"]:
@@ -275,7 +325,7 @@ def _add(findings: Findings, counts: Counter[str], injected: Counter[str]) -> No
 
 
 def _look_at_the_end(root: Path, findings: Findings) -> None:
-    """All have closed in order: the index must be sound, nothing pending, and nothing may have grown."""
+    """All have closed in order: the index must be sound, no slot lost, and nothing may have grown."""
     used = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
     if used > CAPACITY + (1 << 20):
         findings.problems[f"{used} bytes used, {CAPACITY} allowed"] += 1
@@ -327,7 +377,8 @@ def plot(findings: Findings, file: Path) -> None:
     pyplot.close(figure)
 
 
-def report(found: Findings, seed: int, plot_name: str) -> str:
+def report(found: Findings, command: str, plot_name: str, namespaces: bool) -> str:
+    stops = [("processes stopped for a while", f"{found.stops}")] if found.stops else []
     rows = [
         (
             "bytes written",
@@ -337,6 +388,11 @@ def report(found: Findings, seed: int, plot_name: str) -> str:
         ("pages read and verified", f"{found.hits}"),
         ("calls made to fail", ", ".join(f"{amount} x {name}" for name, amount in found.faults.most_common())),
         ("paths taken out of service, brought back", f"{found.outages}, {found.returns}"),
+        *stops,
+        (
+            "longest call of each kind, without the caller's own stops",
+            ", ".join(f"{kind} {longest:.1f} s" for kind, longest in sorted(found.longest.items())) or "below 0.25 s",
+        ),
         ("slots, least and most in the second half", "{:.0f}, {:.0f}".format(*found.growth.get("slots", (0, 0)))),
         (
             "resident memory, second and last quarter",
@@ -352,8 +408,9 @@ def report(found: Findings, seed: int, plot_name: str) -> str:
         [
             "# Soak",
             "",
-            f"`python -m tests.campaigns.soak --seconds {found.seconds:.0f} --seed {seed}`: {WORKERS} processes on one "
-            f"tier of two paths, slabs, {CAPACITY >> 20} MiB, {os.cpu_count()} cores, "
+            f"`python -m tests.campaigns.soak {command}`: {WORKERS} processes on one tier"
+            + ", each in PID, host name, mount, network and IPC namespaces of its own," * namespaces
+            + f" of two paths, slabs, {CAPACITY >> 20} MiB, {os.cpu_count()} cores, "
             f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}.",
             "",
             "| | |",
@@ -375,16 +432,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--namespaces", action="store_true", help="each process in namespaces of its own, as root")
+    parser.add_argument("--stops", action="store_true", help="processes are stopped for a while")
     parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.CRITICAL)
-    findings = run(options.seconds, options.seed)
-    text = report(findings, options.seed, "soak.svg")
+    findings = run(options.seconds, options.seed, namespaces=options.namespaces, stops=options.stops)
+    command = f"--seconds {options.seconds:.0f} --seed {options.seed}"
+    command += " --namespaces" * options.namespaces + " --stops" * options.stops
+    picture = options.report.with_suffix(".svg") if options.report else Path("soak.svg")
+    text = report(findings, command, picture.name, options.namespaces)
     print(text)
     if options.report:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(text)
-        plot(findings, options.report.with_name("soak.svg"))
+        plot(findings, picture)
         print(json.dumps(findings.growth))
     return 1 if findings.problems else 0
 

@@ -1,11 +1,12 @@
-"""Writers killed at random moments; the long form is ``python -m tests.campaigns.kill_writers``."""
+"""Processes killed at random moments; the long forms are ``make kills``."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.campaigns import kill_writers
+from tests.campaigns import kill_slabs, kill_writers
 from tests.rigs.container import namespaces_missing
+from tests.rigs.workers import missing_for_namespaces
 
 
 @pytest.mark.slow
@@ -24,3 +25,22 @@ def test_writers_killed_in_containers_and_stopped_before_leave_the_same():
     assert {mode.name: findings.problems for mode, findings in found.items() if findings.problems} == {}
     assert sum(findings.kills for findings in found.values()) == 10
     assert sum(findings.killed_under_way for findings in found.values()) > 0, "no kill hit an operation"
+
+
+@pytest.mark.slow
+def test_killed_processes_leave_sound_slabs_and_no_wrong_page():
+    _assert_sound(kill_slabs.run(kills=30, seed=7))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_for_namespaces() is not None, reason=f"missing: {missing_for_namespaces()}")
+def test_containers_killed_and_stopped_leave_sound_slabs_and_no_wrong_page():
+    found = kill_slabs.run(kills=30, seed=8, namespaces=True, stops=True)
+    _assert_sound(found)
+    assert found.stops > 0
+
+
+def _assert_sound(found: kill_slabs.Findings) -> None:
+    assert found.problems == {}
+    assert found.hits_beside_writers >= kill_slabs.HITS_BESIDE_WRITERS
+    assert found.hits > found.hits_beside_writers

@@ -23,7 +23,6 @@ from hicache_ext.storage.tiers.file.slab.slot_code import SEAL
 from hicache_ext.storage.tiers.file.slab.slot_references import SlotReference
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, page_keys, payload_of, read_pages, store_pages
-from tests.campaigns import kill_slabs
 from tests.campaigns.slab_insides import faults
 from tests.rigs.disk_faults import compiled_code_through_python
 
@@ -509,11 +508,3 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
     with pytest.raises(StoreSetupError, match=r"holds format [23], layout 'slab'"):
         PageFileStore("disk", tmp_path / "b", capacity=None)
     assert json.loads((tmp_path / "b" / "v3" / "hicache_ext.json").read_text()) == {"format": 3, "layout": "slab"}
-
-
-@pytest.mark.slow
-def test_killed_processes_leave_a_sound_index_and_no_wrong_page() -> None:
-    findings = kill_slabs.run(kills=30, seed=7)
-    assert findings.problems == {}
-    assert findings.hits_beside_writers >= kill_slabs.HITS_BESIDE_WRITERS
-    assert findings.hits > findings.hits_beside_writers

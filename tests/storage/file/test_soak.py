@@ -5,11 +5,23 @@ from __future__ import annotations
 import pytest
 
 from tests.campaigns import soak
+from tests.rigs.workers import missing_for_namespaces
 
 
 @pytest.mark.slow
 def test_half_a_minute_of_faults_brings_no_wrong_byte_and_no_leak():
-    found = soak.run(seconds=27, seed=11, interval=0.5)
+    _assert_sound(soak.run(seconds=27, seed=11, interval=0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_for_namespaces() is not None, reason=f"missing: {missing_for_namespaces()}")
+def test_half_a_minute_of_faults_in_containers_that_are_stopped_now_and_then_brings_no_wrong_byte_and_no_leak():
+    found = soak.run(seconds=27, seed=12, interval=0.5, namespaces=True, stops=True)
+    _assert_sound(found)
+    assert found.stops > 0
+
+
+def _assert_sound(found: soak.Findings) -> None:
     assert dict(found.problems) == {}
     assert found.hits > 0
     assert found.stored > 0
