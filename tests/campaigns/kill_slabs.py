@@ -275,6 +275,7 @@ def report(found: Findings, seed: int, seconds: float, namespaces: bool, stops: 
         ("processes killed with SIGKILL", found.kills),
         ("of them while making the index anew", found.rebuilds_killed),
         *([("processes stopped for a while", found.stops)] if stops else []),
+        *([("of them amid a change of the index", found.stops_amid_a_change)] if stops else []),
         ("pages brought back by rebuilds", found.pages_rebuilt),
         ("pages read and verified", found.hits + found.workers_results["get hit"]),
         ("of them by this process while others worked", found.hits_beside_writers),

@@ -27,6 +27,7 @@ from hicache_ext.storage.tiers.file.slab.slot_code import Words
 Hold = Literal["change", "joining", "rebuild"]
 HOLDS: tuple[Hold, ...] = ("change", "joining", "rebuild")
 """The bytes of PATH/v3/lock, in this order."""
+_LONGER_THAN_A_CHANGE = 0.05
 _LONG = 60.0
 """Seconds in which any rebuild must end."""
 
@@ -67,8 +68,9 @@ def faults(path: Path) -> list[str]:
             found.append("two slabs have rows in common")
         files = {file.name: file.stat().st_size for file in (directory.home / "slabs").iterdir()}
         # Not of those that a killed process was making or dropping.
-        if _files_of(directory.index.view().slabs.values()).items() - files.items():
-            found.append("a file of a slab is missing or has another size")
+        for name, size in _files_of(directory.index.view().slabs.values()).items():
+            if files.get(name) != size:
+                found.append(f"a file of a slab has {files.get(name, 'no')} bytes in place of {size}")
     return found
 
 
@@ -91,6 +93,18 @@ def wait_until_rebuilt(path: Path, within: float) -> bool:
     the directory open."""
     with _opened(path) as directory:
         return directory.rebuild.wait(within)
+
+
+def is_being_changed(path: Path) -> bool:
+    """Whether a process is amid a change that does not end: stopped, that is. The directory must be in use."""
+    lock = OfdLock(slab_home(path) / "lock", HOLDS.index("change"))
+    try:
+        if lock.acquire(_LONGER_THAN_A_CHANGE):
+            lock.release()
+            return False
+        return True
+    finally:
+        lock.close()
 
 
 def hold(path: Path, what: Hold) -> Callable[[], None]:

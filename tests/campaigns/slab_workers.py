@@ -15,6 +15,7 @@ from pathlib import Path
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
+from tests.campaigns.slab_insides import is_being_changed
 from tests.campaigns.stops import LONGEST_CALL, REFUSED_START, Diary, Stopper
 from tests.rigs.slab_tier import open_slab_tier
 from tests.rigs.workers import Worker
@@ -36,6 +37,7 @@ class Findings:
     kills: int = 0
     rebuilds_killed: int = 0
     stops: int = 0
+    stops_amid_a_change: int = 0
     pages_rebuilt: int = 0
     hits: int = 0
     hits_beside_writers: int = 0
@@ -139,7 +141,10 @@ class Crew:
     def __init__(self, place: Path, chance: random.Random, findings: Findings, namespaces: bool, stops: bool) -> None:
         self._place, self._chance, self._findings, self._namespaces = place, chance, findings, namespaces
         self._workers: list[tuple[Worker, Path]] = []
-        self._stopper = Stopper(chance.randrange(1 << 30), _LONGEST_PAUSE_BETWEEN_STOPS) if stops else None
+        self._stopper: Stopper | None = None
+        if stops:
+            is_changing = functools.partial(is_being_changed, place)
+            self._stopper = Stopper(chance.randrange(1 << 30), _LONGEST_PAUSE_BETWEEN_STOPS, is_changing)
 
     def start_one(self) -> None:
         diary = self._place.parent / f"diary-{self._chance.getrandbits(60):x}"
@@ -173,6 +178,7 @@ class Crew:
             self._stopper.close()
             time.sleep(0.1)
             self._findings.stops += self._stopper.stops
+            self._findings.stops_amid_a_change += self._stopper.stops_amid_a_change
         for worker, diary in self._workers:
             self._kill(worker, diary)
         self._workers.clear()

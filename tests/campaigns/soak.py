@@ -41,7 +41,7 @@ from pathlib import Path
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, payload_of
-from tests.campaigns.slab_insides import faults, slots_by_state
+from tests.campaigns.slab_insides import faults, is_being_changed, slots_by_state
 from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
 from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
 from tests.rigs.slab_tier import open_slab_tier
@@ -59,7 +59,6 @@ OUTAGE_EVERY = 20.0
 OUTAGE_SECONDS = 3.0
 PAUSE_BETWEEN_STOPS = 4.0
 """Seconds, at most: now and then all must be able to say what they take."""
-LONG_STOPS = 0.01
 LONG = 120.0
 """Seconds in which anything must have come to its end."""
 
@@ -85,6 +84,7 @@ class Findings:
     outages: int = 0
     returns: int = 0
     stops: int = 0
+    stops_amid_a_change: int = 0
     longest: dict[str, float] = field(default_factory=dict)
     """Seconds of the longest call of each kind, of processes that were not stopped themselves."""
     problems: Counter[str] = field(default_factory=Counter)
@@ -276,7 +276,9 @@ def _soak(
         for process in processes:
             process.worker.channel.send(begun + seconds)
         if stops:
-            stopper = Stopper(seed, PAUSE_BETWEEN_STOPS, LONG_STOPS)
+            stopper = Stopper(
+                seed, PAUSE_BETWEEN_STOPS, lambda: is_being_changed(root / "a") or is_being_changed(root / "b")
+            )
             for process in processes:
                 stopper.add(process.worker)
         while not all(process.ended for process in processes):
@@ -300,7 +302,7 @@ def _soak(
         findings.seconds = time.monotonic() - begun
         if stopper is not None:
             stopper.close()
-            findings.stops = stopper.stops
+            findings.stops, findings.stops_amid_a_change = stopper.stops, stopper.stops_amid_a_change
         for process in processes:
             process.note_calls(stopper, findings)
             process.worker.close()
@@ -378,7 +380,8 @@ def plot(findings: Findings, file: Path) -> None:
 
 
 def report(found: Findings, command: str, plot_name: str, namespaces: bool) -> str:
-    stops = [("processes stopped for a while", f"{found.stops}")] if found.stops else []
+    amid = f"{found.stops}, {found.stops_amid_a_change} of them amid a change of an index"
+    stops = [("processes stopped for a while", amid)] if found.stops else []
     rows = [
         (
             "bytes written",

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +25,11 @@ LONG_STOP = 20.0
 """Seconds of some of the stops: who waits for as long as one of these is found by ``LONGEST_CALL``."""
 _MOST_STOPPED = 2
 """Processes at a time: the others have to go on."""
-_LONG_STOPS = 0.02
+_LONG_STOPS = 0.005
+_LONG_STOPS_AMID_A_CHANGE = 0.08
+_AIMED = 0.1
+"""The share of the stops that are aimed at a change: one in about eighty meets one by chance."""
+_SHOTS = 20
 _WORTH_A_LINE = 0.25
 """Seconds of a call that is noted by itself."""
 _LINES = 500
@@ -102,16 +106,17 @@ def _overlap(of: Interval, others: Sequence[Interval]) -> float:
 class Stopper:
     """A thread that stops workers for 0.1 to 4 seconds, a few for ``LONG_STOP``, until ``close``."""
 
-    def __init__(self, seed: int, pause: float, long_stops: float = _LONG_STOPS) -> None:
-        """``pause``: seconds between two stops, at most. ``long_stops``: the share that lasts ``LONG_STOP``."""
+    def __init__(self, seed: int, pause: float, is_changing: Callable[[], bool]) -> None:
+        """``pause``: seconds between two stops, at most. ``is_changing``: whether somebody is amid a change that does
+        not end; those stops hold up others, and are aimed at."""
         self._chance = random.Random(seed)
         self._pause = pause
-        self._long_stops = long_stops
+        self._is_changing = is_changing
         self._lock = threading.Lock()
         self._among: list[Worker] = []
         self._until: dict[Worker, float] = {}
         self._stopped: dict[Worker, list[Interval]] = defaultdict(list)
-        self.stops = 0
+        self.stops = self.stops_amid_a_change = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stopper")
         self._thread.start()
@@ -161,12 +166,27 @@ class Stopper:
         if not running:
             return
         worker = self._chance.choice(running)
-        seconds = LONG_STOP if self._chance.random() < self._long_stops else 0.1 + 3.9 * self._chance.random() ** 2
         # Noted before it is stopped: that takes a moment in which it may or may not run.
         self._stopped[worker].append((time.monotonic(), float("inf")))
-        worker.stop()
-        self._until[worker] = time.monotonic() + seconds
+        amid_a_change = self._stopped_amid_a_change(worker)
         self.stops += 1
+        self.stops_amid_a_change += amid_a_change
+        long = self._chance.random() < (_LONG_STOPS_AMID_A_CHANGE if amid_a_change else _LONG_STOPS)
+        self._until[worker] = time.monotonic() + (LONG_STOP if long else 0.1 + 3.9 * self._chance.random() ** 2)
+
+    def _stopped_amid_a_change(self, worker: Worker) -> bool:
+        """Stop it; whether it is amid a change."""
+        if self._until and self._is_changing():
+            # Another one is.
+            worker.stop()
+            return False
+        for _ in range(_SHOTS if self._chance.random() < _AIMED else 1):
+            worker.go_on()
+            time.sleep(0.002 * self._chance.random())
+            worker.stop()
+            if self._is_changing():
+                return True
+        return False
 
     def _let_go_on(self, worker: Worker) -> None:
         worker.go_on()
