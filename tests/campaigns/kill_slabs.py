@@ -61,7 +61,7 @@ SMALL_FILES = 512 << 10
 WORKERS = 3
 KILLS_BETWEEN_REBUILDS = 25
 LATEST_KILL = 0.05
-LATEST_KILL_BESIDE_STOPS = 0.3
+LATEST_KILL_BESIDE_STOPS = 0.2
 """Seconds: workers must live long enough to go on after a stop."""
 GC = 0.1
 """How often the tools of the host look for left-overs, per kill."""

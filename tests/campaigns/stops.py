@@ -26,7 +26,7 @@ LONG_STOP = 20.0
 _MOST_STOPPED = 2
 """Processes at a time: the others have to go on."""
 _LONG_STOPS = 0.005
-_LONG_STOPS_AMID_A_CHANGE = 0.08
+_LONG_STOPS_AMID_A_CHANGE = 0.05
 _AIMED = 0.1
 """The share of the stops that are aimed at a change: one in about eighty meets one by chance."""
 _SHOTS = 20
