@@ -127,8 +127,8 @@ def indexed_pages(directory: SlabDirectory) -> Iterator[IndexedPage]:
         rows = memory.rows[slab.first_row : slab.first_row + slab.slots]
         for slot in np.flatnonzero(rows[:, slot_code.STATE] & slot_code.STATES == slot_code.PAGE).tolist():
             state = int(rows[slot, slot_code.STATE])
-            identity = memory.identities[state >> slot_code.NUMBER_SHIFT]
-            if (state >> 8) & slot_code.GENERATIONS == int(identity[slot_code.GENERATION]) & slot_code.GENERATIONS:
+            if slot_code.is_current(memory.identities, state):
+                identity = memory.identities[state >> slot_code.NUMBER_SHIFT]
                 yield IndexedPage(slab, slot, rows[slot].copy(), identity[:2].tobytes())
 
 

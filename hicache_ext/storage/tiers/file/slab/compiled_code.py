@@ -34,7 +34,7 @@ from hicache_ext.storage.tiers.file.device_probe import Mode
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, slot_size_of
-from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL, WAYS, Words
+from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL, WAYS
 
 AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: they must stay in the processor's cache until checked."""
@@ -203,7 +203,11 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     header[slot_code.SETS] = header[slot_code.LEVEL] = slot_code.LEAST_SETS
     table = (rows, sets, header, identities)
     slabs = np.array([[3, size, slots, 0, slot_code.READY, slots, 0, 0]])
-    slabs_of_size, clocks, ghosts = np.zeros(1, np.int64), np.zeros((2, slot_code.CLOCK_WORDS), np.int64), _no_ghosts(8)
+    slabs_of_size, clocks, ghosts = (
+        np.zeros(1, np.int64),
+        np.zeros((2, slot_code.CLOCK_WORDS), np.int64),
+        np.zeros((3, 8, WAYS), np.int64),
+    )
     clocks[0, slot_code.CLOCK_SIZE] = size
     keys = np.arange(6 * 200).reshape(200, 6) * 0x123456789ABCDE7
     numbers, answers, pending = np.zeros(1, np.int64), [], slot_code.PENDING | 55 << 8
@@ -235,7 +239,3 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     answers.append(kernels["count"](rows, identities, 0, 2 * slots, 11, counts))
     words = [*table, slabs, clocks, ghosts, located, facts, looked_up, counts, np.array(answers, np.int64)]
     return b"".join(part.tobytes() for part in words)
-
-
-def _no_ghosts(sets: int) -> Words:
-    return np.zeros((3, sets, WAYS), np.int64)

@@ -27,7 +27,7 @@ from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.tiers.file.slab import lookup, slot_code
-from hicache_ext.storage.tiers.file.slab.index_memory import MOST_SLABS, IndexMemory, new_index
+from hicache_ext.storage.tiers.file.slab.index_memory import BYTES_PER_GHOST, MOST_SLABS, IndexMemory, new_index
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
 from hicache_ext.storage.tiers.file.slab.slot_code import (
     CLEARED,
@@ -84,6 +84,8 @@ _SMALL_STEP = 256
 """The same for plain Python."""
 _DEAD_INTERVAL = 10.0
 """Seconds between two looks at which members are gone."""
+IN_USE = (READY, SCANNING)
+"""SLAB_STATE of the slabs whose pages can be looked up."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
 
@@ -190,7 +192,7 @@ class SlabIndex:
     def places_of(self, rows: Words) -> tuple[Words, Words]:
         """The slab numbers and slots of rows that are in slabs."""
         by_first = self.view().by_first
-        of = np.searchsorted(by_first[:, FIRST], rows, side="right") - 1
+        of = lookup.slabs_with(by_first, rows)
         return by_first[of, SLAB_NUMBER], rows - by_first[of, FIRST]
 
     def view(self) -> View:
@@ -203,12 +205,9 @@ class SlabIndex:
 
     def _look(self, changes: int) -> View:
         table = self.memory.slabs.copy()
-        there = np.flatnonzero((table[:, SLAB_STATE] == READY) | (table[:, SLAB_STATE] == SCANNING))
+        there = np.flatnonzero(np.isin(table[:, SLAB_STATE], IN_USE))
         there = there[table[there, SLAB_NUMBER].argsort()]
-        slabs = {
-            number: Slab(number, size, slots, first)
-            for number, size, slots, first in table[there][:, [SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST]].tolist()
-        }
+        slabs = {slab.number: slab for slab in slabs_of(table[there])}
         sizes = table[there, SLOT_SIZE]
         of_size = {int(size): np.ascontiguousarray(there[sizes == size]) for size in np.unique(sizes)}
         slots = {size: int(table[positions, SLOTS].sum()) for size, positions in of_size.items()}
@@ -247,7 +246,7 @@ class SlabIndex:
         by_first = self.view().by_first
         for digest in self.identities() if len(by_first) else ():
             rows = self.rows_of(PageKeys.of_joined(digest, b"".join(hashes)))
-            sizes = by_first[np.clip(np.searchsorted(by_first[:, FIRST], rows, side="right") - 1, 0, None), SLOT_SIZE]
+            sizes = by_first[np.clip(lookup.slabs_with(by_first, rows), 0, None), SLOT_SIZE]
             taken += np.where(rows >= 0, sizes, 0)
         return taken.tolist()
 
@@ -398,27 +397,22 @@ class SlabIndex:
         more = True
         while more and done < wanted:
             try:
-                got, more_evicted, more = self._take(
-                    slot_size, rows[done:], ticket, oldest, spared, dead, evicting=evicting
-                )
+                got, evicted, more = self._take(slot_size, rows[done:], ticket, oldest, spared, dead, evicting=evicting)
             except IndexBusyError:
                 if not done:
                     raise
                 break
             done += got
-            if more_evicted.slots:
-                slots, pages = evicted.slots + more_evicted.slots, evicted.pages + more_evicted.pages
-                evicted = more_evicted._replace(slots=slots, pages=pages)
         return rows[:done], evicted
 
     def _take(
         self, slot_size: int, rows: Words, ticket: int, oldest: int, spared: Words, dead: Words, *, evicting: bool
     ) -> tuple[int, Evicted, bool]:
-        """How many slots were taken, what was evicted, and whether another call may find free slots further on. Raises
-        IndexBusyError."""
+        """How many slots were taken, what was evicted, and, where nothing may be evicted, whether another call may find
+        free slots further on. Raises IndexBusyError."""
         evicted, table = NOTHING_EVICTED, self.memory.slabs
         with self._changing():
-            of_size, pending = self._taken_from(slot_size), PENDING | self._members.id << 8
+            of_size, pending = self._taken_from(slot_size), self._pending
 
             def take_free() -> int:
                 of = self.memory.rows, table, of_size
@@ -445,8 +439,7 @@ class SlabIndex:
         """Free slots that were taken. Raises IndexBusyError."""
         if len(rows):
             with self._changing():
-                pending = PENDING | self._members.id << 8
-                slot_code.give_back(self.memory.rows, rows, pending, ticket)
+                slot_code.give_back(self.memory.rows, rows, self._pending, ticket)
                 self._may_be_free(rows)
 
     def publish(
@@ -463,8 +456,8 @@ class SlabIndex:
         published = np.empty(len(written), np.int64)
         with self._changing():
             view = self.view()
-            pending = PENDING | self._members.id << 8
-            of_rows = np.searchsorted(view.by_first[:, FIRST], written.rows, side="right") - 1
+            pending = self._pending
+            of_rows = lookup.slabs_with(view.by_first, written.rows)
             sizes = view.by_first[of_rows, SLOT_SIZE] if len(view.by_first) else np.zeros(len(written), np.int64)
             for size in np.unique(sizes).tolist():
                 chosen = np.flatnonzero(sizes == size)
@@ -498,7 +491,7 @@ class SlabIndex:
         IndexBusyError."""
         rows = np.ascontiguousarray(rows)
         with self._changing():
-            slot_code.seize(*self.memory.table, rows, PENDING | self._members.id << 8, ticket)
+            slot_code.seize(*self.memory.table, rows, self._pending, ticket)
         return rows[rows >= 0]
 
     def free_dead(self) -> int:
@@ -599,7 +592,7 @@ class SlabIndex:
     def _may_be_free(self, rows: Words) -> None:
         """Say that some of these slots may be free."""
         view = self.view()
-        of_rows = np.searchsorted(view.by_first[:, FIRST], rows, side="right") - 1
+        of_rows = lookup.slabs_with(view.by_first, rows)
         for of in np.unique(of_rows[of_rows >= 0]).tolist():
             slab, some = self.memory.slabs[view.positions[of]], rows[of_rows == of]
             # The first free ones are taken first: they were used lately, and are in the page cache.
@@ -622,7 +615,7 @@ class SlabIndex:
     def all_slabs(self) -> list[Slab]:
         """Those that are being made or dropped, too: all that take room."""
         table = self.memory.slabs.copy()
-        return [_slab_of(row) for row in table[table[:, SLAB_STATE] != NO_SLAB]]
+        return slabs_of(table[table[:, SLAB_STATE] != NO_SLAB])
 
     def begin_slab(self, slot_size: int, wanted: Callable[[Sequence[Slab]], int]) -> Slab | None:
         """A place for a new slab, whose files are to be made; ``wanted`` says how many slots it may have, from the
@@ -660,8 +653,7 @@ class SlabIndex:
     def finish_slab(self, slab: Slab) -> None:
         """The files of a slab are there: its slots can be taken. Nothing happens a second time. Raises
         IndexBusyError."""
-        table = self.memory.slabs
-        if not ((table[:, SLAB_NUMBER] == slab.number) & (table[:, SLAB_STATE] == MAKING)).any():
+        if self._position(slab, MAKING) < 0:
             return
         # Nobody else looks at them yet.
         self.memory.forget_rows(slab.first_row, slab.slots)
@@ -699,18 +691,17 @@ class SlabIndex:
             # Or files that could not be deleted.
             left |= (table[:, SLAB_STATE] == DROPPING) & (table[:, OF] == self._members.id)
             table[left, OF] = self._members.id
-            for row in table[left & (table[:, SLAB_STATE] == DROPPING)]:
-                self._forget_pages(_slab_of(row))
-            return [_slab_of(row) for row in table[left]]
+            for slab in slabs_of(table[left & (table[:, SLAB_STATE] == DROPPING)]):
+                self._forget_pages(slab)
+            return slabs_of(table[left])
 
     def _forget_pages(self, slab: Slab) -> None:
         """Have no page of a slab that was dropped found any more: its files may stay for long. Under the lock."""
         states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
         pages = states[states & STATES == slot_code.PAGE]
         self.memory.forget_rows(slab.first_row, slab.slots)
-        numbers, generations = pages >> slot_code.NUMBER_SHIFT, (pages >> 8) & slot_code.GENERATIONS
-        current = self.memory.identities[numbers, GENERATION] & slot_code.GENERATIONS
-        np.subtract.at(self.memory.identities[:, slot_code.PAGES], numbers[generations == current], 1)
+        numbers = pages[slot_code.is_current(self.memory.identities, pages)] >> slot_code.NUMBER_SHIFT
+        np.subtract.at(self.memory.identities[:, slot_code.PAGES], numbers, 1)
 
     def has_left_slabs(self) -> bool:
         return bool(np.isin(self.memory.slabs[:, SLAB_STATE], (MAKING, DROPPING)).any())
@@ -761,15 +752,20 @@ class SlabIndex:
         return Slab(number, slot_size, slots, first)
 
     def _set_state(self, slab: Slab, before: int, after: int) -> bool:
-        table = self.memory.slabs
-        found = np.flatnonzero((table[:, SLAB_NUMBER] == slab.number) & (table[:, SLAB_STATE] == before))
-        if not len(found):
+        table, position = self.memory.slabs, self._position(slab, before)
+        if position < 0:
             return False
         if after in (READY, DROPPING):
-            table[found[0], OF] = 0 if after == READY else self._members.id
-        table[found[0], SLAB_STATE] = after
+            table[position, OF] = 0 if after == READY else self._members.id
+        table[position, SLAB_STATE] = after
         self.memory.header[SLAB_CHANGES] += 1
         return True
+
+    def _position(self, slab: Slab, state: int) -> int:
+        """Where a slab that is in this SLAB_STATE is in the table; -1 for nowhere."""
+        table = self.memory.slabs
+        there = np.flatnonzero((table[:, SLAB_NUMBER] == slab.number) & (table[:, SLAB_STATE] == state))
+        return int(there[0]) if len(there) else -1
 
     # -- rebuild ---------------------------------------------------------------------------------------------------
 
@@ -786,11 +782,11 @@ class SlabIndex:
     def unknown_slabs(self) -> list[Slab]:
         """Those that were not looked at, or not to the end."""
         table = self.memory.slabs.copy()
-        return [_slab_of(row) for row in table[table[:, SLAB_STATE] == SCANNING]]
+        return slabs_of(table[table[:, SLAB_STATE] == SCANNING])
 
     def looked_at(self, slab: Slab) -> int:
         """So many slots of a slab were looked at."""
-        position = self._position(slab)
+        position = self._position(slab, SCANNING)
         return slab.slots if position < 0 else int(self.memory.slabs[position, OF])
 
     def adopt(
@@ -805,7 +801,7 @@ class SlabIndex:
             columns = keys[some], numbers[some], lengths[some], created[some], seals[some]
             first = slab.first_row + begin + at
             with self._changing():
-                position = self._position(slab)
+                position = self._position(slab, SCANNING)
                 if position < 0:
                     # Dropped meanwhile.
                     return
@@ -827,18 +823,12 @@ class SlabIndex:
         with self._changing():
             if complete:
                 self._set_state(slab, SCANNING, READY)
-            elif (position := self._position(slab)) >= 0:
+            elif (position := self._position(slab, SCANNING)) >= 0:
                 self.memory.slabs[position, OF] = 0
         return complete
 
     def end_rebuild(self) -> None:
         self.memory.header[slot_code.REBUILT] = 1
-
-    def _position(self, slab: Slab) -> int:
-        """Where a slab that is being looked at is in the table; -1 for nowhere."""
-        table = self.memory.slabs
-        there = np.flatnonzero((table[:, SLAB_NUMBER] == slab.number) & (table[:, SLAB_STATE] == SCANNING))
-        return int(there[0]) if len(there) else -1
 
     # -- members ---------------------------------------------------------------------------------------------------
 
@@ -867,6 +857,11 @@ class SlabIndex:
         dead: Words = -members[members < 0]
         return dead
 
+    @property
+    def _pending(self) -> int:
+        """STATE of a slot that this process writes."""
+        return PENDING | self._members.id << 8
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
         with self._lock.held() as mine:
@@ -894,10 +889,10 @@ def slots_in_group(slot_size: int) -> int:
     return min(max(1, _GROUP // slot_size), _MOST_TOGETHER)
 
 
-def _slab_of(row: Words) -> Slab:
-    number, slot_size, slots, first = row[[SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST]].tolist()
-    return Slab(number, slot_size, slots, first)
+def slabs_of(rows: Words) -> list[Slab]:
+    """The slabs in these rows of the table."""
+    return [Slab(*row) for row in rows[:, [SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST]].tolist()]
 
 
 def _ghost_limit(slots: int, slot_size: int) -> int:
-    return min(EvictionPolicy(max(1, slots)).ghost_limit, slots * slot_size // 8192)
+    return min(EvictionPolicy(max(1, slots)).ghost_limit, slots * slot_size // BYTES_PER_GHOST)

@@ -22,7 +22,7 @@ from hicache_ext.storage.tiers.file.manifest import slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.directory import cleared_at
-from hicache_ext.storage.tiers.file.slab.index import Uses
+from hicache_ext.storage.tiers.file.slab.index import IN_USE, Uses, slabs_of
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
 from hicache_ext.storage.tiers.file.slab.rebuild import CREATED_MS, KEY, PAYLOAD_LENGTH, checked_headers, read_headers
@@ -158,7 +158,7 @@ class SlabListing:
             rows[:, slot_code.HASH] == hashes_of(keys)
         )
         counts &= (of[:, :2] == keys[:, :2]).all(axis=1)
-        counts &= (states >> 8) & slot_code.GENERATIONS == of[:, slot_code.GENERATION] & slot_code.GENERATIONS
+        counts &= slot_code.is_current(identities, states)
         return counts
 
     def _is_there(self, page: ListedPage) -> bool:
@@ -168,9 +168,8 @@ class SlabListing:
     def _slabs_in_memory(self) -> list[Slab]:
         assert self._memory is not None
         table = self._memory.slabs.copy()
-        there = np.isin(table[:, slot_code.SLAB_STATE], (slot_code.READY, slot_code.SCANNING))
-        words = [slot_code.SLAB_NUMBER, slot_code.SLOT_SIZE, slot_code.SLOTS, slot_code.FIRST]
-        return [Slab(*row) for row in sorted(table[there][:, words].tolist())]
+        in_use = slabs_of(table[np.isin(table[:, slot_code.SLAB_STATE], IN_USE)])
+        return sorted(in_use, key=lambda slab: slab.number)
 
     def _slabs_by_files(self) -> list[Slab]:
         slabs: list[Slab] = []

@@ -6,6 +6,8 @@ No lock is needed (slot_code.py says what that means). ``numbers``: of identitie
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from hicache_ext.runtime.jit import is_compiled
@@ -43,28 +45,34 @@ _PORTION = 4096
 _LOOKS = 4
 
 
+def _looks(memory: IndexMemory) -> Iterator[None]:
+    """Once, and again where entries were moved to a new set meanwhile: some were looked for where they are no more."""
+    for _ in range(_LOOKS):
+        sets = memory.header[SETS]
+        yield
+        if memory.header[SETS] == sets:
+            return
+
+
 def find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Words:
     """The row of each page, -1 for nowhere, or written before ``oldest`` (wall-clock milliseconds)."""
     rows = np.empty(len(keys), np.int64)
-    for _ in range(_LOOKS):
-        sets = memory.header[SETS]
+    for _ in _looks(memory):
         if is_compiled(slot_code.find):
             slot_code.find(*memory.table, keys, numbers, oldest, rows, 0)
         else:
             rows = _find(memory, keys, numbers, oldest)
-        if memory.header[SETS] == sets or (rows >= 0).all():
+        if (rows >= 0).all():
             break
-        # Entries were moved to a new set: some were looked for where they are no more.
     return rows
 
 
 def count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> int:
     """How many pages are there, and not written before ``oldest``, before the first one that is not."""
     leading = 0
-    for _ in range(_LOOKS):
-        sets = memory.header[SETS]
+    for _ in _looks(memory):
         leading = _count_leading(memory, keys, numbers, oldest)
-        if memory.header[SETS] == sets or leading == len(keys):
+        if leading == len(keys):
             break
     return leading
 
@@ -87,10 +95,9 @@ def _count_leading(memory: IndexMemory, keys: Words, numbers: Words, oldest: int
 def locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs: Words) -> tuple[Words, Words]:
     """The pages that are there and not written before ``oldest``: slab numbers, slots, payload lengths, positions in
     ``keys`` and rows, a row each; and what slot_code.py says of all of them (IN_ORDER). ``slabs``: by FIRST."""
-    for _ in range(_LOOKS):
-        sets = memory.header[SETS]
+    for _ in _looks(memory):
         located, facts = _locate(memory, keys, numbers, oldest, slabs)
-        if memory.header[SETS] == sets or located.shape[1] == len(keys):
+        if located.shape[1] == len(keys):
             break
     return located, facts
 
@@ -102,7 +109,7 @@ def _locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs
         count = slot_code.locate(*memory.table, keys, numbers, oldest, slabs, located, facts)
         return located if count == len(keys) else located[:, :count], facts
     rows = _find(memory, keys, numbers, oldest)
-    of = np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
+    of = slabs_with(slabs, rows)
     known = (rows >= 0) & (of >= 0)
     known[known] = rows[known] < slabs[of[known], FIRST] + slabs[of[known], SLOTS]
     positions = np.flatnonzero(known)
@@ -120,7 +127,7 @@ def touch(memory: IndexMemory, slabs: Words, capacities: Words, fresh: Words, ro
     nothing."""
     if not is_compiled(slot_code.touch):
         # Mostly there is nothing to change, and a step of Python per page costs more than the rest of a look-up.
-        of = np.clip(np.searchsorted(slabs[:, FIRST], rows, side="right") - 1, 0, None)
+        of = np.clip(slabs_with(slabs, rows), 0, None)
         if not len(slabs) or not (memory.rows[rows, slot_code.USED] >> slot_code.HITS_BITS < fresh[of]).any():
             return
     slot_code.touch(memory.rows, memory.clocks, slabs, capacities, rows)
@@ -128,10 +135,13 @@ def touch(memory: IndexMemory, slabs: Words, capacities: Words, fresh: Words, ro
 
 def hashes_of(keys: Words) -> Words:
     """HASH of these keys (``key_words``)."""
-    mixed = _scrambled(keys[:, 2])
-    for word in (3, 4, 5):
-        mixed = _scrambled(mixed ^ keys[:, word])
-    return mixed
+    hashes: Words = slot_code.hash_words(*(keys[:, word] for word in range(2, slot_code.KEY_WORDS)))
+    return hashes
+
+
+def slabs_with(slabs: Words, rows: Words) -> Words:
+    """The positions of the slabs that have these rows, each of which is in one. ``slabs``: by FIRST."""
+    return np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
 
 
 def coldest(
@@ -191,8 +201,7 @@ def _ranks(memory: IndexMemory, rows: Words, oldest: int, dead: Words) -> Words:
     states = rows[:, STATE].copy()
     kinds = states & STATES
     of_page = np.clip(rows[:, PRIORITY], 0, NO_PAGE - 1)
-    current = memory.identities[(states >> NUMBER_SHIFT) & (len(memory.identities) - 1), GENERATION] & GENERATIONS
-    of_page[((states >> 8) & GENERATIONS != current) | (rows[:, CREATED] < oldest)] = AT_ONCE
+    of_page[~slot_code.is_current(memory.identities, states) | (rows[:, CREATED] < oldest)] = AT_ONCE
     ranks = np.where(kinds == PAGE, of_page, NO_PAGE)
     ranks[(kinds == FREE) | ((kinds == PENDING) & np.isin(states >> 8, dead))] = AT_ONCE
     return ranks
@@ -200,12 +209,6 @@ def _ranks(memory: IndexMemory, rows: Words, oldest: int, dead: Words) -> Words:
 
 def _only(values: Words) -> int:
     return int(values[0]) if len(values) and (values == values[0]).all() else SEVERAL
-
-
-def _scrambled(words: Words) -> Words:
-    words = words ^ (words << 13)
-    words = words ^ ((words >> 7) & np.int64((1 << 57) - 1))
-    return words ^ (words << 17)
 
 
 def _find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Words:
@@ -217,9 +220,7 @@ def _find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Word
     of = np.broadcast_to(numbers, len(keys))[known]
     hashes = hashes_of(keys[known])
     states = PAGE | (memory.identities[of, GENERATION] & GENERATIONS) << 8 | of << NUMBER_SHIFT
-    mixed = _scrambled(hashes ^ (of << 7))
-    for shift in (32, 16, 8):
-        mixed ^= (mixed >> shift) & np.int64((1 << 64 - shift) - 1)
+    mixed = slot_code.mixed(hashes, of)
     sets, level = int(memory.header[SETS]), int(memory.header[slot_code.LEVEL])
     at = mixed & (2 * level - 1)
     at = np.where(at < sets, at, mixed & (level - 1))

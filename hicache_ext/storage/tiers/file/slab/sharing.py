@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import select
 import socket
@@ -20,8 +19,6 @@ from pathlib import Path
 
 from hicache_ext.runtime.access import access_in
 from hicache_ext.runtime.background import BackgroundLoop
-
-logger = logging.getLogger(__name__)
 
 _GREETING = b"hicache-ext index\n"
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

@@ -17,6 +17,8 @@ to another, and x86 keeps their order; elsewhere a torn row costs its page, beca
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -104,43 +106,65 @@ _priority_of = helper(eviction.priority_of)
 # Linear hashing: sets are added one by one, and a set that is added takes its entries from one other set.
 
 
+# ``scrambled``, ``hash_words``, ``mixed`` and ``is_current`` take arrays, too, outside of kernels: lookup.py uses them.
+
+
 @helper
-def _scrambled(word: int) -> int:
+def scrambled(word: Any) -> Any:
     """One word for each word, by shifts alone: neither Python nor numpy warns of them."""
-    word ^= word << 13
-    word ^= (word >> 7) & ((1 << 57) - 1)
+    word = word ^ (word << 13)
+    word = word ^ ((word >> 7) & ((1 << 57) - 1))
     return word ^ (word << 17)
 
 
 @helper
+def hash_words(first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """HASH of the words of a page hash: page hashes that differ in one word differ here."""
+    return scrambled(scrambled(scrambled(scrambled(first) ^ second) ^ third) ^ fourth)
+
+
+@helper
 def hash_of(words: Words, of: int) -> int:
-    """Of a key's page hash: keys that differ in one word differ here."""
-    mixed = _scrambled(words[of, 2])
-    mixed = _scrambled(mixed ^ words[of, 3])
-    mixed = _scrambled(mixed ^ words[of, 4])
-    return _scrambled(mixed ^ words[of, 5])
+    """HASH of a key."""
+    hashed: int = hash_words(words[of, 2], words[of, 3], words[of, 4], words[of, 5])
+    return hashed
 
 
 @helper
-def _mixed(hashed: int, number: int) -> int:
+def mixed(hashed: Any, number: Any) -> Any:
     """Of a page: its low bits, which every bit of the key has a part in, choose the set; its high bits are the tag."""
-    mixed = _scrambled(hashed ^ (number << 7))
-    mixed ^= (mixed >> 32) & _LOW
-    mixed ^= (mixed >> 16) & ((1 << 48) - 1)
-    return mixed ^ ((mixed >> 8) & ((1 << 56) - 1))
+    word = scrambled(hashed ^ (number << 7))
+    word = word ^ ((word >> 32) & _LOW)
+    word = word ^ ((word >> 16) & ((1 << 48) - 1))
+    return word ^ ((word >> 8) & ((1 << 56) - 1))
 
 
 @helper
-def _set_of(mixed: int, header: Words) -> int:
-    """LEVEL may be one step behind SETS or ahead of it, which makes no difference to the sets there are."""
+def is_current(identities: Words, state: Any) -> Any:
+    """Whether a page of this STATE was not cleared."""
+    number = (state >> NUMBER_SHIFT) & (len(identities) - 1)
+    return (state >> 8) & GENERATIONS == identities[number, GENERATION] & GENERATIONS
+
+
+@helper
+def _mixed_of(rows: Words, row: int) -> int:
+    """``mixed`` of the page in a row."""
+    word: int = mixed(rows[row, HASH], rows[row, STATE] >> NUMBER_SHIFT)
+    return word
+
+
+@helper
+def _set_of(word: int, header: Words) -> int:
+    """``word``: ``mixed``. LEVEL may be one step behind SETS or ahead of it, which makes no difference to the sets
+    there are."""
     level = header[LEVEL]
-    at = mixed & (2 * level - 1)
-    return int(at if at < header[SETS] else mixed & (level - 1))
+    at = word & (2 * level - 1)
+    return int(at if at < header[SETS] else word & (level - 1))
 
 
 @helper
-def _entry(mixed: int, row: int) -> int:
-    return ((mixed >> ROW_BITS) & TAG) << ROW_BITS | (row + 1)
+def _entry(word: int, row: int) -> int:
+    return ((word >> ROW_BITS) & TAG) << ROW_BITS | (row + 1)
 
 
 @helper
@@ -152,9 +176,9 @@ def _state_of(identities: Words, number: int) -> int:
 @helper
 def _row_of(rows: Words, sets: Words, header: Words, hashed: int, number: int, state: int) -> int:
     """The row of a page; -1 when there is none."""
-    mixed = _mixed(hashed, number)
-    at = _set_of(mixed, header)
-    tag = (mixed >> ROW_BITS) & TAG
+    word = mixed(hashed, number)
+    at = _set_of(word, header)
+    tag = (word >> ROW_BITS) & TAG
     for way in range(WAYS):
         entry = sets[at, way]
         if entry >> ROW_BITS == tag:
@@ -180,7 +204,7 @@ def _row_behind(
 @helper
 def _leave(rows: Words, sets: Words, header: Words, row: int) -> None:
     """Remove the entry of a page."""
-    at = _set_of(_mixed(rows[row, HASH], rows[row, STATE] >> NUMBER_SHIFT), header)
+    at = _set_of(_mixed_of(rows, row), header)
     for way in range(WAYS):
         if sets[at, way] & ROW == row + 1:
             sets[at, way] = 0
@@ -197,26 +221,25 @@ def _free_page(rows: Words, sets: Words, header: Words, identities: Words, row: 
 @helper
 def _uncount(identities: Words, state: int) -> None:
     """One page of this STATE less."""
-    number = (state >> NUMBER_SHIFT) & (len(identities) - 1)
-    if (state >> 8) & GENERATIONS == identities[number, GENERATION] & GENERATIONS:
-        identities[number, PAGES] -= 1
+    if is_current(identities, state):
+        identities[(state >> NUMBER_SHIFT) & (len(identities) - 1), PAGES] -= 1
 
 
 @helper
-def _enter(rows: Words, sets: Words, header: Words, mixed: int, row: int) -> int:
-    """Add the entry of a page. In a full set the page with the lowest priority goes: returns its row, -1 mostly."""
-    at = _set_of(mixed, header)
+def _enter(rows: Words, sets: Words, header: Words, word: int, row: int) -> int:
+    """Add the entry of a page (``word``: ``mixed``). In a full set the page with the lowest priority goes: returns its
+    row, -1 mostly."""
+    at = _set_of(word, header)
     chosen, lowest, lost = -1, NO_PAGE, -1
     for way in range(WAYS):
         other = (sets[at, way] & ROW) - 1
         stale = other < 0 or other >= len(rows) or rows[other, STATE] & STATES != PAGE
         if not stale:
-            of_other = _mixed(rows[other, HASH], rows[other, STATE] >> NUMBER_SHIFT)
-            stale = other == row or _entry(of_other, other) != sets[at, way]
+            stale = other == row or _entry(_mixed_of(rows, other), other) != sets[at, way]
         priority = AT_ONCE if stale else rows[other, PRIORITY]
         if chosen < 0 or priority < lowest:
             chosen, lowest, lost = way, priority, -1 if stale else other
-    sets[at, chosen] = _entry(mixed, row)
+    sets[at, chosen] = _entry(word, row)
     return lost
 
 
@@ -234,11 +257,9 @@ def grow_sets(rows: Words, sets: Words, header: Words, wanted: int) -> int:
             sets[new, way] = 0
         for way in range(WAYS):
             row = (sets[old, way] & ROW) - 1
-            if 0 <= row < len(rows):
-                mixed = _mixed(rows[row, HASH], rows[row, STATE] >> NUMBER_SHIFT)
-                if mixed & (2 * level - 1) == new:
-                    sets[new, moved] = sets[old, way]
-                    moved += 1
+            if 0 <= row < len(rows) and _mixed_of(rows, row) & (2 * level - 1) == new:
+                sets[new, moved] = sets[old, way]
+                moved += 1
         header[SETS] = new + 1
         for way in range(WAYS):
             row = (sets[old, way] & ROW) - 1
@@ -401,7 +422,8 @@ def touch(rows: Words, clocks: Words, slabs: Words, capacities: Words, chain: Wo
 @helper
 def _fingerprint(hashed: int, state: int) -> int:
     """Of a page of a generation of an identity; never 0."""
-    return _scrambled(hashed ^ (state >> 8)) | 1
+    fingerprint: int = scrambled(hashed ^ (state >> 8)) | 1
+    return fingerprint
 
 
 @helper
@@ -482,8 +504,7 @@ def _rank(rows: Words, row: int, identities: Words, oldest: int, dead: Words) ->
     state = rows[row, STATE]
     kind = state & STATES
     if kind == PAGE:
-        current = identities[(state >> NUMBER_SHIFT) & (len(identities) - 1), GENERATION] & GENERATIONS
-        if (state >> 8) & GENERATIONS != current or rows[row, CREATED] < oldest:
+        if not is_current(identities, state) or rows[row, CREATED] < oldest:
             return AT_ONCE
         return int(max(0, min(rows[row, PRIORITY], NO_PAGE - 1)))
     if kind == PENDING:
@@ -696,7 +717,7 @@ def publish(
         rows[row, HASH], rows[row, LENGTH], rows[row, CREATED] = hashed, lengths[of], created
         rows[row, PRIORITY], rows[row, USED] = priority, inserts << HITS_BITS | hits
         rows[row, STATE] = state
-        lost = _enter(rows, sets, header, _mixed(hashed, number), row)
+        lost = _enter(rows, sets, header, mixed(hashed, number), row)
         if lost >= 0:
             _uncount(identities, rows[lost, STATE])
             rows[lost, STATE] = FREE
@@ -751,7 +772,7 @@ def adopt(
         rows[row, PRIORITY] = max(0, eviction.ORIGIN - max(0, now - created[of]))
         rows[row, USED] = 0
         rows[row, STATE] = state
-        lost = _enter(rows, sets, header, _mixed(hashed, number), row)
+        lost = _enter(rows, sets, header, mixed(hashed, number), row)
         if lost >= 0:
             _uncount(identities, rows[lost, STATE])
             rows[lost, STATE] = FREE
@@ -770,8 +791,6 @@ def count(rows: Words, identities: Words, begin: int, end: int, oldest: int, cou
     for row in range(begin, end):
         state = rows[row, STATE]
         counts[state & STATES] += 1
-        if state & STATES == PAGE:
-            current = identities[(state >> NUMBER_SHIFT) & (len(identities) - 1), GENERATION] & GENERATIONS
-            if (state >> 8) & GENERATIONS == current and rows[row, CREATED] >= oldest:
-                pages += 1
+        if state & STATES == PAGE and is_current(identities, state) and rows[row, CREATED] >= oldest:
+            pages += 1
     return pages

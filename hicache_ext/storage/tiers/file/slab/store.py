@@ -331,7 +331,7 @@ class SlabStore(PathStore):
 
     def _write_run(self, batch: PageBatch, run: list[SlotReference]) -> SetResult:
         """One pwritev for a run of neighbouring slots."""
-        keys, buffers, now = batch.keys, batch.buffers, int(time.time() * 1000)
+        keys, buffers, now = batch.keys, batch.buffers, milliseconds()
         pages = [buffers[page.position] for page in run]
         if [sum([segment.nbytes for segment in segments]) for segments in pages] != [page.length for page in run]:
             # A batch that is wrong about its sizes: what is longer than its slot would be in the next one, too.
