@@ -33,6 +33,7 @@ from typing import Any
 
 from hicache_ext.cli.main import main as hicache_ext_command
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY
+from tests.campaigns.reporting import problem_lines, publish
 from tests.campaigns.tier_process import (
     SLACK,
     ProcessFailedError,
@@ -569,9 +570,7 @@ def report(found: Findings, seed: int, seconds: float) -> str:
             " meanwhile; a file outside that a link led to is as it was; the files take no more than the capacity and"
             f" {SLACK >> 20} MiB.",
             "",
-            "Problems: none." if not found.problems else "Problems:",
-            *(f"- {count} x {problem}" for problem, count in found.problems.most_common(30)),
-            "",
+            *problem_lines(found.problems),
         ]
     )
 
@@ -586,10 +585,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     findings = run(options.damages, options.seed, options.only)
     text = report(findings, options.seed, time.monotonic() - begun)
-    print(text)
-    if options.report:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(text)
+    publish(text, options.report)
     return 1 if findings.problems else 0
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY
+from tests.campaigns.reporting import problem_lines, publish
 from tests.campaigns.tier_process import (
     ProcessFailedError,
     Tier,
@@ -451,9 +452,7 @@ def report(found: Findings, runs: int, seed: int, seconds: float) -> str:
             " after the mount the path comes back, every key is stored and read, and what was cleared meanwhile stays"
             " away.",
             "",
-            "Problems: none." if not found.problems else "Problems:",
-            *(f"- {count} x {problem}" for problem, count in found.problems.most_common(30)),
-            "",
+            *problem_lines(found.problems),
         ]
     )
 
@@ -467,10 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     findings = run(options.runs, options.seed)
     text = report(findings, options.runs, options.seed, time.monotonic() - begun)
-    print(text)
-    if options.report:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(text)
+    publish(text, options.report)
     return 1 if findings.problems else 0
 
 

@@ -40,6 +40,7 @@ from hicache_ext.errors import StoreError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.tiers.file.inspection import open_editor
 from hicache_ext.testing.conformance.pages import HostPages
+from tests.campaigns.reporting import problem_lines, publish
 from tests.campaigns.slab_insides import faults, slots_by_state, unknown_files, wait_until_rebuilt
 from tests.campaigns.slab_workers import (
     CAPACITY,
@@ -313,9 +314,7 @@ def report(found: Findings, seed: int, seconds: float, namespaces: bool, stops: 
             " bring back that is damaged (the header of an evicted page over one that was being written) is refused at"
             " its first read.",
             "",
-            "Problems: none." if not problems else "Problems:",
-            *(f"- {count} x {problem}" for problem, count in found.problems.most_common(20)),
-            "",
+            *problem_lines(found.problems),
         ]
     )
 
@@ -332,10 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     findings = run(options.kills, options.seed, namespaces=options.namespaces, stops=options.stops)
     text = report(findings, options.seed, time.monotonic() - begun, options.namespaces, options.stops)
-    print(text)
-    if options.report:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(text)
+    publish(text, options.report)
     return 1 if findings.problems else 0
 
 

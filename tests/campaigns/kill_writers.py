@@ -39,6 +39,7 @@ from pathlib import Path
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
+from tests.campaigns.reporting import publish
 from tests.rigs.container import Program
 
 KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(48)]
@@ -301,10 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = f"--kills {options.kills} --seed {options.seed}"
     command += " --contained" * options.contained + " --stops" * options.stops
     text = report(findings, command, time.monotonic() - begun)
-    print(text)
-    if options.report:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(text)
+    publish(text, options.report)
     return 1 if any(found.problems for found in findings.values()) else 0
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, settle
+from tests.campaigns.reporting import problem_lines, publish
 from tests.campaigns.tier_process import (
     SLACK,
     ProcessFailedError,
@@ -411,9 +412,7 @@ def report(found: Findings, cuts: int, seed: int, seconds: float) -> str:
             f" {NOTE_SECONDS:.0f} s before the cut, stays away; every key is stored and read (what was STORED is a HIT"
             f" at once); the files take no more than the capacity and {SLACK >> 20} MiB.",
             "",
-            "Problems: none." if not found.problems else "Problems:",
-            *(f"- {count} x {problem}" for problem, count in found.problems.most_common(30)),
-            "",
+            *problem_lines(found.problems),
         ]
     )
 
@@ -427,10 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     findings = run(options.cuts, options.seed)
     text = report(findings, options.cuts, options.seed, time.monotonic() - begun)
-    print(text)
-    if options.report:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(text)
+    publish(text, options.report)
     return 1 if findings.problems else 0
 
 

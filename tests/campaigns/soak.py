@@ -41,6 +41,7 @@ from pathlib import Path
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, payload_of
+from tests.campaigns.reporting import problem_lines, publish
 from tests.campaigns.slab_insides import faults, is_being_changed, slots_by_state
 from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
 from tests.rigs.disk_faults import DiskFaults, compiled_code_through_python
@@ -424,9 +425,7 @@ def report(found: Findings, command: str, plot_name: str, namespaces: bool) -> s
             "",
             "Results by page: " + ", ".join(f"{amount} {name}" for name, amount in found.results.most_common()) + ".",
             "",
-            "Problems: none." if not found.problems else "Problems:",
-            *(f"- {count} x {problem}" for problem, count in found.problems.most_common(20)),
-            "",
+            *problem_lines(found.problems),
         ]
     )
 
@@ -445,10 +444,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += " --namespaces" * options.namespaces + " --stops" * options.stops
     picture = options.report.with_suffix(".svg") if options.report else Path("soak.svg")
     text = report(findings, command, picture.name, options.namespaces)
-    print(text)
+    publish(text, options.report)
     if options.report:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        options.report.write_text(text)
         plot(findings, picture)
         print(json.dumps(findings.growth))
     return 1 if findings.problems else 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+from tests.storage.file.indexes import CAPACITY, plain_kernels
 from tests.storage.raw_access import RawFiles
 
 
@@ -47,3 +51,22 @@ def open_store(place):
     yield open_one
     for store in opened:
         store.close()
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The operations on an index in compiled code, and in Python."""
+    if request.param == "compiled":
+        if wait_for_compiled_code() is None:
+            pytest.skip("missing: numba, or what it compiles for")
+        yield
+    else:
+        with plain_kernels():
+            yield
+
+
+@pytest.fixture
+def index(kernels: None, tmp_path: Path) -> Iterator[SlabIndex]:
+    """An index without slabs' files."""
+    with new_index_in(tmp_path, CAPACITY) as index:
+        yield index

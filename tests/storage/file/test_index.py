@@ -44,17 +44,6 @@ from tests.storage.file.indexes import (
     take,
 )
 
-
-@pytest.fixture(params=["compiled", "plain"])
-def index(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SlabIndex]:
-    with new_index_in(tmp_path, CAPACITY) as index:
-        if request.param == "compiled":
-            yield index
-        else:
-            with plain_kernels():
-                yield index
-
-
 # -- against a model ---------------------------------------------------------------------------------------------------
 
 _SIZES = st.sampled_from([SMALL, SMALL, MIDDLE, LARGE])

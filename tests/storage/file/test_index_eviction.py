@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,10 +9,9 @@ from hicache_ext.errors import IndexBusyError
 from hicache_ext.runtime.file_lock import ChangeLock
 from hicache_ext.storage.tiers.file.slab import index as index_module
 from hicache_ext.storage.tiers.file.slab import slot_code
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex, new_index_in
+from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.slot_code import CURSOR, FREE_SLOTS, PRIORITY, REMEMBERED, USED
 from tests.storage.file.indexes import (
-    CAPACITY,
     LARGE,
     MIDDLE,
     NOTHING,
@@ -28,22 +24,11 @@ from tests.storage.file.indexes import (
     key_of,
     keys_of,
     members_of,
-    plain_kernels,
     present,
     publish,
     store,
     take,
 )
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def index(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SlabIndex]:
-    with new_index_in(tmp_path, CAPACITY) as index:
-        if request.param == "compiled":
-            yield index
-        else:
-            with plain_kernels():
-                yield index
 
 
 def fill_with_heads(index: SlabIndex, count: int, slot_size: int = SMALL, first: int = 0) -> list[bytes]:

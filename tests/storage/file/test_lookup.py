@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hicache_ext.runtime.jit import use
 from hicache_ext.storage.contract.store import key_words
-from hicache_ext.storage.tiers.file.slab import lookup, slot_code
+from hicache_ext.storage.tiers.file.slab import lookup
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds, new_index_in
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.slot_references import SlotReferences
 from hicache_ext.testing.conformance.pages import page_keys
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    code = wait_for_compiled_code()
-    if request.param == "compiled":
-        if code is None:
-            pytest.skip("numba, or what it compiles for, is not there")
-        yield
-        return
-    before = use(slot_code, code.plain_kernels) if code is not None else {}
-    yield
-    use(slot_code, before)
 
 
 def write(index: SlabIndex, keys: list[bytes], slot_size: int) -> None:
