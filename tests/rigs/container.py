@@ -17,13 +17,27 @@ PATIENCE = 60.0
 _NAMESPACES = ["unshare", "--pid", "--fork", "--mount-proc", "--uts", "--kill-child"]
 
 
-def namespaces_missing() -> str | None:
-    """Why no namespaces can be made here; None if they can."""
+def namespaces_missing(*more: str) -> str | None:
+    """Why no namespaces can be made here; None if they can. ``more``: options of unshare for further ones."""
     try:
-        tried = subprocess.run([*_NAMESPACES, "true"], capture_output=True, check=False, text=True)
+        tried = subprocess.run([*_NAMESPACES, *more, "true"], capture_output=True, check=False, text=True)
     except FileNotFoundError:
         return "no unshare"
     return None if tried.returncode == 0 else f"no namespaces of its own ({tried.stderr.strip()}); run as root"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether each thread of a process is stopped: one may still be inside a write."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        states = []
+        for thread in threads:
+            with open(f"/proc/{pid}/task/{thread}/stat") as stat:
+                states.append(stat.read().rpartition(")")[2].split()[0])
+    except (FileNotFoundError, ProcessLookupError):
+        # A thread has just ended, or all have.
+        return False
+    return all(state in "TtZX" for state in states)
 
 
 class Program:
@@ -83,7 +97,7 @@ class Program:
         pid = self.pid
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + PATIENCE
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        while not is_stopped(pid):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         try:

@@ -20,13 +20,13 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from hicache_ext.errors import HicacheExtError
+from tests.rigs.container import is_stopped, namespaces_missing
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.campaigns.compiled_beforehand", __name__])
@@ -48,12 +48,7 @@ _numbers = itertools.count(1)
 
 def missing_for_namespaces() -> str | None:
     """What this machine lacks for workers in namespaces, or None; for ``pytest.skip("missing: ...")``."""
-    command = ["unshare", "--pid", "--uts", "--ipc", "--net", "--mount-proc", "--fork", "true"]
-    try:
-        tried = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        return "the program unshare"
-    return None if tried.returncode == 0 else "the privilege to make PID namespaces"
+    return namespaces_missing("--ipc", "--net")
 
 
 class WorkerError(Exception):
@@ -107,7 +102,7 @@ class Worker:
         """SIGSTOP; returns when no thread of it runs any more."""
         self._signal(signal.SIGSTOP)
         deadline = time.monotonic() + _START
-        while self.alive and not _is_stopped(self.pid):
+        while self.alive and not is_stopped(self.pid):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"process {self.pid} does not stop")
             time.sleep(0.001)
@@ -138,20 +133,6 @@ class Worker:
             signal.pidfd_send_signal(self._pidfd, number)
         except ProcessLookupError:
             pass
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether each thread of a process is stopped: one may still be inside a write."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-        states = []
-        for thread in threads:
-            with open(f"/proc/{pid}/task/{thread}/stat") as stat:
-                states.append(stat.read().rpartition(")")[2].split()[0])
-    except (FileNotFoundError, ProcessLookupError):
-        # A thread has just ended, or all have.
-        return False
-    return all(state in "TtZX" for state in states)
 
 
 def _run(

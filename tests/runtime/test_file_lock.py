@@ -142,7 +142,7 @@ def test_a_killed_holder_frees_the_lock_at_once(lock: OfdLock, path: Path) -> No
         assert lock.try_acquire()
 
 
-@pytest.mark.skipif(namespaces_missing() is not None, reason=namespaces_missing() or "")
+@pytest.mark.skipif(namespaces_missing() is not None, reason=f"missing: {namespaces_missing()}")
 def test_containers_with_equal_pids_exclude_each_other(lock: OfdLock, path: Path) -> None:
     with Program(HOLDER, path, contained=True) as one, Program(HOLDER, path, contained=True) as two:
         assert one.ask("take") == "True"

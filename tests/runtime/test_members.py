@@ -124,7 +124,7 @@ def test_a_killed_process_is_dead_at_once_and_a_stopped_one_lives(members: Membe
         assert members.living() == [members.id]
 
 
-@pytest.mark.skipif(namespaces_missing() is not None, reason=namespaces_missing() or "")
+@pytest.mark.skipif(namespaces_missing() is not None, reason=f"missing: {namespaces_missing()}")
 def test_processes_with_equal_pids_in_namespaces_of_their_own_see_each_other(members: Members, path: Path) -> None:
     with Program(MEMBER, path, contained=True) as one, Program(MEMBER, path, contained=True, hostname="two") as two:
         (first, first_pid), (second, second_pid) = one.line().split(), two.line().split()

@@ -19,7 +19,7 @@ def test_killed_writers_leave_no_wrong_page_no_poisoned_key_and_a_right_account(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(namespaces_missing() is not None, reason=namespaces_missing() or "")
+@pytest.mark.skipif(namespaces_missing() is not None, reason=f"missing: {namespaces_missing()}")
 def test_writers_killed_in_containers_and_stopped_before_leave_the_same():
     found = kill_writers.run(kills=10, seed=8, contained=True, stops=True)
     assert {mode.name: findings.problems for mode, findings in found.items() if findings.problems} == {}

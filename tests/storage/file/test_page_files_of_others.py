@@ -62,7 +62,7 @@ for line in sys.stdin:
         print(store_pages(store, [page_key("one more")], [300_000])[0].name, flush=True)
 """
 
-contained = pytest.mark.skipif(namespaces_missing() is not None, reason=namespaces_missing() or "")
+contained = pytest.mark.skipif(namespaces_missing() is not None, reason=f"missing: {namespaces_missing()}")
 
 
 @pytest.fixture
