@@ -284,7 +284,10 @@ def drop_from_page_cache(directory: Path, *, whole_machine: bool = False) -> Non
         Path("/proc/sys/vm/drop_caches").write_text("1\n")
     for folder, _, names in os.walk(directory):
         for name in names:
-            fd = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            path = os.path.join(folder, name)
+            if not os.path.isfile(path):
+                continue  # the slab tier's socket
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:

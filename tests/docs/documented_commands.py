@@ -120,6 +120,7 @@ RULES = (
 
 PLACEHOLDERS = {
     "/mnt/nvme0/hicache": "kv/nvme",
+    "/hicache": "kv/nvme",
     "/models/llama": "{model}",
     "http://127.0.0.1:30000": "{url}",
     "http://server:30000": "{url}",
