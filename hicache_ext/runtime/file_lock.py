@@ -16,12 +16,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from hicache_ext.runtime import ofd
 from hicache_ext.runtime.access import open_plain_file
 from hicache_ext.runtime.background import Backoff
 
 logger = logging.getLogger(__name__)
+
+_Lock = TypeVar("_Lock", bound="FileLock")
 
 CHANGE_LOCK_BOUND = 1.0
 """Seconds that a call waits for the holder of a lock, who may be stopped."""
@@ -186,6 +189,19 @@ class FlockLock(FileLock):
 
     def _unlock(self, fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def free_lock(lock: _Lock, problem: str) -> _Lock:
+    """``lock``, once nobody holds it. Raises TimeoutError with ``problem`` where somebody does and goes on with nothing
+    for the time that a ChangeLock waits, OSError; it is closed then."""
+    try:
+        if not lock.acquire(CHANGE_LOCK_BOUND):
+            raise TimeoutError(errno.ETIMEDOUT, problem)
+        lock.release()
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 class ChangeLock:

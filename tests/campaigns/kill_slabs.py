@@ -281,7 +281,6 @@ def report(found: Findings, seed: int, seconds: float, namespaces: bool, stops: 
         ("pages read and verified", found.hits + found.workers_results["get hit"]),
         ("of them by this process while others worked", found.hits_beside_writers),
         ("pages stored by the workers", found.workers_results["set stored"]),
-        *([("starts refused beside a stopped process, and tried again", found.refused_starts)] if stops else []),
         ("pages that workers were refused to store", found.workers_results["set rejected"]),
         ("misses", found.misses),
         ("refused at the first read after kills and a rebuild", found.refused),

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
 from tests.campaigns.slab_insides import is_being_changed
-from tests.campaigns.stops import LONGEST_CALL, REFUSED_START, Diary, Stopper
+from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
 from tests.rigs.slab_tier import open_slab_tier
 from tests.rigs.workers import Worker
 
@@ -44,8 +43,6 @@ class Findings:
     misses: int = 0
     refused: int = 0
     """Damaged pages that rebuilds right after kills brought back."""
-    refused_starts: int = 0
-    """Of workers; a problem unless somebody is stopped now and then."""
     broken_phases: int = 0
     longest: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of the longest call of each kind, of processes that were not stopped themselves."""
@@ -79,7 +76,8 @@ def work(channel: Connection, place: str, diary: str, seed: int) -> None:
     logging.disable(logging.CRITICAL)
     chance = random.Random(seed)
     notes = Diary(Path(diary))
-    store = _started(Path(place), notes)
+    with notes.call("open"):
+        store = open_store(Path(place))
     channel.send("working")
     # Nobody is left behind where the campaign itself is killed.
     campaign = multiprocessing.parent_process()
@@ -110,21 +108,8 @@ def work(channel: Connection, place: str, diary: str, seed: int) -> None:
         elif choice < 0.52:
             with notes.call("close"):
                 store.close()
-            store = _started(Path(place), notes)
-
-
-def _started(place: Path, notes: Diary) -> PageStore:
-    """As one who starts a server that was refused again and again. Raises StoreSetupError if that does not help."""
-    deadline = time.monotonic() + LONG
-    while True:
-        try:
             with notes.call("open"):
-                return open_store(place)
-        except StoreSetupError:
-            notes.count_one(REFUSED_START)
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
+                store = open_store(Path(place))
 
 
 def only_open(channel: Connection, place: str) -> None:
@@ -197,9 +182,6 @@ class Crew:
         findings.note_calls(notes.longest_calls(stopped, killed))
         results = notes.results()
         findings.workers_results += results
-        findings.refused_starts += results[REFUSED_START]
-        if self._stopper is None and results[REFUSED_START]:
-            findings.problems["a start that was refused"] += results[REFUSED_START]
         for result in ("get corrupt", "get error", "get timeout", "set error", "set timeout"):
             if results[result]:
                 findings.problems[f"{result} in a worker"] += results[result]

@@ -35,11 +35,9 @@ _WORTH_A_LINE = 0.25
 _LINES = 500
 
 _KINDS = ("open", "get", "set", "contains", "count_leading", "remove", "clear", "close")
-REFUSED_START = "start refused"
 _RESULTS = (
     *(f"get {result.value}" for result in GetResult),
     *(f"set {result.value}" for result in SetResult),
-    REFUSED_START,
 )
 
 Interval = tuple[float, float]

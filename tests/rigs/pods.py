@@ -161,8 +161,7 @@ def _serve(channel: Connection, path: Path, capacity: int, mounted_at: Path | No
     except StoreSetupError as error:
         refused = str(error)
     channel.send((refused, time.monotonic() - begun))
-    # That the place is on the root file system, for instance.
-    _log.lines.clear()
+    _log.lines[:] = [line for line in _log.lines if "root file system" not in line]
     while True:
         try:
             work, arguments = channel.recv()

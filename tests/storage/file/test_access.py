@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pwd
 import shutil
-import signal
 import socket
 import stat
 import subprocess
@@ -23,7 +22,7 @@ import pytest
 
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.errors import ConfigError, StoreSetupError
+from hicache_ext.errors import ConfigError
 from hicache_ext.runtime.access import Access
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.store import SetResult
@@ -36,13 +35,11 @@ from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
-from tests.campaigns.slab_insides import hold
 
 LAYOUTS = ("pages", "slab")
 SOMEBODY, SOMEBODY_ELSE, TEAM = 54321, 54322, 54323
 """An account, another one, and a group."""
 _FORK = multiprocessing.get_context("fork")
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 def opened(paths: Path | list[Path], layout: str, **tier: Any) -> Any:
@@ -587,41 +584,6 @@ def test_who_may_not_read_is_told_so(open_place: Path, layout: str) -> None:
     used(open_place / "l3", layout)
     said = as_account(SOMEBODY, [], lambda: open_inspector(open_place / "l3").layout)
     assert said == f"StoreError: '{open_place / 'l3'}' cannot be read: Permission denied"
-
-
-# -- locks -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_start_does_not_wait_for_ever_for_another_one_that_is_stopped(tmp_path: Path) -> None:
-    used(tmp_path, "slab")
-    end = hold(tmp_path, "joining")
-    with pytest.raises(StoreSetupError, match="another process that is opening it does not go on") as refused:
-        opened(tmp_path, "slab")
-    assert "\n" not in str(refused.value)
-    end()
-    opened(tmp_path, "slab").close()
-
-
-def _stop_amid_a_change(path: Path, ready: Any) -> None:
-    hold(path, "change")
-    ready.put(os.getpid())
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@pytest.mark.slow
-def test_a_start_does_not_wait_for_ever_for_somebody_stopped_amid_a_change_of_the_index(tmp_path: Path) -> None:
-    used(tmp_path, "slab")
-    ready: Any = _SPAWN.SimpleQueue()
-    process = _SPAWN.Process(target=_stop_amid_a_change, args=(tmp_path, ready))
-    process.start()
-    ready.get()
-    with pytest.raises(StoreSetupError, match="a process that changes its index does not go on"):
-        opened(tmp_path, "slab")
-    process.kill()
-    process.join()
-    store = opened(tmp_path, "slab")
-    assert_hits(store, page_keys(40))
-    store.close()
 
 
 # -- the configuration -------------------------------------------------------------------------------------------------

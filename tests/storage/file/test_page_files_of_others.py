@@ -187,7 +187,8 @@ def test_opening_and_closing_do_not_wait_for_a_process_stopped_with_the_account(
     assert_hits(open_store(capacity=CAPACITY), page_keys(4))
 
 
-def test_a_path_whose_account_is_held_is_tried_again(tmp_path, place, start, caplog) -> None:
+@pytest.mark.parametrize("second", [(), ("second",)])
+def test_a_path_whose_account_is_held_is_tried_again(second, tmp_path, place, start, caplog) -> None:
     from hicache_ext.runtime.metrics import TierMetrics
     from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 
@@ -196,7 +197,7 @@ def test_a_path_whose_account_is_held_is_tried_again(tmp_path, place, start, cap
     with writer.stopped(), bounded():
         store = SpreadStore(
             "disk",
-            [place, tmp_path / "second"],
+            [place, *(tmp_path / name for name in second)],
             lambda path, trouble: PageFileStore("disk", path, capacity=CAPACITY, trouble=trouble),
             TierMetrics("disk"),
             first_probe=0.05,

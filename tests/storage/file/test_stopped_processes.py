@@ -55,6 +55,13 @@ def are_there(store: SpreadStore, keys: list[bytes]) -> bool:
     return store.contains(keys) == [True] * len(keys) and store.count_leading(keys) == len(keys)
 
 
+def wait_until_in_service(pod: Pod) -> None:
+    deadline = time.monotonic() + LONG
+    while pod.do(SpreadStore.out_of_service):
+        assert time.monotonic() < deadline, "it does not come back"
+        time.sleep(0.1)
+
+
 def clear(store: SpreadStore, identity: bytes) -> int:
     return store.clear([identity])
 
@@ -139,9 +146,13 @@ def test_beside_a_stopped_process_a_start_comes_to_its_end_and_the_next_one_work
     come = start()
     assert time.monotonic() - begun < BOUND
     assert come.opened_in < BOUND
-    if come.refused:
-        assert "does not go on" in come.refused and "\n" not in come.refused
+    if come.do(SpreadStore.out_of_service):
+        (line,) = come.lines()
+        assert "out of service" in line and "does not go on" in line and "\n" not in line
+        assert come.do(store_pages, pages("beside"), within=BOUND) == REJECTED
     stopped.let_go_and_go_on()
+    wait_until_in_service(come)
+    come.do(assert_hits, pages("there"))
     following = start()
     assert following.refused == ""
     following.do(assert_hits, pages("there"))
@@ -172,16 +183,22 @@ def test_a_process_that_is_stopped_amid_nothing_disturbs_nobody(start: Callable[
     stopped.do(assert_hits, pages("there"))
 
 
-def test_a_start_beside_stopped_processes_alone_says_so_and_destroys_nothing(start: Callable[[], Pod]) -> None:
+def test_a_start_beside_stopped_processes_alone_says_so_destroys_nothing_and_waits_in_the_background(
+    start: Callable[[], Pod], place: Path
+) -> None:
     stopped = start()
     stopped.do(store_pages, pages("there"))
     stopped.stop()
     come = start()
     assert come.opened_in < BOUND
-    assert "1 processes use it and none of them gives its index: they are stopped" in come.refused
+    assert come.do(SpreadStore.out_of_service) == [place]
+    (line,) = come.lines()
+    assert "1 processes use it and none of them gives its index: they are stopped" in line
+    assert come.do(clear, OTHER_IDENTITY, within=BOUND) == 0
     stopped.go_on()
     stopped.do(assert_hits, pages("there"))
-    start().do(assert_hits, pages("there"))
+    wait_until_in_service(come)
+    come.do(assert_hits, pages("there"))
 
 
 def test_gc_beside_stopped_processes_alone_says_so_and_removes_nothing(

@@ -1,9 +1,8 @@
 """The layout that suits a directory.
 
-Slabs map their index into memory and trust locks between processes: both hold only on a file system that one machine
-has to itself. And the mapped index changes, which is safe only where a changed block is written in place: elsewhere a
-full disk has no space for it, and the kernel kills the process (SIGBUS). A file system not known to be both gets page
-files. Reasons: docs/decisions/layout-and-io-auto.md.
+Slabs have an index in memory that one machine's processes share, and are preallocated. A file system that other
+machines may see, or that writes a changed block elsewhere, so that preallocated files keep no room, gets page files.
+Reasons: docs/decisions/layout-and-io-auto.md.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from hicache_ext.storage.tiers.file.manifest import layout_in
 Layout = Literal["pages", "slab"]
 
 _FALLOCATE_PROBE = 1 << 20
-
-
-WHY_IN_PLACE = "writes changed blocks elsewhere, so that preallocated slabs reserve no room"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,8 @@ def choose_layout(
     if not file_system.local:
         return LayoutChoice("pages", file_system.reason)
     if not file_system.in_place:
-        return LayoutChoice("pages", f"{file_system.reason}, but {WHY_IN_PLACE}")
+        elsewhere = "writes changed blocks elsewhere, so that preallocated slabs reserve no room"
+        return LayoutChoice("pages", f"{file_system.reason}, but {elsewhere}")
     refusal = _cannot_allocate(path)
     if refusal is not None:
         return LayoutChoice("pages", f"{file_system.type} is local and cannot preallocate: {refusal}")

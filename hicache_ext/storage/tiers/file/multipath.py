@@ -98,7 +98,8 @@ class SpreadStore:
         evicted_age: RecentMean | None = None,
     ) -> None:
         """Opens every path. One that is broken starts out of service, unless all are: then its StoreSetupError is
-        raised. A path that works and must not be used (another layout, another format) raises in any case.
+        raised, except where all that is wrong is that somebody does not answer in time (a process that is stopped). A
+        path that works and must not be used (another layout, another format) raises in any case.
 
         ``first_probe``: seconds until a path out of service is looked at for the first time. ``evicted_age``: seconds
         since the last use of what the paths evict.
@@ -144,7 +145,7 @@ class SpreadStore:
                 details[key] = values[0] if len(values) == 1 else values
         capacities = [info.details.get("capacity") for info in described]
         known = [capacity for capacity in capacities if capacity is not None]
-        details["capacity"] = sum(known) if len(known) == len(capacities) else None
+        details["capacity"] = sum(known) if described and len(known) == len(capacities) else None
         details["out_of_service"] = [str(path) for path in self.out_of_service()]
         # A page may be on any path.
         shared = bool(described) and all(info.shared for info in described)
@@ -329,8 +330,9 @@ class SpreadStore:
                 if not isinstance(error.__cause__, OSError):
                     raise
                 broken.append((number, error))
-        if len(broken) == len(self._parts):
-            raise broken[0][1]
+        lasting = [error for _, error in broken if not isinstance(error.__cause__, TimeoutError)]
+        if lasting and len(broken) == len(self._parts):
+            raise lasting[0]
         self._use([number for number, part in enumerate(self._parts) if part.store is not None])
         for number, refusal in broken:
             self._parts[number].breaker.trip(refusal.reason)

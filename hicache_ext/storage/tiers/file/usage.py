@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, FlockLock, OfdLock
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, FlockLock, OfdLock, free_lock
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
 from hicache_ext.storage.tiers.file.manifest import slab_home
@@ -120,7 +120,7 @@ class Usage:
         self._unsettled = 0
         self._doubt = False
         try:
-            self._lock = ChangeLock(_free_lock(path), f"the account {str(path)!r}")
+            self._lock = ChangeLock(free_lock(FlockLock(path), _held(path)), f"the account {str(path)!r}")
         except BaseException:
             self._evictions.close()
             raise
@@ -133,7 +133,7 @@ class Usage:
     def _begin(self, path: Path) -> None:
         with self.locked() as record:
             if record is None:
-                raise _held(path)
+                raise TimeoutError(errno.ETIMEDOUT, _held(path))
             self._release_dead_writers(record)
             record.users = [user for user in record.users if self._members.is_alive(user)]
             if not record.users:
@@ -366,22 +366,8 @@ class Usage:
         os.pwrite(self._lock.fd, body + _CHECKSUM + _checksum(body) + b"\n", 0)
 
 
-def _free_lock(path: Path) -> FlockLock:
-    """The lock of an account that nobody holds for long. Raises TimeoutError."""
-    lock = FlockLock(path)
-    try:
-        if not lock.acquire(CHANGE_LOCK_BOUND):
-            raise _held(path)
-        lock.release()
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-def _held(path: Path) -> TimeoutError:
-    problem = f"another process has held {str(path)!r} for {CHANGE_LOCK_BOUND:g} s and does nothing, stopped perhaps"
-    return TimeoutError(errno.ETIMEDOUT, problem)
+def _held(path: Path) -> str:
+    return f"another process has held {str(path)!r} for {CHANGE_LOCK_BOUND:g} s and does nothing, stopped perhaps"
 
 
 def occupied_bytes(directory: Path) -> int:

@@ -5,7 +5,7 @@ many bytes at once as stay in the processor's cache until they are checked. A pa
 its length and the checksum of what was read is the one in the index (``envelope.page_seal``). Other pages are left to
 slot_io.py and envelope.py, which find out what is wrong.
 
-Importing this module imports numba, and compiles what is below or loads it from numba's cache.
+Importing this module imports numba, and compiles nothing: runtime/jit.py does.
 """
 
 from __future__ import annotations

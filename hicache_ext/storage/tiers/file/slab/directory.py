@@ -36,7 +36,7 @@ import numpy as np
 
 from hicache_ext.errors import IndexBusyError, StoreSetupError
 from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, settle
-from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
 from hicache_ext.runtime.members import Members, living_members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
@@ -54,6 +54,7 @@ CHANGING, JOINING, REBUILDING = range(3)
 """Bytes of PATH/v3/lock."""
 _JOINING_BOUND = CHANGE_LOCK_BOUND
 """Seconds that an opening waits for processes that may be stopped."""
+_NO_CHANGE = "a process that changes its index does not go on: stopped, perhaps"
 _PAUSE = 0.02
 _REBUILD_AWAITED = 1.0
 """Seconds for which an opening waits for a rebuild, so that one of some hundred thousand pages is over."""
@@ -160,7 +161,8 @@ class SlabDirectory:
             self._resources.callback(lambda: os.close(shared))
             members = Members(self.home / "members")
             self._resources.callback(members.close)
-            lock = ChangeLock(OfdLock(self.home / "lock", CHANGING), f"the index of {self.path}")
+            changing = free_lock(OfdLock(self.home / "lock", CHANGING), _NO_CHANGE)
+            lock = ChangeLock(changing, f"the index of {self.path}")
             self._resources.callback(lock.close)
             index = SlabIndex(IndexMemory(fd), lock, members, self.cleared_at, self.note_cleared)
             if is_new:
@@ -168,7 +170,7 @@ class SlabDirectory:
             try:
                 index.join()
             except IndexBusyError:
-                raise TimeoutError(errno.ETIMEDOUT, "a process that changes its index does not go on") from None
+                raise TimeoutError(errno.ETIMEDOUT, _NO_CHANGE) from None
             with suppress(OSError):
                 remove_left_sockets(self._home_fd, living)
             sharing = IndexSharing(self.home, self._home_fd, members.id, os.dup(shared))
