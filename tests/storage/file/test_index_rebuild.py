@@ -18,6 +18,7 @@ from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab import rebuild as rebuild_module
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from tests.storage.file.indexes import SMALL, A, B, key_of, present
 
 PATIENCE = 30.0
@@ -106,6 +107,20 @@ def test_pages_written_before_their_identity_was_cleared_stay_away(place: Path) 
     (place / "identities" / f"{A.hex()}.cleared").write_text(str(moment))
     with opened(place) as directory:
         assert present(directory.index, [key_of(0), key_of(1), key_of(2, B)]) == [1, 2]
+
+
+def test_all_that_was_cleared_before_anything_was_found_stays_away_after_a_kill(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_slab(place, 0, [header(key_of(0)), header(key_of(1, B))])
+    monkeypatch.setattr(directory_module, "_REBUILD_AWAITED", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild_module.Rebuild, "_step", lambda _: None)
+        store = SlabStore("disk", place, capacity=CAPACITY)
+        store.clear(None)
+        store.close()
+    with opened(place) as directory:
+        assert present(directory.index, [key_of(0), key_of(1, B)]) == []
 
 
 def test_pages_of_an_identity_cleared_while_they_are_looked_for_stay_away(

@@ -15,8 +15,9 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab.directory import JOINING, SlabDirectory, SlabFile, slab_directory
+from hicache_ext.storage.tiers.file.slab.index import EVERY
 from hicache_ext.storage.tiers.file.slab.shapes import Slab
-from tests.storage.file.indexes import SMALL, A, add_slab, keys_of, present, store
+from tests.storage.file.indexes import SMALL, A, B, add_slab, keys_of, present, store
 from tests.storage.file.test_index_rebuild import header, key_of, put_slab
 
 PATIENCE = 30.0
@@ -278,3 +279,11 @@ def test_a_note_of_a_clear_that_was_spoilt_counts_from_when_it_was_written(direc
     for content in ("", "12", "x" * 13):
         path.write_text(content)
         assert abs(directory.cleared_at(A) - path.stat().st_mtime * 1000) < 20
+
+
+def test_a_clear_of_all_counts_where_it_is_later_than_that_of_the_identity(directory: SlabDirectory) -> None:
+    directory.note_cleared(A, 1_700_000_000_000)
+    directory.note_cleared(EVERY, 1_600_000_000_000)
+    assert [directory.cleared_at(digest) for digest in (A, B)] == [1_700_000_000_000, 1_600_000_000_000]
+    directory.note_cleared(EVERY, 1_700_000_000_001)
+    assert directory.cleared_at(A) == 1_700_000_000_001

@@ -10,6 +10,7 @@
     PATH/v3/slabs/<number>-<slot size>.headers  the headers of those pages, in the order of the slots
     PATH/identities/<identity>.json             the facts behind an identity digest
     PATH/identities/<identity>.cleared          since when pages of an identity count again (milliseconds)
+    PATH/identities/all.cleared                 the same of all identities
 
 The index is in memory alone (index_memory.py). All names are looked up in the directory that was opened: somebody may
 have removed it since and made another one, which other processes use. Within one process all stores over one directory
@@ -43,7 +44,7 @@ from hicache_ext.storage.tiers.file.config import DEFAULT_OPEN_FILES
 from hicache_ext.storage.tiers.file.manifest import adopt_slabs, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
-from hicache_ext.storage.tiers.file.slab.index import SlabIndex
+from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_memory import MOST_SLABS, IndexMemory, new_index
 from hicache_ext.storage.tiers.file.slab.rebuild import Rebuild
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
@@ -164,7 +165,7 @@ class SlabDirectory:
             changing = free_lock(OfdLock(self.home / "lock", CHANGING), _NO_CHANGE)
             lock = ChangeLock(changing, f"the index of {self.path}")
             self._resources.callback(lock.close)
-            index = SlabIndex(IndexMemory(fd), lock, members, self.cleared_at, self.note_cleared)
+            index = SlabIndex(IndexMemory(fd), lock, members, self.cleared_at)
             if is_new:
                 index.add_found_slabs(found)
             try:
@@ -393,24 +394,28 @@ class SlabDirectory:
     # -- identities ------------------------------------------------------------------------------------------------
 
     def note_cleared(self, digest: bytes, moment: int) -> None:
-        """Note that an identity was cleared (milliseconds), so that a rebuild does not bring its pages back. It
-        survives a power loss after ``sync_cleared``. Raises OSError."""
-        write_whole(self._cleared_path(digest), str(moment), sync=False)
+        """Note that an identity, or EVERY one, was cleared (milliseconds), so that a rebuild does not bring its pages
+        back. It survives a power loss after ``sync_cleared``. Raises OSError."""
+        write_whole(_cleared_path(self.path, digest), str(moment), sync=False)
 
     def sync_cleared(self, digest: bytes) -> None:
-        sync_whole(self._cleared_path(digest))
+        sync_whole(_cleared_path(self.path, digest))
 
     def cleared_at(self, digest: bytes) -> int:
         """See ``cleared_at`` of this module."""
         return cleared_at(self.path, digest)
 
-    def _cleared_path(self, digest: bytes) -> Path:
-        return self.identities / f"{digest.hex()}.cleared"
-
 
 def cleared_at(path: Path, digest: bytes) -> int:
-    """When an identity was cleared last (ms): only later pages count. -1: never cleared."""
-    file = path / "identities" / f"{digest.hex()}.cleared"
+    """When an identity was cleared last (ms), alone or with all: only later pages count. -1: never cleared."""
+    return max(_noted(_cleared_path(path, digest)), _noted(_cleared_path(path, EVERY)))
+
+
+def _cleared_path(path: Path, digest: bytes) -> Path:
+    return path / "identities" / f"{digest.hex() or 'all'}.cleared"
+
+
+def _noted(file: Path) -> int:
     try:
         content, written = read_small(file), file.lstat().st_mtime_ns // 1_000_000
     except OSError:

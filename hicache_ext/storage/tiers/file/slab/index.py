@@ -84,6 +84,8 @@ _SMALL_STEP = 256
 """The same for plain Python."""
 _DEAD_INTERVAL = 10.0
 """Seconds between two looks at which members are gone."""
+EVERY = b""
+"""In place of a digest: all identities."""
 IN_USE = (READY, SCANNING)
 """SLAB_STATE of the slabs whose pages can be looked up."""
 _NO_NUMBERS = np.array([-1])
@@ -147,15 +149,13 @@ class SlabIndex:
         lock: ChangeLock,
         members: Members,
         cleared_at: Callable[[bytes], int],
-        note_cleared: Callable[[bytes, int], None],
     ) -> None:
-        """``cleared_at``: when an identity was cleared last, by the disk (milliseconds, -1: never); ``note_cleared``
-        has the disk know of such a moment. Both may raise OSError."""
+        """``cleared_at``: when an identity was cleared last, by the disk (milliseconds, -1: never); may raise
+        OSError."""
         self.memory = memory
         self._lock = lock
         self._members = members
         self._cleared_at = cleared_at
-        self._note_cleared = note_cleared
         self._view: View | None = None
         self._known: dict[bytes, int] = {}
         self._windows: dict[int, list[int]] = {}
@@ -293,10 +293,12 @@ class SlabIndex:
 
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
-        the disk, and how many had pages. Without a lock: a write that is under way may count or not."""
+        the disk ([EVERY] for all), and how many had pages. Without a lock: a write that is under way may count or
+        not."""
         now, cleared, had_pages = milliseconds(), [], 0
         if digests is None:
-            # Before it looks who is known: register() does the same the other way round.
+            # Before it looks who is known: register() does the same the other way round, and the rebuild has yet to see
+            # who else is there.
             self.memory.header[slot_code.ALL_CLEARED] = now
         known = self._known_numbers()
         for digest in list(known) if digests is None else digests:
@@ -314,7 +316,7 @@ class SlabIndex:
             identity[CLEARED] = now
             identity[GENERATION] += 1
             identity[HITS] = identity[LAST] = 0
-        return cleared, had_pages
+        return [EVERY] if digests is None and (cleared or not self.rebuilt) else cleared, had_pages
 
     def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
@@ -323,12 +325,6 @@ class SlabIndex:
         missing = [digest for digest in dict.fromkeys(digests) if digest not in known]
         # Read before the lock is taken.
         cleared = {digest: self._cleared_at(digest) for digest in missing}
-        of_all = int(self.memory.header[slot_code.ALL_CLEARED])
-        for digest in missing if of_all and not self.rebuilt else ():
-            # The rebuild has not seen it yet, and clear() did not know of it.
-            if cleared[digest] < of_all:
-                cleared[digest] = of_all
-                self._note_cleared(digest, of_all)
         if missing:
             with self._changing():
                 known = self._known_numbers()
@@ -341,6 +337,7 @@ class SlabIndex:
                         identity[CLEARED] = cleared[digest]
                         self.memory.header[slot_code.IDENTITIES] = number + 1
                         if not self.rebuilt:
+                            # clear() did not know of it.
                             of_all = int(self.memory.header[slot_code.ALL_CLEARED])
                             identity[CLEARED] = max(cleared[digest], of_all)
                 known = self._known_numbers()
@@ -875,7 +872,7 @@ def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
     """An empty index without slabs' files, for benchmarks and tests of the index alone. ``directory`` gets locks."""
     members, lock = Members(directory / "members"), ChangeLock(OfdLock(directory / "lock", 0), str(directory))
     try:
-        index = SlabIndex(IndexMemory(new_index(capacity)), lock, members, lambda _: -1, lambda *_: None)
+        index = SlabIndex(IndexMemory(new_index(capacity)), lock, members, lambda _: -1)
         index.join()
         index.memory.header[slot_code.REBUILT] = 1
         yield index

@@ -129,9 +129,11 @@ class Rebuild:
         except OSError as error:
             # Without blocks, or headers that can be read: its pages are lost, and its room is free.
             logger.warning("tier %s: %s: slab %d: %s", self._tier, self._directory.path, slab.number, error)
-            if self._index.drop_slab(slab):
-                self._directory.delete_slab_files(slab)
-                self._index.forget_slab(slab)
+            if not self._index.drop_slab(slab):
+                # A slot of it is being written.
+                return False
+            self._directory.delete_slab_files(slab)
+            self._index.forget_slab(slab)
             return True
         return self._index.end_slab(slab)
 
