@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -18,6 +19,7 @@ from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab import rebuild as rebuild_module
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
+from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from tests.storage.file.indexes import SMALL, A, B, key_of, present
 
@@ -137,6 +139,25 @@ def test_pages_of_an_identity_cleared_while_they_are_looked_for_stay_away(
     with opened(place) as directory:
         assert present(directory.index, [key_of(number) for number in range(3)]) == []
         assert directory.index.counts()["free"] == 3
+
+
+def test_a_slab_that_cannot_be_read_goes_once_nobody_writes_to_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put_slab(place, 0, [header(key_of(0))])
+    drop, asked = SlabIndex.drop_slab, []
+
+    def being_written_at_first(index: SlabIndex, slab: Slab) -> bool:
+        asked.append(slab)
+        return len(asked) > 1 and drop(index, slab)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "planted")
+
+    monkeypatch.setattr(SlabIndex, "drop_slab", being_written_at_first)
+    monkeypatch.setattr(rebuild_module, "read_headers", fail)
+    with opened(place) as directory:
+        assert len(asked) == 2
+        assert directory.index.all_slabs() == []
+        assert not path.exists()
 
 
 def test_it_serves_while_it_runs_and_what_is_not_looked_at_is_nobody_s(
