@@ -13,6 +13,7 @@ import pytest
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.tiers.file import multipath
 from hicache_ext.storage.tiers.file.multipath import CALLS_BEFORE_OUT, SpreadStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
@@ -180,6 +181,35 @@ def test_what_was_cleared_meanwhile_does_not_come_back(rig):
     wait_until(lambda: not store.out_of_service())
     assert GetResult.HIT not in get(store)
     assert_hits(store, other)
+
+
+@pytest.mark.parametrize("digests", [[IDENTITY], None])
+def test_what_was_cleared_before_it_was_known_that_the_disk_had_lost_it_does_not_come_back(rig, digests):
+    store = rig.store()
+    other = page_keys(64, identity=OTHER_IDENTITY)
+    store_pages(store, KEYS)
+    store_pages(store, other)
+    on_the_disk = dict(rig.disks[0].objects)
+    store.clear(digests)
+    for _ in range(2):
+        broken(rig, store)
+        rig.disks[0].objects.update(on_the_disk)
+        rig.disks[0].error = None
+        wait_until(lambda: not store.out_of_service())
+        assert GetResult.HIT not in get(store)
+    assert (GetResult.HIT in get(store, other)) == (digests is not None)
+
+
+def test_a_clear_of_long_ago_is_not_done_again(rig, monkeypatch):
+    store = rig.store()
+    store.clear([IDENTITY])
+    monkeypatch.setattr(multipath, "_CLEAR_IN_DOUBT", 0.0)
+    store.clear([OTHER_IDENTITY])
+    store_pages(store, KEYS)
+    broken(rig, store)
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert_hits(store, KEYS)
 
 
 def test_a_vanished_mount_is_not_begun_anew_on_the_disk_below(rig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,17 @@ def test_a_spoilt_manifest_does_not_let_the_other_layout_in(tmp_path: Path, layo
         opened(tmp_path, "slab" if layout == "pages" else "pages")
     assert manifest_of(tmp_path, layout).read_bytes() == spoilt
     store = opened(tmp_path, layout)
+    assert_hits(store, page_keys(20))
+    store.close()
+
+
+@pytest.mark.parametrize("layout", ["pages", "slab"])
+def test_a_spoilt_manifest_is_made_anew_where_all_that_is_left_beside_it_is_ours(tmp_path: Path, layout: str) -> None:
+    first_start(tmp_path, layout)
+    manifest_of(tmp_path, layout).write_bytes(b"")
+    shutil.rmtree(tmp_path / ("pages" if layout == "pages" else "v3/slabs"))
+    store = opened(tmp_path, layout)
+    store_pages(store, page_keys(20))
     assert_hits(store, page_keys(20))
     store.close()
 

@@ -395,6 +395,19 @@ def test_while_nobody_knows_what_is_stored_as_much_goes_as_comes(tmp_path, open_
     assert usage.used(1000) == 700
 
 
+def test_of_a_file_that_had_grown_and_is_gone_only_as_much_goes_as_comes_until_somebody_counts(open_usage):
+    usage = open_usage(9000)
+    with usage.removing() as removal:
+        removal.freed, removal.uncertain = 100, True
+    asked: list[int] = []
+    assert usage.reserve(50, 1000, lambda need: asked.append(need) or [need]) is Grant.GRANTED
+    usage.commit(50, 50)
+    assert asked == [50]
+    while usage.in_doubt():
+        usage.walk(700)
+    assert usage.used(1000) == 700
+
+
 def test_what_is_under_way_survives_the_loss_of_the_account(tmp_path, open_usage):
     first, second = open_usage(0), open_usage()
     assert first.reserve(300, 1000, _no_room) is Grant.GRANTED

@@ -19,7 +19,14 @@ from pathlib import Path
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import make_directory
 from hicache_ext.runtime.whole_file import create_whole, parsed, read_small, write_whole
-from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME, MANIFEST, SLAB_FILE, SLAB_VERSION, VERSION_NAME
+from hicache_ext.storage.tiers.file.modes import (
+    IDENTITY_NAME,
+    MANIFEST,
+    SLAB_FILE,
+    SLAB_VERSION,
+    VERSION_NAME,
+    holds_only_ours,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +114,7 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
         found = _layout_by_files(path)
         if found is not None:
             recorded = (FORMATS["pages"] if found == "pages" else max(FORMER_SLAB_FORMATS)), found
-        elif was_there[path]:
+        elif was_there[path] and not holds_only_ours(path):
             raise _not_ours(path, tier)
     known = FORMER_SLAB_FORMATS if layout == "slab" else (FORMATS["pages"],)
     if recorded is not None and (recorded[0] not in known or recorded[1] != layout):
@@ -118,7 +125,7 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
             raise _mismatch(home, recorded or (SLAB_VERSION, "slab"), layout, tier)
     elif recorded is not None and recorded != (SLAB_VERSION, "slab"):
         raise _mismatch(home, recorded, layout, tier)
-    elif recorded is None and was_there[home] and not slabs:
+    elif recorded is None and was_there[home] and not slabs and not holds_only_ours(home):
         raise _not_ours(home, tier)
 
 

@@ -40,6 +40,7 @@ _FILES = re.compile(
     r"|\.(hicache_ext\.json|trust|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+"
 )
 """Our files in PATH."""
+_OF_IDENTITY = r"([0-9a-f]{32}|all)\.(json|cleared)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ _SLAB_HOME = _Directory(
     {"slabs": _SLABS},
 )
 _DIRECTORIES = {
-    IDENTITIES: _Directory(re.compile(r"[0-9a-f]{32}\.(json|cleared)|\.[0-9a-f]{32}\.(json|cleared)\.[0-9]+\.[0-9]+")),
+    IDENTITIES: _Directory(re.compile(rf"{_OF_IDENTITY}|\.{_OF_IDENTITY}\.[0-9]+\.[0-9]+")),
     "pins": _Directory(re.compile(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+")),
     "hints": _Directory(re.compile(r".+\.(hint|new)")),
     "index": _Directory(INDEX_FILE),
@@ -66,6 +67,7 @@ _DIRECTORIES = {
     "weights": _Directory(re.compile(r"[0-9a-f]{32}")),
 }
 """Our directories in PATH, of former releases too."""
+_TIER = _Directory(_FILES, _DIRECTORIES)
 _NOBODYS = re.compile(r"lost\+found|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when PATH is closed to others."""
 
@@ -89,6 +91,13 @@ def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -
             raise _no_such_right(path, access, tier) from error
         raise
     _Modes(path, access, tier).put_right(is_tier=is_tier)
+
+
+def holds_only_ours(directory: Path) -> bool:
+    """Whether PATH, or one version's directory in it, has something of ours beside its manifest and nothing of others,
+    going by names alone. Never raises OSError."""
+    ours, others = _ours_and_others(directory, _SLAB_HOME if VERSION_NAME.fullmatch(directory.name) else _TIER)
+    return any(entry.name != MANIFEST for entry in ours) and all(_NOBODYS.fullmatch(name) for name in others)
 
 
 def _no_such_right(path: Path, access: Access, tier: str) -> StoreSetupError:
@@ -148,7 +157,7 @@ class _Modes:
             self._put(entry)
             return
         self._put_shared(Path(entry.path), _others_below(entry, directory))
-        for inner in _ours_and_others(entry, directory)[0]:
+        for inner in _ours_and_others(entry.path, directory)[0]:
             self._put_all(inner, directory.directories.get(inner.name))
 
     def _put_shared(self, directory: Path, strangers: list[str]) -> None:
@@ -318,7 +327,7 @@ def _is_other_version(entry: os.DirEntry[str]) -> bool:
 
 def _others_below(entry: os.DirEntry[str], directory: _Directory) -> list[str]:
     """The names of what is not ours in a directory of ours, and below it."""
-    ours, others = _ours_and_others(entry, directory)
+    ours, others = _ours_and_others(entry.path, directory)
     for inner in ours:
         inside = directory.directories.get(inner.name)
         if inside is not None:
@@ -326,11 +335,11 @@ def _others_below(entry: os.DirEntry[str], directory: _Directory) -> list[str]:
     return others
 
 
-def _ours_and_others(entry: os.DirEntry[str], directory: _Directory) -> tuple[list[os.DirEntry[str]], list[str]]:
+def _ours_and_others(path: str | Path, directory: _Directory) -> tuple[list[os.DirEntry[str]], list[str]]:
     """Our entries in a directory of ours, and the names of the others."""
     ours: list[os.DirEntry[str]] = []
     others: list[str] = []
-    for inner in _entries(entry.path):
+    for inner in _entries(path):
         if inner.name in directory.directories:
             is_ours = inner.is_dir(follow_symlinks=False)
         else:

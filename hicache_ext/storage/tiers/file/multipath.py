@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +54,8 @@ _CLOSE_TIMEOUT = 10.0
 """Seconds that close() waits for probes: on a device that hangs one may never end."""
 _LOOK_INTERVAL = 5.0
 """Seconds between two looks at how full the paths are, while somebody asks."""
+_CLEAR_IN_DOUBT = 60.0
+"""Seconds after which the disk knows of a clear: it is synced in the background, or the kernel writes it."""
 _SUCCESS = {"get": GetResult.HIT, "set": SetResult.STORED, "contains": True}
 """What a call of each kind says of a page that it moved or found."""
 
@@ -74,7 +76,9 @@ class _Part:
         self.failed_calls: Counter[str] = Counter()
         self.clear_all = False
         self.cleared: set[bytes] = set()
-        """Identities that were cleared while the path was out of service."""
+        """Identities that are to be cleared before the path comes back."""
+        self._doubtful: dict[bytes | None, tuple[float, int]] = {}
+        """Those (None: all) whose clearing a disk that dies may lose: since when, and the errors up to then."""
         self.had_manifest = False
         self._lock = threading.Lock()
 
@@ -83,6 +87,27 @@ class _Part:
             with self._lock:
                 self.errors += 1
                 self.last_error = error
+
+    def note_clear(self, digests: Iterable[bytes | None]) -> None:
+        """Of a path in service."""
+        now = time.monotonic()
+        self._doubtful = {
+            digest: (since, errors)
+            for digest, (since, errors) in self._doubtful.items()
+            if now - since < _CLEAR_IN_DOUBT or errors != self.errors
+        }
+        self._doubtful.update(dict.fromkeys(digests, (now, self.errors)))
+
+    def clear_later(self, digests: Iterable[bytes | None]) -> None:
+        for digest in digests:
+            if digest is None:
+                self.clear_all = True
+            else:
+                self.cleared.add(digest)
+
+    def clear_again(self) -> None:
+        """What the disk may have lost is to be cleared once more."""
+        self.clear_later(self._doubtful)
 
 
 class SpreadStore:
@@ -219,9 +244,8 @@ class SpreadStore:
             with self._state:
                 usable = self._usable
                 for number, part in enumerate(self._parts):
-                    if number not in usable:
-                        part.clear_all = part.clear_all or digests is None
-                        part.cleared.update(digests or ())
+                    noted = part.note_clear if number in usable else part.clear_later
+                    noted([None] if digests is None else digests)
             return max([self._call(number, "clear", digests, 0) for number in usable], default=0)
 
     def close(self) -> None:
@@ -348,6 +372,7 @@ class SpreadStore:
             logger.warning("tier %s: path %s is back in service", self.name, part.path)
             return
         with self._state:
+            part.clear_again()
             self._use([other for other in self._usable if other != number])
         self.metrics.add("path_out_of_service", str(part.path))
         logger.error(
@@ -403,6 +428,7 @@ class SpreadStore:
                 part.failed_calls.clear()
                 self._use(sorted({*self._usable, number}))
                 return True
+            part.note_clear([None] if clear_all else cleared)
         opened.clear(None if clear_all else cleared)
         return False
 

@@ -205,6 +205,9 @@ class Usage:
                 if record is None:
                     return Grant.HELD, 0
                 missing = 0
+                if record.recount and capacity is not None and record.stored > capacity:
+                    # It cannot be, and is in doubt: nobody knows what is stored.
+                    record.counted, record.stored = False, 0
                 if capacity is not None and record.used(capacity) + amount > capacity:
                     self._release_dead_writers(record)
                     # Where others have reserved too much no eviction can help: do not empty the cache for it.
