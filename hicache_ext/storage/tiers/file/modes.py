@@ -190,7 +190,7 @@ class _Modes:
         if not self._is_wrong(status):
             return
         until = float("inf") if self._access.group else time.monotonic() + _PAGE_FILES_SECONDS
-        identities, strangers = _ours_and_others(pages, _DIRECTORIES[_PAGES])
+        identities, strangers = _ours_and_others(pages.path, _DIRECTORIES[_PAGES])
         if not self._access.group:
             self._put_shared(Path(pages.path), strangers)
         for identity in identities:
