@@ -90,12 +90,17 @@ def open_plain_file(path: Path, flags: int) -> int:
     except FileNotFoundError:
         status = None
     if status is not None and not stat.S_ISREG(status.st_mode):
-        aside = path.with_name(f"{path.name}.not-a-file-{secrets.token_hex(4)}")
-        with suppress(FileNotFoundError):
-            # Otherwise another process was faster.
-            path.rename(aside)
-            logger.warning("%s is no plain file; it is moved to %s", path, aside)
+        move_aside(path)
     return open_file(path, flags)
+
+
+def move_aside(path: Path) -> None:
+    """Give what has the name of something of ours, and is something else, another name. Raises OSError."""
+    aside = path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        # Otherwise another process was faster.
+        path.rename(aside)
+        logger.warning("%s is not ours; it is moved to %s", path, aside)
 
 
 def settle(file: int | Path, mode: int) -> None:
@@ -111,11 +116,17 @@ def settle(file: int | Path, mode: int) -> None:
 
 
 def make_directory(path: Path, access: Access | None = None) -> None:
-    """Make ``path`` if it is missing; it survives a power loss. Raises OSError.
+    """Make a directory of the tier's own if it is missing; it survives a power loss. What has its name and is none is
+    moved aside. Raises OSError.
 
     ``access``: left out, that of its parent.
     """
-    wanted = access or access_in(path.parent)
+    if not path.is_dir() and os.path.lexists(path):
+        move_aside(path)
+    _make_directory(path, access or access_in(path.parent))
+
+
+def _make_directory(path: Path, wanted: Access) -> None:
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -135,7 +146,7 @@ def make_tier_directory(path: Path, access: Access = PRIVATE) -> None:
     """Make PATH and its missing parents. Raises OSError."""
     for place in (*reversed(path.parents), path):
         if not place.exists():
-            make_directory(place, access)
+            _make_directory(place, access)
 
 
 def sync_directory(path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 import threading
 from pathlib import Path
 
@@ -115,10 +116,12 @@ class Members:
 def living_members(path: Path) -> list[int]:
     """The ids of the processes that use the directory with the file ``path``, for those who only look.
 
-    Makes nothing; none where the file is missing. Raises OSError.
+    Makes nothing; none where the file is missing, or something else has its name. Raises OSError.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return []
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return []
     try:

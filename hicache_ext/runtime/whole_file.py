@@ -89,8 +89,13 @@ def read_small(path: Path) -> bytes:
         if not stat.S_ISREG(path.lstat().st_mode):
             return b""
         raise
-    with open(fd, "rb") as file:
-        return file.read() if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return b""
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(fd)
 
 
 def read_document(path: Path) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
+from hicache_ext.storage.tiers.file.modes import PAGE_NAME, SLAB_FILE
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key, payload_of
 
 SIZES = (16_384, 32_768, 65_536, 20_000)
@@ -272,10 +273,11 @@ class TierProcess:
 
 
 def bytes_on_disk(directory: Path) -> int:
-    """What the files of ``directory`` take, each counted once."""
+    """What the pages in ``directory`` take: the files of our names that the capacity is for, each counted once."""
     files = {}
     for root, _, names in os.walk(directory):
         for name in names:
-            status = os.lstat(os.path.join(root, name))
-            files[status.st_ino] = status.st_blocks * 512
+            if PAGE_NAME.fullmatch(name) or SLAB_FILE.fullmatch(name) or Path(root).name == "tmp":
+                status = os.lstat(os.path.join(root, name))
+                files[status.st_ino] = status.st_blocks * 512
     return sum(files.values())

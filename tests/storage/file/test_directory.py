@@ -101,11 +101,12 @@ def test_a_file_where_the_directory_should_be_is_refused(place):
         PageDirectory(place, "disk")
 
 
-def test_a_file_where_the_pages_should_be_is_refused(place):
+def test_a_file_where_the_pages_should_be_is_moved_aside(place):
     place.mkdir()
-    (place / "pages").write_text("")
-    with pytest.raises(StoreSetupError, match="cannot start"):
-        PageDirectory(place, "disk")
+    (place / "pages").write_text("somebody's")
+    PageDirectory(place, "disk").close()
+    (aside,) = place.glob("pages.not-ours-*")
+    assert aside.read_text() == "somebody's"
 
 
 @pytest.mark.parametrize("name", ["usage", "members"])
@@ -129,7 +130,7 @@ def test_what_is_no_file_in_the_place_of_one_is_moved_aside_whole(place, open_st
     assert_hits(store, keys)
     assert all(result.durable for result in store_pages(store, page_keys(10)))
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
-    (aside,) = place.glob(f"{name}.not-a-file-*")
+    (aside,) = place.glob(f"{name}.not-ours-*")
     if kind == "directory":
         assert (aside / "thesis.tex").read_text() == "years of work"
     if kind == "symlink":

@@ -136,11 +136,17 @@ def test_a_spoilt_manifest_does_not_let_the_other_layout_in(tmp_path: Path, layo
     store.close()
 
 
+@pytest.mark.parametrize("instead", [False, True], ids=["nothing", "a file"])
 @pytest.mark.parametrize("layout", ["pages", "slab"])
-def test_a_spoilt_manifest_is_made_anew_where_all_that_is_left_beside_it_is_ours(tmp_path: Path, layout: str) -> None:
+def test_a_spoilt_manifest_is_made_anew_where_all_that_is_left_beside_it_is_ours(
+    tmp_path: Path, layout: str, instead: bool
+) -> None:
     first_start(tmp_path, layout)
     manifest_of(tmp_path, layout).write_bytes(b"")
-    shutil.rmtree(tmp_path / ("pages" if layout == "pages" else "v3/slabs"))
+    pages = tmp_path / ("pages" if layout == "pages" else "v3/slabs")
+    shutil.rmtree(pages)
+    if instead:
+        pages.write_bytes(b"")
     store = opened(tmp_path, layout)
     store_pages(store, page_keys(20))
     assert_hits(store, page_keys(20))

@@ -14,10 +14,11 @@ import json
 import logging
 import os
 import re
+import stat
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.runtime.access import make_directory
+from hicache_ext.runtime.access import make_directory, move_aside
 from hicache_ext.runtime.whole_file import create_whole, parsed, read_small, write_whole
 from hicache_ext.storage.tiers.file.modes import (
     IDENTITY_NAME,
@@ -51,7 +52,7 @@ def format_and_layout(directory: Path) -> tuple[int, str] | None:
     Raises OSError."""
     try:
         document = parsed(read_small(directory / MANIFEST)) or {}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     number, layout = document.get("format"), document.get("layout")
     if isinstance(number, bool) or not isinstance(number, int) or not isinstance(layout, str):
@@ -147,6 +148,8 @@ def adopt_slabs(path: Path, tier: str) -> None:
     check_before_start(path, "slab", tier)
     home = slab_home(path)
     for directory in (home, home / _SLABS):
+        if directory.is_symlink():
+            move_aside(directory)
         make_directory(directory)
     _complete(home, "slab", tier)
     check_before_start(path, "slab", tier)
@@ -170,6 +173,8 @@ def _complete(directory: Path, layout: str, tier: str) -> None:
         logger.warning("tier %s: %s cannot be read and is made anew, since the files in it are ours", tier, manifest)
         write_whole(manifest, text)
     else:
+        if os.path.lexists(manifest) and not _is_there(manifest):
+            move_aside(manifest)
         create_whole(manifest, text)
 
 
@@ -206,13 +211,12 @@ def _layout_by_files(path: Path) -> str | None:
     return holds[0] if len(holds) == 1 else None
 
 
-def _is_there(path: Path) -> bool:
-    """Raises OSError if that is not known."""
+def _is_there(manifest: Path) -> bool:
+    """Whether there is such a file. Raises OSError if that is not known."""
     try:
-        path.lstat()
-    except FileNotFoundError:
+        return stat.S_ISREG(manifest.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    return True
 
 
 def _has(directory: Path, name: re.Pattern[str]) -> bool:

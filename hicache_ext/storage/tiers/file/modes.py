@@ -68,7 +68,7 @@ _DIRECTORIES = {
 }
 """Our directories in PATH, of former releases too."""
 _TIER = _Directory(_FILES, _DIRECTORIES)
-_NOBODYS = re.compile(r"lost\+found|\.hicache-ext-trial-.+")
+_NOBODYS = re.compile(r"lost\+found|.+\.not-ours-[0-9a-f]{8}|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when PATH is closed to others."""
 
 _PAGE_FILES_SECONDS = 10.0
@@ -96,8 +96,12 @@ def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -
 def holds_only_ours(directory: Path) -> bool:
     """Whether PATH, or one version's directory in it, has something of ours beside its manifest and nothing of others,
     going by names alone. Never raises OSError."""
-    ours, others = _ours_and_others(directory, _SLAB_HOME if VERSION_NAME.fullmatch(directory.name) else _TIER)
-    return any(entry.name != MANIFEST for entry in ours) and all(_NOBODYS.fullmatch(name) for name in others)
+    known = _SLAB_HOME if VERSION_NAME.fullmatch(directory.name) else _TIER
+    ours, others = _ours_and_others(directory, known)
+    names = {entry.name for entry in ours} - {MANIFEST}
+    # Something else may have taken the place of a directory of ours.
+    names |= known.directories.keys() & set(others)
+    return bool(names) and all(name in names or _NOBODYS.fullmatch(name) for name in others)
 
 
 def _no_such_right(path: Path, access: Access, tier: str) -> StoreSetupError:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, settle
+from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.manifest import adopt_pages, check_before_start
 from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME
@@ -136,7 +136,7 @@ class PageDirectory(PageTree):
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            _rename_without_replacing(page_path, f"{page_path}.not-a-page-{os.getpid()}-{next(_TEMP_NUMBERS)}")
+            move_aside(Path(page_path))
         return 0
 
     def remove_empty_directories(self) -> int:

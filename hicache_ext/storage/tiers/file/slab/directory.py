@@ -23,7 +23,6 @@ import errno
 import functools
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -36,7 +35,7 @@ from pathlib import Path
 import numpy as np
 
 from hicache_ext.errors import IndexBusyError, StoreSetupError
-from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, settle
+from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
 from hicache_ext.runtime.members import Members, living_members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
@@ -125,7 +124,6 @@ class SlabDirectory:
         self._looked = 0.0
         try:
             make_tier_directory(path)
-            _put_right(self.home)
             adopt_slabs(path, tier)
             make_directory(self.identities)
             self._home_fd = self._opened_directory(self.home)
@@ -222,9 +220,8 @@ class SlabDirectory:
             try:
                 os.unlink(name, dir_fd=self._slabs_fd)
             except OSError:
-                aside = f"{name}.not-ours-{secrets.token_hex(4)}"
                 with suppress(OSError):
-                    os.rename(name, aside, src_dir_fd=self._slabs_fd, dst_dir_fd=self._slabs_fd)
+                    move_aside(self.home / "slabs" / name)
         return list(found.values())
 
     def is_removed(self) -> bool:
@@ -426,15 +423,3 @@ def _noted(file: Path) -> int:
 
 def _name(slab: Slab, file: SlabFile) -> str:
     return f"{slab.number:08x}-{slab.slot_size}.{'headers' if file is SlabFile.HEADERS else 'slab'}"
-
-
-def _put_right(home: Path) -> None:
-    """Move what stands where a file or directory of ours belongs, and is none, out of the way."""
-    for path, right in (
-        (home, stat.S_ISDIR),
-        (home / "slabs", stat.S_ISDIR),
-        *((home / name, stat.S_ISREG) for name in ("members", "lock", "hicache_ext.json")),
-    ):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if not right(path.lstat().st_mode):
-                path.rename(path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}"))
