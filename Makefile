@@ -8,6 +8,7 @@ MODEL ?=
 DEMO_ARGUMENTS ?=
 
 .PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
+.PHONY: damages dying-devices power-loss
 .PHONY: decode-throughput pull-or-recompute clean
 
 help:
@@ -21,6 +22,9 @@ help:
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
 	@echo "make trouble    a pool killed, frozen, slow and lying under two real servers, 8 minutes; writes docs/reports/pool-trouble.*"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, then in containers and stopped, 20 more"
+	@echo "make damages    files of a tier damaged at random 1,000 times, 15 minutes; writes docs/reports/damages.md"
+	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes docs/reports/dying-devices.md"
+	@echo "make power-loss the power cut 200 times, ext4 and XFS, as root, 15 minutes; writes docs/reports/power-loss.md"
 	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes docs/reports/"
 	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes docs/reports/"
 	@echo "make clean      remove .venv and everything the demo made"
@@ -73,6 +77,15 @@ trouble: setup-test
 soak: setup-test
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 2 --namespaces --stops --report docs/reports/soak-pods.md
+
+damages: setup-test
+	.venv/bin/python -m tests.campaigns.damages --damages 1000 --seed 1 --report docs/reports/damages.md
+
+dying-devices: setup-test
+	.venv/bin/python -m tests.campaigns.dying_devices --runs 25 --seed 1 --report docs/reports/dying-devices.md
+
+power-loss: setup-test
+	.venv/bin/python -m tests.campaigns.power_loss --cuts 50 --seed 1 --report docs/reports/power-loss.md
 
 decode-throughput: setup-test
 	.venv/bin/python -m tests.campaigns.decode_throughput --minutes 10.5 --report docs/reports/decode-throughput.md

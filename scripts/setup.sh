@@ -39,6 +39,8 @@ if [ "$purpose" = test ]; then # the servers that the tests start
   need redis-server redis-server
   need ip iproute2
   need npm npm
+  need /usr/sbin/mkfs.ext4 e2fsprogs # power cuts and devices that die, on loop mounts
+  need /usr/sbin/mkfs.xfs xfsprogs
 fi
 "$python" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 "$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||

@@ -22,6 +22,9 @@ from hicache_ext.runtime.access import open_file, sync_directory
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK)
 """Errors of file systems without hard links."""
 
+LARGEST_SMALL = 64 << 20
+"""Bytes: a pin of a million pages."""
+
 
 def write_whole(path: Path, text: str, *, sync: bool = True) -> None:
     """Replace the file at ``path`` by ``text``; readers see the old file or the new one. Raises OSError.
@@ -79,8 +82,8 @@ def remove_whole(path: Path) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """The content of a small file; empty where something else than a plain file has its name: reading a pipe would wait
-    for ever. Raises OSError, FileNotFoundError for nothing."""
+    """The content of a small file; empty where one that has grown beyond all measure has its name, or no plain file:
+    reading a pipe would wait for ever. Raises OSError, FileNotFoundError for nothing."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -90,7 +93,8 @@ def read_small(path: Path) -> bytes:
             return b""
         raise
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_SMALL:
             return b""
         with open(fd, "rb", closefd=False) as file:
             return file.read()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.errors import StoreSetupError
-from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
@@ -24,6 +24,7 @@ from hicache_ext.testing.conformance.pages import (
     assert_hits,
     page_key,
     page_keys,
+    read_pages,
     store_pages,
 )
 from tests.storage.raw_access import account_and_walk
@@ -106,6 +107,22 @@ def test_a_file_where_the_pages_should_be_is_moved_aside(place):
     (place / "pages").write_text("somebody's")
     PageDirectory(place, "disk").close()
     (aside,) = place.glob("pages.not-ours-*")
+    assert aside.read_text() == "somebody's"
+
+
+@pytest.mark.parametrize("level", [0, 1], ids=["identity", "fan-out"])
+def test_a_file_in_the_place_of_a_directory_of_pages_costs_those_pages(place, open_store, level):
+    keys = page_keys(3)
+    store = open_store(capacity=1 << 20)
+    store_pages(store, keys)
+    home = Path(store._directory.page_path(keys[0])).parents[1 - level]
+    shutil.rmtree(home)
+    home.write_text("somebody's")
+    assert read_pages(store, keys[:1])[0] == [GetResult.MISS]
+    assert store.remove(keys[:1]) == 0
+    assert store_pages(store, keys[:1]) == [SetResult.STORED]
+    assert_hits(store, keys[:1])
+    (aside,) = home.parent.glob("*.not-ours-*")
     assert aside.read_text() == "somebody's"
 
 

@@ -24,6 +24,7 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
@@ -89,6 +90,14 @@ class PageDirectory(PageTree):
         except FileNotFoundError:
             yield _make_directory(os.path.dirname(fan_out), self._access)
             yield _make_directory(fan_out, self._access)
+
+    def clear_the_way(self, page_path: str) -> None:
+        """Move aside what is no directory and has the name of one that the page is in. Never raises OSError."""
+        fan_out = os.path.dirname(page_path)
+        for place in (os.path.dirname(fan_out), fan_out):
+            with suppress(OSError):
+                if not stat.S_ISDIR(os.lstat(place).st_mode):
+                    move_aside(Path(place))
 
     def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
         """A descriptor for a page that nobody can see yet, and its temporary path (None: it has no name)."""

@@ -28,7 +28,7 @@ from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.eviction import Evictor
-from hicache_ext.storage.tiers.file.pages.tree import BLOCK, occupied
+from hicache_ext.storage.tiers.file.pages.tree import ABSENT, BLOCK, occupied
 from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
@@ -130,7 +130,7 @@ class PageFileStore(PathStore):
         try:
             # O_NONBLOCK: opening a pipe that has a page's name would wait for its writer for ever.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
+        except ABSENT:
             return GetResult.MISS
         except OSError as error:
             if error.errno not in _UNREADABLE:
@@ -285,10 +285,11 @@ class PageFileStore(PathStore):
                 for made in self._directory.create_parent(path):
                     added += made
                 stored = page_io.write_page(self._directory, path, key, segments, self._write_flags)
-            except FileNotFoundError as error:
+            except ABSENT as error:
                 # clear() or an eviction took the directory away in between.
                 if attempt == _WRITE_ATTEMPTS:
                     return self._failed_write(path, error), added
+                self._directory.clear_the_way(path)
             except OSError as error:
                 return self._failed_write(path, error), added
             else:
@@ -334,7 +335,7 @@ class PageFileStore(PathStore):
             try:
                 self._remove_page(key, self._directory.page_path(key), None)
                 removed += 1
-            except FileNotFoundError:
+            except ABSENT:
                 continue
             except OSError as error:
                 self._count_error(error)

@@ -22,6 +22,8 @@ from hicache_ext.storage.tiers.file.writers import Writers
 BLOCK = 4096
 """The space of a file is rounded up to a multiple of this."""
 
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""Of a page: something else may have the name of its directory."""
 FAN_OUTS = 256
 """Directories that the pages of one identity are spread over."""
 
@@ -99,7 +101,7 @@ class PageTree:
             for identity in identities:
                 try:
                     taken[position] += occupied(os.lstat(self.page_path(identity + page_hash)).st_size)
-                except FileNotFoundError:
+                except ABSENT:
                     continue
         return taken
 
@@ -142,7 +144,7 @@ def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntr
     try:
         with os.scandir(directory) as listing:
             yield from (entry for entry in listing if name.fullmatch(entry.name))
-    except (FileNotFoundError, NotADirectoryError):
+    except ABSENT:
         return
 
 
