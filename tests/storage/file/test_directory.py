@@ -14,6 +14,7 @@ import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.file.manifest import manifest_text
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
@@ -79,14 +80,28 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
         f"pages/{IDENTITY.hex()}/{page_hash[:2]}/{page_hash}.page",
         "usage",
     ]
-    assert json.loads((place / "hicache_ext.json").read_text()) == {"format": 1, "layout": "pages"}
+    assert json.loads((place / "hicache_ext.json").read_text()) == {
+        "format": 1,
+        "layout": "pages",
+        "checksum": 1921148614,
+    }
     assert load_document(place, IDENTITY) == {"model": {"id": "m"}}
     assert load_document(place, OTHER_IDENTITY) is None
 
 
 @pytest.mark.parametrize(
     "manifest",
-    ['{"format": 2, "layout": "pages"}', '{"format": 1, "layout": "slab"}', "{}", "", "[]", "null", "\x00\x01", "7"],
+    [
+        manifest_text(2, "pages"),
+        '{"format": 2, "layout": "pages"}',
+        '{"format": 1, "layout": "slab"}',
+        "{}",
+        "",
+        "[]",
+        "null",
+        "\x00\x01",
+        "7",
+    ],
 )
 def test_a_directory_of_another_format_is_refused_in_one_sentence(place, manifest):
     place.mkdir()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.storage.tiers.file.layout_choice import choose_layout
+from hicache_ext.storage.tiers.file.manifest import manifest_text
 
 CAPACITY = 64 << 20
 
@@ -99,7 +99,7 @@ def test_an_unlimited_capacity_gets_page_files(tmp_path, mounted):
 def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held, number, where, kind):
     table = mounted(kind)
     (tmp_path / "tier" / where).mkdir(exist_ok=True)
-    (tmp_path / "tier" / where / "hicache_ext.json").write_text(json.dumps({"format": number, "layout": held}))
+    (tmp_path / "tier" / where / "hicache_ext.json").write_text(manifest_text(number, held))
     choice = choose_layout(tmp_path / "tier", CAPACITY, table)
     assert (choice.layout, "already" in choice.reason) == (held, True)
 

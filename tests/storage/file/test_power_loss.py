@@ -18,7 +18,7 @@ from hicache_ext.runtime import whole_file
 from hicache_ext.runtime.whole_file import create_whole, write_whole
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.manifest import check_before_start, layout_in, manifest_text, slab_home
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.pins import add_pin, read_pins
@@ -153,10 +153,25 @@ def test_a_spoilt_manifest_is_made_anew_where_all_that_is_left_beside_it_is_ours
     store.close()
 
 
+@pytest.mark.parametrize(("layout", "has_checksum"), [("pages", True), ("pages", False), ("slab", True)])
+def test_no_changed_bit_of_a_manifest_keeps_a_start_from_its_pages(
+    tmp_path: Path, layout: str, has_checksum: bool
+) -> None:
+    first_start(tmp_path, layout)
+    manifest = manifest_of(tmp_path, layout)
+    whole = manifest.read_bytes() if has_checksum else json.dumps({"format": 1, "layout": "pages"}).encode()
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(changed)
+        check_before_start(tmp_path, layout, "disk")
+        assert layout_in(tmp_path) == layout
+
+
 @pytest.mark.parametrize("layout", ["pages", "slab"])
 def test_a_manifest_of_a_newer_format_is_refused_and_kept(tmp_path: Path, layout: str) -> None:
     first_start(tmp_path, layout)
-    newer = json.dumps({"format": 4, "layout": layout})
+    newer = manifest_text(4, layout)
     manifest_of(tmp_path, layout).write_text(newer)
     with pytest.raises(StoreSetupError, match="holds format 4"):
         opened(tmp_path, layout)

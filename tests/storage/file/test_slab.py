@@ -507,4 +507,4 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
     open_store(tmp_path / "b").close()
     with pytest.raises(StoreSetupError, match=r"holds format [23], layout 'slab'"):
         PageFileStore("disk", tmp_path / "b", capacity=None)
-    assert json.loads((tmp_path / "b" / "v3" / "hicache_ext.json").read_text()) == {"format": 3, "layout": "slab"}
+    assert json.loads((tmp_path / "b" / "v3" / "hicache_ext.json").read_text())["format"] == 3

@@ -23,6 +23,7 @@ from hicache_ext.storage.tiers.file.manifest import (
     check_before_start,
     check_manifest_is_there,
     layout_in,
+    manifest_text,
     slab_home,
 )
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
@@ -60,6 +61,9 @@ def make_slabs(path: Path) -> Path:
     return path
 
 
+MANIFEST_OF_SLABS = {"format": 3, "layout": "slab", "checksum": 368090112}
+
+
 def make_pages(path: Path) -> Path:
     path.mkdir(exist_ok=True)
     (path / "pages").mkdir()
@@ -71,7 +75,7 @@ def make_pages(path: Path) -> Path:
 def make_newer(path: Path) -> Path:
     newer = path / "v4"
     newer.mkdir(parents=True)
-    (newer / "hicache_ext.json").write_text('{"format": 4, "layout": "slab"}')
+    (newer / "hicache_ext.json").write_text(manifest_text(4, "slab"))
     (newer / "data").write_bytes(b"n" * (1 << 20))
     return newer
 
@@ -81,7 +85,7 @@ def make_newer(path: Path) -> Path:
 
 def test_slabs_of_this_version_are_in_a_directory_of_their_own_with_their_manifest(tmp_path: Path) -> None:
     adopt_slabs(tmp_path, "disk")
-    assert json.loads((tmp_path / "v3" / "hicache_ext.json").read_text()) == {"format": 3, "layout": "slab"}
+    assert json.loads((tmp_path / "v3" / "hicache_ext.json").read_text()) == MANIFEST_OF_SLABS
     assert slab_home(tmp_path) == tmp_path / "v3"
     assert [entry.name for entry in tmp_path.iterdir()] == ["v3"]
     before = content(tmp_path)
@@ -154,7 +158,7 @@ def test_slabs_of_any_version_make_a_directory_one_of_slabs(tmp_path: Path, stat
         adopt_pages(path, "disk")
     assert content(path) == before
     adopt_slabs(path, "disk")
-    assert json.loads((path / "v3" / "hicache_ext.json").read_text()) == {"format": 3, "layout": "slab"}
+    assert json.loads((path / "v3" / "hicache_ext.json").read_text()) == MANIFEST_OF_SLABS
 
 
 def test_page_files_keep_their_directory_and_slabs_are_refused_there(tmp_path: Path) -> None:
@@ -193,7 +197,7 @@ def test_a_manifest_of_somebody_else_in_a_directory_named_v3_is_refused_and_kept
 
 @pytest.mark.parametrize("number", [0, 3, 4])
 def test_an_unknown_format_in_the_directory_itself_is_refused_and_kept(tmp_path: Path, number: int) -> None:
-    (tmp_path / "hicache_ext.json").write_text(json.dumps({"format": number, "layout": "slab"}))
+    (tmp_path / "hicache_ext.json").write_text(manifest_text(number, "slab"))
     with pytest.raises(StoreSetupError, match=f"holds format {number}, layout 'slab'"):
         adopt_slabs(tmp_path, "disk")
     assert [entry.name for entry in tmp_path.iterdir()] == ["hicache_ext.json"]
@@ -299,7 +303,7 @@ def test_what_is_no_slab_of_a_former_release_is_neither_counted_nor_removed(tmp_
         (tmp_path / "index").mkdir()
         (tmp_path / "index" / "data.mdb").write_bytes(b"t" * 10_000)
     if state == "an unknown format":
-        (tmp_path / "hicache_ext.json").write_text('{"format": 7, "layout": "slab"}')
+        (tmp_path / "hicache_ext.json").write_text(manifest_text(7, "slab"))
     before = content(tmp_path)
     found = FormerSlabs(tmp_path)
     assert (found.bytes(), found.make_room("disk"), found.in_words()) == (0, 0, "")

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import stat
+import zlib
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
@@ -35,6 +36,8 @@ FORMATS = {"pages": 1, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
 FORMER_SLAB_FORMATS = (1, 2)
 """Of slabs in PATH itself (former_slabs.py). Those of format 1 had the header of each page in its slot."""
+_WITHOUT_CHECKSUM = ((1, "pages"), (1, "slab"), (2, "slab"))
+"""What releases wrote that put no checksum in their manifests."""
 
 _SLABS = "slabs"
 _FILES_OF = {"pages": ("pages", IDENTITY_NAME), "slab": (_SLABS, SLAB_FILE)}
@@ -57,7 +60,20 @@ def format_and_layout(directory: Path) -> tuple[int, str] | None:
     number, layout = document.get("format"), document.get("layout")
     if isinstance(number, bool) or not isinstance(number, int) or not isinstance(layout, str):
         return None
-    return number, layout
+    if "checksum" in document:
+        is_whole = document["checksum"] == _checksum(number, layout)
+    else:
+        is_whole = (number, layout) in _WITHOUT_CHECKSUM
+    return (number, layout) if is_whole else None
+
+
+def manifest_text(number: int, layout: str) -> str:
+    """What a manifest holds. One with a changed byte is none: not that of another release."""
+    return json.dumps({"format": number, "layout": layout, "checksum": _checksum(number, layout)}) + "\n"
+
+
+def _checksum(number: int, layout: str) -> int:
+    return zlib.crc32(f"{number} {layout}".encode())
 
 
 def layout_in(path: Path) -> str | None:
@@ -168,7 +184,7 @@ def _complete(directory: Path, layout: str, tier: str) -> None:
     """Make the manifest of what is ours."""
     if format_and_layout(directory) is not None:
         return
-    manifest, text = directory / MANIFEST, json.dumps({"format": FORMATS[layout], "layout": layout}) + "\n"
+    manifest, text = directory / MANIFEST, manifest_text(FORMATS[layout], layout)
     if _is_there(manifest):
         logger.warning("tier %s: %s cannot be read and is made anew, since the files in it are ours", tier, manifest)
         write_whole(manifest, text)
