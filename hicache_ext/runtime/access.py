@@ -9,17 +9,23 @@ Reasons: docs/decisions/access-to-files.md.
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import secrets
 import stat
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 IDENTITIES = "identities"
+
+_ALONE_WITHIN = 1.0
+"""Seconds that one who moves something aside waits for others who do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +96,45 @@ def open_plain_file(path: Path, flags: int) -> int:
     except FileNotFoundError:
         status = None
     if status is not None and not stat.S_ISREG(status.st_mode):
-        move_aside(path)
+        move_aside(path, unless=stat.S_ISREG)
     return open_file(path, flags)
 
 
-def move_aside(path: Path) -> None:
-    """Give what has the name of something of ours, and is something else, another name. Raises OSError."""
-    aside = path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}")
-    with suppress(FileNotFoundError):
+def move_aside(path: Path, unless: Callable[[int], bool] = lambda mode: False) -> None:
+    """Give what has the name of something of ours, and is something else, another name. Raises OSError.
+
+    ``unless``: modes (st_mode) of what is ours. It may have come since the caller looked: of several processes one
+    moves, and the next looks again.
+    """
+    with _alone_in(path.parent), suppress(FileNotFoundError):
         # Otherwise another process was faster.
+        if unless(path.lstat().st_mode):
+            return
+        aside = path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}")
         path.rename(aside)
         logger.warning("%s is not ours; it is moved to %s", path, aside)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """While no other process moves anything aside in ``directory``, as far as its file system has locks and who moves
+    goes on."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _ALONE_WITHIN
+        with suppress(OSError):
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.001)
+                else:
+                    break
+        yield
+    finally:
+        os.close(fd)
 
 
 def settle(file: int | Path, mode: int) -> None:
@@ -121,8 +155,15 @@ def make_directory(path: Path, access: Access | None = None) -> None:
 
     ``access``: left out, that of its parent.
     """
-    if not path.is_dir() and os.path.lexists(path):
-        move_aside(path)
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        status = None
+    if status is not None and not stat.S_ISDIR(status.st_mode) and not path.is_dir():
+        if stat.S_ISLNK(status.st_mode) and not path.exists():
+            # What it leads to may be a disk that is not mounted now.
+            raise FileNotFoundError(errno.ENOENT, "a link that leads nowhere", str(path))
+        move_aside(path, unless=stat.S_ISDIR)
     _make_directory(path, access or access_in(path.parent))
 
 

@@ -22,8 +22,8 @@ from hicache_ext.runtime.access import open_file, sync_directory
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK)
 """Errors of file systems without hard links."""
 
-LARGEST_SMALL = 64 << 20
-"""Bytes: a pin of a million pages."""
+LARGEST_SMALL = 128 << 20
+"""Bytes: more than a pin of a million pages."""
 
 
 def write_whole(path: Path, text: str, *, sync: bool = True) -> None:

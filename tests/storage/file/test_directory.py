@@ -7,18 +7,22 @@ import json
 import multiprocessing
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.access import make_directory, move_aside
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.manifest import manifest_text
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
+from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     OTHER_IDENTITY,
@@ -339,3 +343,47 @@ def test_a_directory_removed_under_a_server_is_shared_again_with_the_next_one(pl
     assert first._usage._members.living() == second._usage._members.living()
     assert len(second._usage._members.living()) == 2
     assert not second._usage.in_doubt()
+
+
+def _make_together(root: Path, barrier: Any, count: int) -> None:
+    for number in range(count):
+        barrier.wait(30)
+        make_directory(root / str(number))
+
+
+def test_of_two_processes_that_make_one_directory_none_moves_it_aside(tmp_path: Path) -> None:
+    """It was there between two looks of the slower one: 20 of 4,000 were moved, with what was in them."""
+    spawn = multiprocessing.get_context("fork")
+    barrier = spawn.Barrier(2)
+    processes = [spawn.Process(target=_make_together, args=(tmp_path, barrier, 1000)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == list(range(1000))
+
+
+def test_what_is_ours_by_now_is_not_moved_aside(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "members").write_text("")
+    move_aside(tmp_path / "pages", unless=stat.S_ISDIR)
+    move_aside(tmp_path / "members", unless=stat.S_ISREG)
+    assert {path.name for path in tmp_path.iterdir()} == {"pages", "members"}
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_stays_and_refuses_the_start(place: Path) -> None:
+    PageDirectory(place, "disk").close()
+    shutil.rmtree(place / "pages")
+    (place / "pages").symlink_to(place.parent / "disk of its own")
+    with pytest.raises(StoreSetupError, match="a link that leads nowhere"):
+        PageDirectory(place, "disk")
+    (place.parent / "disk of its own").mkdir()
+    PageDirectory(place, "disk").close()
+    assert (place / "pages").is_symlink()
+
+
+def test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew(place: Path) -> None:
+    SlabStore("disk", place, capacity=64 << 20).close()
+    (place / "hicache_ext.json").write_text("")
+    SlabStore("disk", place, capacity=64 << 20).close()

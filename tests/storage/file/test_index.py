@@ -412,10 +412,11 @@ def test_a_cleared_identity_is_listed_again_once_it_is_written(index: SlabIndex)
     assert index.identities() == [A, B]
     assert index.clear([A]) == ([A], 1)
     assert index.identities() == [B]
-    assert index.clear([A]) == ([], 0)
+    # Headers of a writer that was killed before it published them may be on the disk: it is noted again.
+    assert index.clear([A]) == ([A], 0)
     assert index.clear(None) == ([EVERY], 1)
     assert index.identities() == []
-    assert index.clear(None) == ([], 0)
+    assert index.clear(None) == ([EVERY], 0)
     store(index, keys_of(range(3)))
     assert index.identities() == [A]
 

@@ -15,6 +15,7 @@ import pytest
 
 from hicache_ext.page.envelope import encode_page
 from hicache_ext.runtime.access import make_tier_directory
+from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab import rebuild as rebuild_module
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory, slab_directory
@@ -106,7 +107,7 @@ def test_pages_written_before_their_identity_was_cleared_stay_away(place: Path) 
     moment = milliseconds()
     put_slab(place, 0, [header(key_of(0), moment), header(key_of(1), moment + 1), header(key_of(2, B), 1000)])
     (place / "identities").mkdir()
-    (place / "identities" / f"{A.hex()}.cleared").write_text(str(moment))
+    (place / "identities" / f"{A.hex()}.cleared").write_text(directory_module._note(moment))
     with opened(place) as directory:
         assert present(directory.index, [key_of(0), key_of(1), key_of(2, B)]) == [1, 2]
 
@@ -220,7 +221,8 @@ def test_a_slab_that_cannot_be_read_is_given_up_and_the_others_are_found(
 
     monkeypatch.setattr(rebuild_module, "read_headers", read)
     with opened(place) as directory:
-        assert len(bad) == 1
+        assert directory.rebuild.wait(PATIENCE)
+        assert len(bad) == rebuild_module._MOST_FAILURES
         assert present(directory.index, [key_of(0), key_of(1)]) == [1]
         assert [slab.number for slab in directory.index.all_slabs()] == [1]
         assert sorted(path.name for path in (place / "v3" / "slabs").iterdir()) == [
@@ -246,3 +248,52 @@ def test_it_says_when_it_begins_goes_on_and_is_over(
 def test_a_directory_without_slabs_has_nothing_to_make_anew(place: Path) -> None:
     with slab_directory(place, "disk", CAPACITY) as directory:
         assert directory.index.rebuilt
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_a_process_that_is_short_of_something_deletes_no_slab(
+    place: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A start with no descriptor left has deleted every slab."""
+    put_slab(place, 0, [header(key_of(0))])
+    put_slab(place, 1, [header(key_of(1))])
+    real, failures = rebuild_module.read_headers, []
+
+    def read(fd: int, begin: int, count: int) -> object:
+        if len(failures) < 9:
+            failures.append(fd)
+            raise OSError(code, os.strerror(code))
+        return real(fd, begin, count)
+
+    monkeypatch.setattr(rebuild_module, "read_headers", read)
+    monkeypatch.setattr(rebuild_module, "Backoff", lambda *_: Backoff(0.001, 0.001))
+    with opened(place) as directory:
+        assert directory.rebuild.wait(PATIENCE)
+        assert len(failures) == 9
+        assert present(directory.index, [key_of(0), key_of(1)]) == [0, 1]
+
+
+def test_a_clear_that_a_rebuild_did_not_know_of_when_it_registered_the_identity_holds(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rebuild had read the notes, and waited for the lock."""
+    put_slab(place, 0, [header(key_of(number)) for number in range(10)])
+    registering, cleared = threading.Event(), threading.Event()
+    real = directory_module.SlabDirectory.cleared_at
+
+    def slowly(self: object, digest: bytes) -> int:
+        moment = real(self, digest)
+        if threading.current_thread().name.endswith("rebuild") and not registering.is_set():
+            registering.set()
+            assert cleared.wait(PATIENCE)
+        return moment
+
+    monkeypatch.setattr(directory_module.SlabDirectory, "cleared_at", slowly)
+    monkeypatch.setattr(directory_module, "_REBUILD_AWAITED", 0.0)
+    store = SlabStore("disk", place, capacity=CAPACITY)
+    assert registering.wait(PATIENCE)
+    store.clear([A])
+    cleared.set()
+    assert store._directory.rebuild.wait(PATIENCE)
+    assert not any(store.contains([key_of(number) for number in range(10)]))
+    store.close()

@@ -51,6 +51,9 @@ class FragileStore(MemoryPageStore):
         self.trouble(OSError(self.disk.error, os.strerror(self.disk.error)))
         return [SetResult.ERROR] * len(batch)
 
+    def can_resize(self, capacity: int | None) -> bool:
+        return True
+
     def abandon(self) -> None:
         self.disk.abandoned += 1
         self.close()
@@ -204,7 +207,7 @@ def test_a_clear_of_long_ago_is_not_done_again(rig, monkeypatch):
     store = rig.store()
     store.clear([IDENTITY])
     monkeypatch.setattr(multipath, "_CLEAR_IN_DOUBT", 0.0)
-    store.clear([OTHER_IDENTITY])
+    # Nothing is cleared afterwards: the next error itself is what counts.
     store_pages(store, KEYS)
     broken(rig, store)
     rig.disks[0].error = None
@@ -342,3 +345,47 @@ def test_calls_go_on_while_a_path_goes_and_comes(rig):
         thread.join()
     assert problems == []
     assert_hits(store, KEYS)
+
+
+def test_one_path_beside_a_stopped_process_and_a_broken_one_are_no_refusal(rig):
+    """The first comes back by itself."""
+    real = rig.open_path
+
+    def open_path(path, trouble):
+        if path == rig.disks[0].path and not stopped.is_set():
+            raise StoreSetupError("disk", "another process is stopped") from TimeoutError(errno.ETIMEDOUT, "stopped")
+        return real(path, trouble)
+
+    stopped = threading.Event()
+    rig.open_path = open_path
+    for disk in rig.disks[1:]:
+        disk.error = errno.EIO
+    store = rig.store()
+    assert len(store.out_of_service()) == 3
+    stopped.set()
+    wait_until(lambda: rig.disks[0].path not in store.out_of_service())
+    assert SetResult.STORED in store_pages(store, KEYS)
+
+
+def test_paths_are_opened_at_the_same_time(rig):
+    together, real = threading.Barrier(3), rig.open_path
+    rig.open_path = lambda path, trouble: (together.wait(LONG), real(path, trouble))[1]
+    assert not rig.store().out_of_service()
+
+
+def test_a_shared_tier_is_shared_while_no_path_is_in_service(rig):
+    def open_path(path, trouble):
+        raise StoreSetupError("disk", "another process is stopped") from TimeoutError(errno.ETIMEDOUT, "stopped")
+
+    for shared in (False, True):
+        store = SpreadStore("disk", [rig.disks[0].path], open_path, rig.metrics, shared=shared)
+        rig.stores.append(store)
+        assert store.describe().shared is shared
+
+
+def test_the_capacity_cannot_be_lifted_while_it_is_not_known_what_a_path_holds(rig):
+    store = rig.store()
+    assert store.can_resize(None)
+    broken(rig, store)
+    assert not store.can_resize(None)
+    assert store.can_resize(1 << 30)

@@ -168,13 +168,11 @@ def test_a_directory_that_is_taken_away_amid_a_write_is_made_again(store, direct
     assert_hits(store, [KEY])
 
 
-def test_a_file_in_place_of_a_fan_out_directory_is_an_error_and_not_an_exception(store, page):
+def test_a_file_in_place_of_a_fan_out_directory_is_moved_aside_by_a_write(store, page):
     shutil.rmtree(page.parent)
     page.parent.write_text("in the way")
-    assert read_pages(store, [KEY])[0] == [GetResult.ERROR]
-    assert store_pages(store, [KEY]) == [SetResult.ERROR]
+    assert read_pages(store, [KEY])[0] == [GetResult.MISS]
     assert store.contains([KEY]) == [False]
-    page.parent.unlink()
     assert store_pages(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
 
@@ -449,3 +447,12 @@ def test_a_pipe_is_never_counted_as_present(store, page):
     os.mkfifo(page)
     assert store.contains([KEY]) == [False]
     assert stat.S_ISFIFO(page.lstat().st_mode)
+
+
+def test_clear_clears_although_somebody_has_removed_the_directory_it_moves_pages_to(store):
+    keys = page_keys(20)
+    store_pages(store, keys)
+    shutil.rmtree(store._directory.temporary)
+    assert store.clear(None) == 1
+    assert store.contains(keys) == [False] * 20
+    assert store_pages(store, keys) == [SetResult.STORED] * 20

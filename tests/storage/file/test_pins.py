@@ -132,3 +132,10 @@ def test_a_directory_that_cannot_be_read_keeps_what_was_known(tmp_path, watched)
     assert pages.spared() == frozenset(HASHES)
     broken.append(True)
     assert pages.spared() == frozenset(HASHES)
+
+
+def test_the_largest_pin_is_read_back(tmp_path):
+    hashes = [number.to_bytes(32) for number in range(pins.LARGEST_PIN)]
+    add_pin(tmp_path, "everything", hashes, None)
+    (pin,) = read_pins(tmp_path)
+    assert len(pin.hashes) == pins.LARGEST_PIN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,9 +277,65 @@ def test_a_note_of_a_clear_that_was_spoilt_counts_from_when_it_was_written(direc
     directory.note_cleared(A, 1_700_000_000_000)
     assert directory.cleared_at(A) == 1_700_000_000_000
     path = directory.identities / f"{A.hex()}.cleared"
-    for content in ("", "12", "x" * 13):
+    # The digits alone might be those of next year: nothing that is stored until then would be found after a start.
+    changed = "9" + path.read_text()[1:]
+    for content in ("", "12", "x" * 13, "9999999999999", changed):
         path.write_text(content)
         assert abs(directory.cleared_at(A) - path.stat().st_mtime * 1000) < 20
+
+
+def test_a_note_of_an_earlier_clear_that_comes_late_changes_nothing(directory: SlabDirectory) -> None:
+    """Of a process that was stopped before it wrote it, while another one cleared again."""
+    directory.note_cleared(A, 1_700_000_000_002)
+    directory.note_cleared(A, 1_700_000_000_001)
+    assert directory.cleared_at(A) == 1_700_000_000_002
+
+
+def test_what_has_the_name_of_a_note_is_moved_aside(directory: SlabDirectory) -> None:
+    place = directory.identities / "all.cleared"
+    place.mkdir()
+    directory.note_cleared(EVERY, 1_700_000_000_000)
+    assert directory.cleared_at(A) == 1_700_000_000_000
+
+
+def test_a_start_beside_a_stopped_process_leaves_no_descriptor(place: Path) -> None:
+    with slab_directory(place, "disk", CAPACITY):
+        pass
+    stopped = OfdLock(place / "v3" / "lock", directory_module.CHANGING)
+    assert stopped.try_acquire()
+    counts = []
+    for _ in range(3):
+        with pytest.raises(StoreSetupError, match="does not go on"), slab_directory(place, "disk", CAPACITY):
+            pass
+        counts.append(len(os.listdir("/proc/self/fd")))
+    stopped.close()
+    assert len(set(counts)) == 1
+
+
+def test_a_path_that_hangs_while_it_is_opened_holds_up_no_other(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, go_on = threading.Event(), threading.Event()
+    real = directory_module.adopt_slabs
+
+    def adopt(path: Path, tier: str) -> None:
+        if path.name == "hangs":
+            hangs.set()
+            assert go_on.wait(PATIENCE)
+        real(path, tier)
+
+    def open_it() -> None:
+        with slab_directory(tmp_path / "hangs", "disk", CAPACITY):
+            pass
+
+    monkeypatch.setattr(directory_module, "adopt_slabs", adopt)
+    opener = threading.Thread(target=open_it)
+    opener.start()
+    assert hangs.wait(PATIENCE)
+    with slab_directory(place, "disk", CAPACITY) as directory:
+        assert directory.index.rebuilt
+    go_on.set()
+    opener.join()
 
 
 def test_a_clear_of_all_counts_where_it_is_later_than_that_of_the_identity(directory: SlabDirectory) -> None:

@@ -165,7 +165,7 @@ def adopt_slabs(path: Path, tier: str) -> None:
     home = slab_home(path)
     for directory in (home, home / _SLABS):
         if directory.is_symlink():
-            move_aside(directory)
+            move_aside(directory, unless=stat.S_ISDIR)
         make_directory(directory)
     _complete(home, "slab", tier)
     check_before_start(path, "slab", tier)
@@ -190,7 +190,7 @@ def _complete(directory: Path, layout: str, tier: str) -> None:
         write_whole(manifest, text)
     else:
         if os.path.lexists(manifest) and not _is_there(manifest):
-            move_aside(manifest)
+            move_aside(manifest, unless=stat.S_ISREG)
         create_whole(manifest, text)
 
 

@@ -101,6 +101,8 @@ def holds_only_ours(directory: Path) -> bool:
     names = {entry.name for entry in ours} - {MANIFEST}
     # Something else may have taken the place of a directory of ours.
     names |= known.directories.keys() & set(others)
+    if known is _TIER:
+        names |= {name for name in others if VERSION_NAME.fullmatch(name) and (directory / name / MANIFEST).is_file()}
     return bool(names) and all(name in names or _NOBODYS.fullmatch(name) for name in others)
 
 

@@ -85,18 +85,24 @@ class _Part:
     def note(self, error: Exception) -> None:
         if is_device_error(error):
             with self._lock:
+                self._forget_what_is_certain()
                 self.errors += 1
                 self.last_error = error
 
     def note_clear(self, digests: Iterable[bytes | None]) -> None:
         """Of a path in service."""
+        with self._lock:
+            self._forget_what_is_certain()
+            self._doubtful.update(dict.fromkeys(digests, (time.monotonic(), self.errors)))
+
+    def _forget_what_is_certain(self) -> None:
+        """Of clears the disk knows that were made so long before its next error. The lock is held."""
         now = time.monotonic()
         self._doubtful = {
             digest: (since, errors)
             for digest, (since, errors) in self._doubtful.items()
             if now - since < _CLEAR_IN_DOUBT or errors != self.errors
         }
-        self._doubtful.update(dict.fromkeys(digests, (now, self.errors)))
 
     def clear_later(self, digests: Iterable[bytes | None]) -> None:
         for digest in digests:
@@ -107,7 +113,10 @@ class _Part:
 
     def clear_again(self) -> None:
         """What the disk may have lost is to be cleared once more."""
-        self.clear_later(self._doubtful)
+        with self._lock:
+            self._forget_what_is_certain()
+            doubtful = list(self._doubtful)
+        self.clear_later(doubtful)
 
 
 class SpreadStore:
@@ -121,15 +130,18 @@ class SpreadStore:
         metrics: TierMetrics,
         first_probe: float = FIRST_PROBE,
         evicted_age: RecentMean | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         """Opens every path. One that is broken starts out of service, unless all are: then its StoreSetupError is
         raised, except where all that is wrong is that somebody does not answer in time (a process that is stopped). A
         path that works and must not be used (another layout, another format) raises in any case.
 
         ``first_probe``: seconds until a path out of service is looked at for the first time. ``evicted_age``: seconds
-        since the last use of what the paths evict.
+        since the last use of what the paths evict. ``shared``: what describe() says while no path is in service.
         """
         self.name = name
+        self._shared = shared
         self.metrics = metrics
         self._open_path = open_path
         self._evicted_age = evicted_age or RecentMean()
@@ -173,7 +185,7 @@ class SpreadStore:
         details["capacity"] = sum(known) if described and len(known) == len(capacities) else None
         details["out_of_service"] = [str(path) for path in self.out_of_service()]
         # A page may be on any path.
-        shared = bool(described) and all(info.shared for info in described)
+        shared = all(info.shared for info in described) if described else self._shared
         return StoreInfo(name=self.name, type="file", shared=shared, details=details)
 
     def gauges(self) -> dict[str, float]:
@@ -198,6 +210,9 @@ class SpreadStore:
         return diagnose(self, [self._parts[number].path for number in self._usable])
 
     def can_resize(self, capacity: int | None) -> bool:
+        if capacity is None and self.out_of_service():
+            # What is there, perhaps slabs, is not known.
+            return False
         return all(store.can_resize(capacity) for store in self.parts)
 
     def resize(self, capacity: int | None) -> None:
@@ -345,21 +360,30 @@ class SpreadStore:
         return _Part(path, Breaker(f"hicache-{self.name}-probe", probe, backoff, on_change=changed))
 
     def _open_all(self) -> None:
-        broken: list[tuple[int, StoreSetupError]] = []
-        for number, part in enumerate(self._parts):
-            try:
-                part.store = self._open_path(part.path, part.note)
-                part.had_manifest = True
-            except StoreSetupError as error:
-                if not isinstance(error.__cause__, OSError):
-                    raise
-                broken.append((number, error))
+        # At once: each may have to wait for a process that is stopped.
+        threads = ThreadPool(f"hicache-{self.name}-open")
+        refusals = threads.run(len(self._parts), self._open_first)
+        threads.close()
+        broken = [(number, error) for number, error in enumerate(refusals) if error is not None]
+        for _, error in broken:
+            if not isinstance(error.__cause__, OSError):
+                raise error
         lasting = [error for _, error in broken if not isinstance(error.__cause__, TimeoutError)]
-        if lasting and len(broken) == len(self._parts):
+        if lasting and len(lasting) == len(self._parts):
             raise lasting[0]
         self._use([number for number, part in enumerate(self._parts) if part.store is not None])
         for number, refusal in broken:
             self._parts[number].breaker.trip(refusal.reason)
+
+    def _open_first(self, number: int) -> StoreSetupError | None:
+        """Why a path cannot be opened."""
+        part = self._parts[number]
+        try:
+            part.store = self._open_path(part.path, part.note)
+            part.had_manifest = True
+        except StoreSetupError as error:
+            return error
+        return None
 
     def _take_out(self, number: int, error: Exception | None) -> None:
         if not self._closing and number in self._usable:
@@ -406,10 +430,14 @@ class SpreadStore:
         except (OSError, StoreSetupError) as error:
             logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, error)
             return False
-        for digest, document in list(self._identities.items()):
-            opened.register_identity(digest, document)
-        while not self._put_back(number, opened):
-            pass
+        try:
+            for digest, document in list(self._identities.items()):
+                opened.register_identity(digest, document)
+            while not self._put_back(number, opened):
+                pass
+        except BaseException:
+            opened.close()
+            raise
         return True
 
     def _put_back(self, number: int, opened: PathStore) -> bool:

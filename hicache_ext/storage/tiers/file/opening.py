@@ -50,7 +50,8 @@ def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
     access = _access(f"hicache_ext.tiers.{name}", tier)
     metrics, evicted_age = TierMetrics(name), RecentMean()
     open_path = functools.partial(_open_path, name, tier, access, metrics, evicted_age)
-    return SpreadStore(name, [Path(path) for path in tier.path], open_path, metrics, evicted_age=evicted_age)
+    paths, shared = [Path(path) for path in tier.path], tier.sharing().shared
+    return SpreadStore(name, paths, open_path, metrics, evicted_age=evicted_age, shared=shared)
 
 
 def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> LayoutChoice:

@@ -97,7 +97,7 @@ class PageDirectory(PageTree):
         for place in (os.path.dirname(fan_out), fan_out):
             with suppress(OSError):
                 if not stat.S_ISDIR(os.lstat(place).st_mode):
-                    move_aside(Path(place))
+                    move_aside(Path(place), unless=stat.S_ISDIR)
 
     def open_unpublished(self, page_path: str) -> tuple[int, str | None]:
         """A descriptor for a page that nobody can see yet, and its temporary path (None: it has no name)."""
@@ -165,9 +165,17 @@ class PageDirectory(PageTree):
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
-            os.rename(home, moved)
         except FileNotFoundError:
             return None
+        try:
+            os.rename(home, moved)
+        except (FileNotFoundError, NotADirectoryError):
+            # Somebody has removed tmp/, or another process has cleared the identity.
+            make_directory(self.temporary, self._access)
+            try:
+                os.rename(home, moved)
+            except FileNotFoundError:
+                return None
         return moved
 
     def has_pages(self, tree: Path) -> bool:

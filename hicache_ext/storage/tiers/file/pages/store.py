@@ -375,23 +375,29 @@ class PageFileStore(PathStore):
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
         wanted = self._directory.known_identities() if digests is None else digests
-        return sum(self._detach(digest) for digest in wanted)
+        had_pages, failed = 0, None
+        for digest in wanted:
+            try:
+                had_pages += self._detach(digest)
+            except OSError as error:
+                # The others are cleared all the same.
+                self._count_clearing(error, digest.hex())
+                failed = error
+        if failed is not None:
+            raise failed
+        return had_pages
 
     def _detach(self, digest: bytes) -> bool:
-        """Whether the identity had pages."""
-        try:
-            with ExitStack() as operation:
-                # Under way before the tree moves: killed from here on, the account is known to be off.
-                removal = operation.enter_context(self._usage.detaching())
-                tree = self._directory.detach_identity(digest)
-                if tree is None:
-                    return False
-                had_pages = self._directory.has_pages(tree)
-                self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
-                return had_pages
-        except OSError as error:
-            self._count_clearing(error, digest.hex())
-            return False
+        """Whether the identity had pages. Raises OSError."""
+        with ExitStack() as operation:
+            # Under way before the tree moves: killed from here on, the account is known to be off.
+            removal = operation.enter_context(self._usage.detaching())
+            tree = self._directory.detach_identity(digest)
+            if tree is None:
+                return False
+            had_pages = self._directory.has_pages(tree)
+            self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
+            return had_pages
 
     def _delete(self, tree: Path, removal: Removal, operation: ExitStack, _: Cleared) -> None:
         try:

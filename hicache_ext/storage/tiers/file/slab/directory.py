@@ -4,7 +4,7 @@
 
     PATH/v3/hicache_ext.json                    what this directory is (manifest.py)
     PATH/v3/members                             who is there: each process locks a byte of it (members.py)
-    PATH/v3/lock                                bytes to lock: for changes of the index, joining, the rebuild
+    PATH/v3/lock                                bytes to lock: changes of the index, joining, rebuild, notes of clears
     PATH/v3/<member>.sock                       where a process gives the index to others (sharing.py)
     PATH/v3/slabs/<number>-<slot size>.slab     slots: the payloads of pages
     PATH/v3/slabs/<number>-<slot size>.headers  the headers of those pages, in the order of the slots
@@ -26,6 +26,7 @@ import re
 import stat
 import threading
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -50,7 +51,7 @@ from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab, SlabFile
 from hicache_ext.storage.tiers.file.slab.sharing import IndexSharing, remove_left_sockets, shared_index
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
-CHANGING, JOINING, REBUILDING = range(3)
+CHANGING, JOINING, REBUILDING, NOTING = range(4)
 """Bytes of PATH/v3/lock."""
 _JOINING_BOUND = CHANGE_LOCK_BOUND
 """Seconds that an opening waits for processes that may be stopped."""
@@ -58,7 +59,8 @@ _NO_CHANGE = "a process that changes its index does not go on: stopped, perhaps"
 _PAUSE = 0.02
 _REBUILD_AWAITED = 1.0
 """Seconds for which an opening waits for a rebuild, so that one of some hundred thousand pages is over."""
-_MILLISECONDS = re.compile(rb"[0-9]{13}")
+_NOTE = re.compile(rb"([0-9]{13}) ([0-9a-f]{8})")
+"""Milliseconds and their checksum."""
 _LONGEST_TICK = 10
 """Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
 _LARGEST_NUMBER = (1 << 31) - 1
@@ -66,7 +68,9 @@ _LARGEST_SLOT = (1 << 32) - BLOCK
 _LOOK_INTERVAL = 1.0
 
 _open_directories: dict[Path, SlabDirectory] = {}
+_opening: dict[Path, threading.Lock] = {}
 _open_lock = threading.Lock()
+"""Of both. Not held during anything long."""
 
 
 @contextmanager
@@ -78,16 +82,24 @@ def slab_directory(
 
     Raises StoreSetupError with a sentence when it cannot be used.
     """
+    resolved = path.resolve()
     with _open_lock:
-        resolved = path.resolve()
-        directory = _open_directories.get(resolved)
-        if directory is not None and directory.is_removed():
-            # Its users find out by themselves.
-            del _open_directories[resolved]
-            directory = None
+        opening = _opening.setdefault(resolved, threading.Lock())
+    # One thread opens it. Others of this process wait for that one, and not those that use another path.
+    with opening:
+        with _open_lock:
+            directory = _open_directories.get(resolved)
+            if directory is not None and directory.is_removed():
+                # Its users find out by themselves.
+                del _open_directories[resolved]
+                directory = None
+            if directory is not None:
+                directory.users += 1
         if directory is None:
-            directory = _open_directories[resolved] = SlabDirectory(resolved, tier, capacity, open_files)
-        directory.users += 1
+            directory = SlabDirectory(resolved, tier, capacity, open_files)
+            directory.users = 1
+            with _open_lock:
+                _open_directories[resolved] = directory
     try:
         yield directory
     finally:
@@ -128,6 +140,8 @@ class SlabDirectory:
             make_directory(self.identities)
             self._home_fd = self._opened_directory(self.home)
             self._slabs_fd = self._opened_directory(self.home / "slabs")
+            self._noting = OfdLock(self.home / "lock", NOTING)
+            self._resources.callback(self._noting.close)
             self.index = self._join(capacity)
             self.rebuild = Rebuild(tier, self, OfdLock(self.home / "lock", REBUILDING))
             self._resources.callback(self.rebuild.close)
@@ -160,10 +174,11 @@ class SlabDirectory:
             self._resources.callback(lambda: os.close(shared))
             members = Members(self.home / "members")
             self._resources.callback(members.close)
+            memory = IndexMemory(fd)
             changing = free_lock(OfdLock(self.home / "lock", CHANGING), _NO_CHANGE)
             lock = ChangeLock(changing, f"the index of {self.path}")
             self._resources.callback(lock.close)
-            index = SlabIndex(IndexMemory(fd), lock, members, self.cleared_at)
+            index = SlabIndex(memory, lock, members, self.cleared_at)
             if is_new:
                 index.add_found_slabs(found)
             try:
@@ -392,8 +407,19 @@ class SlabDirectory:
 
     def note_cleared(self, digest: bytes, moment: int) -> None:
         """Note that an identity, or EVERY one, was cleared (milliseconds), so that a rebuild does not bring its pages
-        back. It survives a power loss after ``sync_cleared``. Raises OSError."""
-        write_whole(_cleared_path(self.path, digest), str(moment), sync=False)
+        back. A later clear() that is noted already stays. It survives a power loss after ``sync_cleared``. Raises
+        OSError."""
+        place = _cleared_path(self.path, digest)
+        if not self._noting.acquire(CHANGE_LOCK_BOUND):
+            raise TimeoutError(errno.ETIMEDOUT, "a process that notes a clear() does not go on: stopped, perhaps")
+        try:
+            with suppress(FileNotFoundError):
+                if not stat.S_ISREG(place.lstat().st_mode):
+                    move_aside(place)
+            if _noted(place) < moment:
+                write_whole(place, _note(moment), sync=False)
+        finally:
+            self._noting.release()
 
     def sync_cleared(self, digest: bytes) -> None:
         sync_whole(_cleared_path(self.path, digest))
@@ -417,8 +443,15 @@ def _noted(file: Path) -> int:
         content, written = read_small(file), file.lstat().st_mtime_ns // 1_000_000
     except OSError:
         return -1
-    # A file spoilt by a power loss still has the time at which it was written, at most a tick too early.
-    return int(content) if _MILLISECONDS.fullmatch(content) else written + _LONGEST_TICK
+    whole = _NOTE.fullmatch(content)
+    if whole is not None and _note(int(whole[1])).encode() == content:
+        return int(whole[1])
+    # A spoilt file still has the time at which it was written, at most a tick too early.
+    return written + _LONGEST_TICK
+
+
+def _note(moment: int) -> str:
+    return f"{moment:013d} {zlib.crc32(str(moment).encode()):08x}"
 
 
 def _name(slab: Slab, file: SlabFile) -> str:

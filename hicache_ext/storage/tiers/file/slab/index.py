@@ -309,14 +309,25 @@ class SlabIndex:
                     cleared.append(digest)
                 continue
             identity = self.memory.identities[number]
-            if identity[WRITTEN] or not self.rebuilt:
-                cleared.append(digest)
+            # Also one that nothing was published of: headers of a writer that was killed may be on the disk.
+            cleared.append(digest)
             had_pages += int(identity[slot_code.PAGES] > 0)
             identity[WRITTEN] = identity[slot_code.PAGES] = 0
             identity[CLEARED] = now
             identity[GENERATION] += 1
             identity[HITS] = identity[LAST] = 0
         return [EVERY] if digests is None and (cleared or not self.rebuilt) else cleared, had_pages
+
+    def clear_what_came(self, digests: Sequence[bytes], moment: int) -> None:
+        """clear() did not know these identities at ``moment`` (milliseconds), and it is noted on the disk now."""
+        known = self._known_numbers()
+        for digest in digests:
+            number = known.get(digest)
+            if number is not None and self.memory.identities[number, CLEARED] < moment:
+                identity = self.memory.identities[number]
+                identity[CLEARED] = moment
+                identity[GENERATION] += 1
+                identity[WRITTEN] = identity[slot_code.PAGES] = 0
 
     def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
@@ -341,6 +352,12 @@ class SlabIndex:
                             of_all = int(self.memory.header[slot_code.ALL_CLEARED])
                             identity[CLEARED] = max(cleared[digest], of_all)
                 known = self._known_numbers()
+            if not self.rebuilt:
+                # A clear() may have been noted while the lock was waited for.
+                for digest in missing:
+                    if (number := known.get(digest, -1)) >= 0:
+                        identity = self.memory.identities[number]
+                        identity[CLEARED] = max(int(identity[CLEARED]), self._cleared_at(digest))
         return {digest: known.get(digest, -1) for digest in digests}
 
     def _known_numbers(self) -> dict[bytes, int]:

@@ -20,7 +20,7 @@ import numpy as np
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 7
+INDEX_FORMAT = 0x68696361 << 8 | 8
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096

@@ -6,6 +6,7 @@ that the kernel takes back; when it ends, another one goes on where it was. Payl
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -57,6 +58,23 @@ class SlabFiles(Protocol):
     def delete_slab_files(self, slab: Slab) -> None: ...
 
 
+_LOST = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EFBIG)
+"""Errors of a slab whose files are not whole and cannot be made so."""
+_OUR_OWN = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.ETIMEDOUT,
+    errno.EACCES,
+    errno.EPERM,
+)
+"""Errors that say nothing of the slab."""
+_MOST_FAILURES = 6
+"""How often a slab may fail for another reason (EIO), over some seconds."""
+
+
 class Rebuild:
     """Of one directory, until it is over or this is closed."""
 
@@ -67,6 +85,8 @@ class Rebuild:
         self._lock = lock
         self._begun = self._logged = time.monotonic()
         self._slots = 0
+        self._failures: dict[int, int] = {}
+        """Number of a slab -> how often it could not be read."""
         self._loop = BackgroundLoop(f"hicache-{tier}-rebuild", self._step, Backoff(0.1, 5.0))
         if not self._index.rebuilt:
             self._loop.wake()
@@ -93,11 +113,16 @@ class Rebuild:
             slabs = sorted(self._index.unknown_slabs(), key=self._directory.written_at, reverse=True)
             self._slots = sum(slab.slots for slab in slabs)
             logger.info("tier %s: %s: the index is made anew: %d slots", self._tier, self._directory.path, self._slots)
-            done = 0
+            done, left = 0, False
             for slab in slabs:
                 if not self._look_at(slab, done):
-                    return RETRY if not self._loop.stopping else None
+                    if self._loop.stopping:
+                        return None
+                    # The others need not wait for it.
+                    left = True
                 done += slab.slots
+            if left:
+                return RETRY
             self._index.end_rebuild()
             logger.info(
                 "tier %s: %s: the index is complete: %d pages in %.1f s",
@@ -127,6 +152,8 @@ class Rebuild:
                     begin += count
                     self._say(done + begin)
         except OSError as error:
+            if not self._is_lost(slab, error):
+                return False
             # Without blocks, or headers that can be read: its pages are lost, and its room is free.
             logger.warning("tier %s: %s: slab %d: %s", self._tier, self._directory.path, slab.number, error)
             if not self._index.drop_slab(slab):
@@ -136,6 +163,17 @@ class Rebuild:
             self._index.forget_slab(slab)
             return True
         return self._index.end_slab(slab)
+
+    def _is_lost(self, slab: Slab, error: OSError) -> bool:
+        """Whether an error says that a slab has no blocks, or that it is no slab; and not that this process is short of
+        something, or that a device hiccups. One whose errors do not end is lost, too."""
+        if error.errno in _LOST:
+            return True
+        self._failures[slab.number] = failures = self._failures.get(slab.number, 0) + 1
+        if failures == 1:
+            words = "tier %s: %s: slab %d cannot be looked at now: %s; it is tried again"
+            logger.warning(words, self._tier, self._directory.path, slab.number, error)
+        return failures >= _MOST_FAILURES and error.errno not in _OUR_OWN
 
     def _adopt(self, slab: Slab, begin: int, headers: Headers) -> None:
         seals, valid = checked_headers(headers, compiled_code())

@@ -34,10 +34,10 @@ HASH, STATE, LENGTH, CREATED, SEAL, _SECOND_OF_SEAL, PRIORITY, USED = range(8)
 ROW_WORDS = 8
 UNKNOWN, FREE, PENDING, PAGE = range(4)
 """Low bits of STATE. Not yet looked at by a rebuild; free; being written: member << 8; a page: the generation of its
-identity << 8 | the number of its identity << 24."""
+identity << 8 | the number of its identity << 40."""
 STATES = 3
-NUMBER_SHIFT = 24
-GENERATIONS = 0xFFFF
+NUMBER_SHIFT = 40
+GENERATIONS = 0xFFFFFFFF
 
 (
     FORMAT,

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.errors import IndexBusyError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, IndexBusyError, StoreSetupError
 from hicache_ext.page import envelope
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
@@ -369,12 +369,19 @@ class SlabStore(PathStore):
         return had_pages
 
     def _note_cleared(self, cleared: Sequence[bytes], moment: int) -> None:
+        """Raises ClearLaterError where the disk has not taken all of it."""
+        failed: OSError | None = None
         for note in (partial(self._directory.note_cleared, moment=moment), self._directory.sync_cleared):
             for digest in cleared:
                 try:
                     note(digest)
                 except OSError as error:
                     self._count_error(error)
+                    failed = error
+        # A rebuild that read the notes before has made it known meanwhile.
+        self._index.clear_what_came(cleared, moment)
+        if failed is not None:
+            raise ClearLaterError(str(failed))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
