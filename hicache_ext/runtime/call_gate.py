@@ -40,3 +40,9 @@ class CallGate:
             self._closed = True
             self._left.wait_for(lambda: not self._under_way)
             return True
+
+    def shut_within(self, seconds: float) -> bool:
+        """Close the gate; whether nobody is inside after ``seconds``."""
+        with self._left:
+            self._closed = True
+            return self._left.wait_for(lambda: not self._under_way, seconds)

@@ -93,6 +93,12 @@ class TierMetrics:
             before, self._taken = self._taken, dict(self._counts)
         return {key: count - before.get(key, 0) for key, count in self._taken.items() if count != before.get(key)}
 
+    def give_back_growth(self, growth: Mapping[tuple[str, str], int]) -> None:
+        """What the exporter has taken and could not pass on: it is taken again."""
+        with self._lock:
+            for key, grown in growth.items():
+                self._taken[key] = self._taken.get(key, 0) - grown
+
     def set_level(self, name: str, reason: str, value: float) -> None:
         """Something that goes up and down: ("queue_bytes", "promotion")."""
         with self._lock:

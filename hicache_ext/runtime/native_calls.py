@@ -26,7 +26,7 @@ from hicache_ext.runtime.jit import compiled
 
 _WORD = ir.IntType(64)
 
-PREADV2, PWRITEV2, ERRNO, HASH, RESET, UPDATE, DIGEST = range(7)
+PREADV2, PWRITEV2, ERRNO, HASH, RESET, UPDATE, DIGEST, STATX = range(8)
 """Positions in the array of ``find_functions``."""
 
 
@@ -48,6 +48,7 @@ def find_functions() -> npt.NDArray[np.int64]:
             _address(library, "XXH3_128bits_reset"),
             _address(library, "XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
             _address(library, "XXH3_128bits_digest"),
+            _address(system, "statx"),
         ]
     except (OSError, AttributeError) as error:
         raise ImportError(str(error)) from error

@@ -51,7 +51,7 @@ class HintTraffic:
         if not hints.enabled or self._ranks.tp_rank or self._ranks.pp_rank:
             return None
         board, limits = self._board(self._config.store_locations)
-        return HintSender(board, lambda: self._scope() or b"", limits, hints.max_pages, metrics)
+        return HintSender(board, lambda: self._scope() or b"", limits, hints.max_pages, metrics, self._in_pool)
 
     @property
     def metrics(self) -> list[TierMetrics]:
@@ -75,6 +75,14 @@ class HintTraffic:
         identity = pool.identities[0]
         common = replace(identity.pool, kind="hint", layout="", segments=(), geometry=())
         return PageIdentity(identity.model, common, Shard()).digest()
+
+    def _in_pool(self, page_hashes: Sequence[bytes]) -> int:
+        """Leading pages of which a prefill node finds every part [hints' thread]."""
+        pool, store = self._pools.usable(KV), self._store()
+        if pool is None:
+            return 0
+        parts = [[digest + page_hash for page_hash in page_hashes] for digest in pool.digests]
+        return min((store.count_leading_in_pool(keys) for keys in parts), default=0)
 
     def _bring_inward(self, page_hashes: Sequence[bytes]) -> Counter[str]:
         """Pages that are likely to be asked for soon, to the tier ``promote_to`` [hints' thread]."""

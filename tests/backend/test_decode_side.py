@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.faults import FailingStore, SlowStore
 from hicache_ext.testing.host_pools import mha_pools, page_indices
@@ -52,15 +54,15 @@ def test_pages_of_the_decode_writer_are_looked_for_where_it_stores(
 
 def test_a_failing_store_is_reported_page_by_page_and_never_raises(open_backend: Callable[..., Any]) -> None:
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
-    stores = backend._store.current._sync
-    stores[:] = [FailingStore(stores[0], set_result=SetResult.TIMEOUT)]
+    (tier,) = backend._store.arrangement.sync
+    tier.inner = FailingStore(tier.inner, set_result=SetResult.TIMEOUT)
     assert backend.store_pages(KEYS, indices(0, 1, 2)) == [SetResult.TIMEOUT] * 3
 
 
 def test_a_tier_that_slows_is_no_longer_pulled_from_and_comes_back(open_backend: Callable[..., Any]) -> None:
     pull = {"mode": "adaptive", "min_tokens": 0, "prefill_rate": 2000, "probe_interval": 0}
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, {"pd": {"pull": pull}})
-    (tier,) = backend._store.tiers
+    tier = ability(backend._store.tiers[0], MeasuredStore)
     slow = tier.inner = SlowStore(tier.inner, 0.2)
     slow.active = False
 

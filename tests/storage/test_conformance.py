@@ -8,7 +8,6 @@ import pytest
 
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
-from hicache_ext.storage.tiering.write_behind import AsyncStore
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
@@ -100,12 +99,6 @@ class WrittenLater(Over):
 
     def __reduce__(self):
         return Memory, ()
-
-
-class TestAsyncStore(PageStoreTests):
-    @pytest.fixture
-    def medium(self):
-        return WrittenLater(Memory(), AsyncStore)
 
 
 class TestTieredStoreThatOnlyWritesInTheBackground(PageStoreTests):

@@ -75,7 +75,7 @@ def is_closed(store: PageStore) -> bool:
 
 def breaker(store: ReloadableStore) -> BreakerStore:
     (tier,) = store._live.values()
-    found = ability(tier.store, BreakerStore)
+    found = ability(tier.handle, BreakerStore)
     assert found is not None
     return found
 
@@ -87,13 +87,13 @@ def probers() -> int:
 def test_guards_that_cannot_be_made_close_the_tiers_opened_before_them(
     config: Callable[..., HicacheExtConfig], opened: list[PageStore], store: ReloadableStore
 ) -> None:
-    before = store.current
+    before = store.arrangement
     for _ in range(3):
         sentence = r"tier 'disk' cannot start: guards\.bounce_memory \(\d+ bytes\) is not to be had: .*; set less"
         with pytest.raises(StoreSetupError, match=sentence):
             store.reload(config("more", timeout="50s", guards={"bounce_memory": TOO_MUCH}))
     assert [is_closed(tier) for tier in opened] == [False, True, True, True]
-    assert store.current is before
+    assert store.arrangement is before
 
 
 def test_a_tier_whose_guards_cannot_be_made_is_closed(
@@ -134,31 +134,41 @@ def test_tiers_that_cannot_be_put_together_are_closed_and_those_in_use_stay(
     store: ReloadableStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_thread(**_: Any) -> None:
+    def no_thread(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    before = store.current
+    before = store.arrangement
     with monkeypatch.context() as patch:
-        patch.setattr(live_tiers, "TieredStore", no_thread)
+        patch.setattr(live_tiers, "Arrangement", no_thread)
         with pytest.raises(StoreError, match=r"the new tiers cannot be used: .*can't start new thread"):
             store.reload(config("more", timeout="50s"))
     assert [is_closed(tier) for tier in opened] == [False, True]
-    assert store.current is before
+    assert store.arrangement is before
     assert store.reload(config(timeout="50s")) == ["tier disk: new timeout"]
 
 
-def test_a_capacity_that_cannot_be_changed_leaves_the_guards_in_force_known(
+def test_a_capacity_that_cannot_be_changed_refuses_the_reload_and_changes_nothing(
     config: Callable[..., HicacheExtConfig], store: ReloadableStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.EIO, "the disk")
+    """Guards that were closed, and pages as bad as lost, were in force from the next reload on."""
+    before, real = store.arrangement, reload._resize
+    told: list[object] = []
+
+    def full(tier: Any, wanted: Any) -> None:
+        told.append(wanted.capacity)
+        if len(told) == 1:
+            raise OSError(errno.EIO, "the disk")
+        real(tier, wanted)
 
     with monkeypatch.context() as patch:
         patch.setattr(reload, "_resize", full)
-        with pytest.raises(OSError, match="the disk"):
-            store.reload(config(timeout="50s"))
-    store.reload(config("more", timeout="60s"))
-    assert store_pages(store.tiers[0], [KEY]) == [SetResult.STORED]
+        with pytest.raises(StoreError, match="the disk"):
+            store.reload(config("more", timeout="50s", capacity="32MiB"))
+    assert told == [32 << 20, 64 << 20]
+    assert store.arrangement is before
+    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert store.reload(config("more", timeout="60s"))
+    assert store_pages(store.tiers[0], [KEY]) == [SetResult.EXISTS]
 
 
 @pytest.mark.parametrize("step", ["open_tier", "guarded"])
@@ -172,13 +182,13 @@ def test_whatever_a_new_tier_raises_is_an_error_of_the_reload(
     def no_thread(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    before = store.current
+    before = store.arrangement
     with monkeypatch.context() as patch:
         patch.setattr(live_tiers, step, no_thread)
         with pytest.raises(StoreError, match=r"the new tiers cannot be used: .*can't start new thread"):
             store.reload(config("more", timeout="50s"))
     assert [is_closed(tier) for tier in opened] == [False, True][: len(opened)]
-    assert store.current is before
+    assert store.arrangement is before
 
 
 def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_not_before(
@@ -190,12 +200,12 @@ def test_new_guards_of_a_tier_that_is_down_probe_it_once_they_are_in_force_and_n
 
     at_that_moment: list[int] = []
 
-    def no_thread(**_: Any) -> None:
+    def no_thread(*_: Any) -> None:
         at_that_moment.append(probers())
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live_tiers, "TieredStore", no_thread)
+        patch.setattr(live_tiers, "Arrangement", no_thread)
         with pytest.raises(StoreError):
             store.reload(config("more", timeout="50s", guards={"probe_interval": "30s"}))
     assert [*at_that_moment, probers()] == [1, 1]

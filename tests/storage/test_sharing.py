@@ -184,5 +184,5 @@ def test_pages_of_a_lone_shared_directory_are_fetched_ahead(
     keys = page_keys(3)
     store_pages(store, keys)
     assert store.count_leading(keys) == 3
-    assert store.current.prefetcher._pages  # type: ignore[attr-defined]
+    assert store.prefetcher._pages  # type: ignore[attr-defined]
     store.close()

@@ -336,8 +336,8 @@ class TestAsync:
         assert far.entered.acquire(timeout=30)
         closer = threading.Thread(target=store.close)
         closer.start()
-        (queue,) = (tier._queue for tier in store._async)
-        eventually(lambda: queue._closing)
+        (tier,) = store.arrangement.later
+        eventually(lambda: tier.writes._closing)
         far.hold.set()
         closer.join(30)
         assert not closer.is_alive()

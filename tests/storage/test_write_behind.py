@@ -1,19 +1,23 @@
-"""Writes in the background: what is cleared while it is being written, and what does not fit into the queue."""
+"""What waits to be written: it stays while the tier refuses, and what does not fit is refused at once."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Iterator
 
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import write_behind
-from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
+from hicache_ext.storage.tiering.tier_handle import TierHandle
+from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.conformance.pages import page_keys, read_pages, store_pages
+from hicache_ext.testing.conformance.pages import page_keys, read_pages
 from tests.storage.guards.hung import eventually
+
+PAGE = 1000
 
 
 class HeldStore(MemoryPageStore):
@@ -31,116 +35,195 @@ class HeldStore(MemoryPageStore):
         return results
 
 
-def test_pages_that_are_cleared_while_they_are_written_are_absent_at_once() -> None:
-    inner = HeldStore()
-    store = AsyncStore(inner)
-    keys = page_keys(3)
-    try:
-        store_pages(store, keys)
-        assert inner.written.wait(30)
-        # Cleared above the store: what is in it already is taken out when the write has ended.
-        store._queue.forget_identities(None)
-        assert inner.contains(keys)[0]
-        assert read_pages(store, keys)[0] == [GetResult.MISS] * 3
-        assert store.contains(keys) == [False] * 3
-        assert store.count_leading(keys) == 0
-        assert store._queue.forget_identities(None) == 0
-        inner.go_on.set()
-        assert store.wait_until_written(30)
-        assert inner.contains(keys) == [False] * 3
-    finally:
-        inner.go_on.set()
-        store.close()
+class MoodyStore(MemoryPageStore):
+    """Answers writes with ``answer`` while there is one, or raises it; ``too_large`` pages never get in."""
 
-
-PAGE = 1000
-
-
-class PacedStore(MemoryPageStore):
-    """Takes a batch for each ``allow()``."""
-
-    def __init__(self, result: SetResult | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._result = result
-        self._allowed = threading.Semaphore(0)
-        self.batches = 0
-
-    def allow(self, batches: int = 1) -> None:
-        self._allowed.release(batches)
+        self.answer: SetResult | Exception | None = None
+        self.too_large = PAGE + 1
+        self.batches: list[int] = []
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        assert self._allowed.acquire(timeout=60)
-        self.batches += 1
-        return super().set(batch) if self._result is None else [self._result] * len(batch)
+        self.batches.append(len(batch))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer is not None:
+            return [self.answer] * len(batch)
+        fits = [position for position, size in enumerate(batch.sizes) if size < self.too_large]
+        results = [SetResult.REJECTED] * len(batch)
+        for position, result in zip(fits, super().set(batch.select(fits)), strict=True):
+            results[position] = result
+        return results
+
+
+def later(tier: TierHandle, keys: list[bytes], size: int = PAGE) -> list[SetResult]:
+    return tier.set_later(PageBatch(keys, [[memoryview(key.ljust(size, b"."))] for key in keys]))
+
+
+def read(tier: TierHandle, keys: list[bytes], size: int = PAGE) -> list[GetResult]:
+    return read_pages(tier, keys, (size,))[0]
 
 
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    return lambda seconds: monkeypatch.setattr(write_behind, "_PATIENCE", seconds)
+def held() -> Iterator[HeldStore]:
+    store = HeldStore()
+    yield store
+    store.go_on.set()
 
 
-def test_a_batch_that_is_larger_than_the_queue_is_written_whole_while_the_store_takes_pages(
-    patience: Callable[[float], None],
+def test_pages_that_are_cleared_while_they_are_written_are_absent_at_once(held: HeldStore) -> None:
+    tier = TierHandle(held)
+    keys = page_keys(3)
+    later(tier, keys)
+    assert held.written.wait(30)
+    assert held.contains(keys)[0]
+    assert tier.clear(None) == 1
+    # Written by somebody meanwhile, as it were: the store is asked by this process, too.
+    assert read(tier, keys) == [GetResult.MISS] * 3
+    assert tier.contains(keys) == [False] * 3
+    assert tier.count_leading(keys) == 0
+    # The old copy is still on its way: what is written now would be taken for it, and removed.
+    assert later(tier, keys) == [SetResult.REJECTED] * 3
+    assert tier.set(PageBatch(keys, [[memoryview(bytes(PAGE))]] * 3)) == [SetResult.REJECTED] * 3
+    held.go_on.set()
+    assert tier.wait_until_written(30)
+    assert held.contains(keys) == [False] * 3
+    assert later(tier, keys) == [SetResult.STORED] * 3
+    tier.close()
+
+
+@pytest.mark.parametrize("answer", [SetResult.REJECTED, SetResult.ERROR, SetResult.TIMEOUT, OSError("gone")])
+def test_pages_wait_while_the_tier_takes_none_and_are_written_when_it_is_back(
+    answer: SetResult | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without waiting every batch of large pages would lose its end, however fast the store is."""
-    patience(60.0)
-    inner = PacedStore()
-    inner.allow(1000)
-    store = AsyncStore(inner, QueueSettings(capacity=4 * PAGE))
+    store = MoodyStore()
+    store.answer = answer
+    tier = TierHandle(store)
+    keys = page_keys(200)
+    assert later(tier, keys) == [SetResult.STORED] * 200
+    eventually(lambda: len(store.batches) > 5)
+    assert read(tier, keys) == [GetResult.HIT] * 200
+    assert tier.contains(keys) == [True] * 200
+    assert tier.count_leading_stored(keys) == 0
+    store.answer = None
+    assert tier.wait_until_written(30)
+    assert store.count_leading(keys) == 200
+    assert tier.metrics.total("dropped_pages") == 0
+    assert sum("wait for it" in record.getMessage() for record in caplog.records) == 1
+    assert len(caplog.records) <= 2
+    tier.close()
+
+
+def test_a_batch_that_is_larger_than_the_queue_is_written_whole_while_the_tier_takes_pages() -> None:
+    """Without waiting every batch of large pages would lose its end, however fast the tier is."""
+    store = MoodyStore()
+    tier = TierHandle(store, queue=QueueSettings(capacity=4 * PAGE))
     keys = page_keys(50)
-    assert store_pages(store, keys, (PAGE,)) == [SetResult.STORED] * 50
-    assert store.wait_until_written(60)
-    assert inner.contains(keys) == [True] * 50
-    assert store.metrics.total("dropped_pages") == 0
-    store.close()
+    assert later(tier, keys) == [SetResult.STORED] * 50
+    assert tier.wait_until_written(30)
+    assert store.count_leading(keys) == 50
+    assert tier.metrics.total("dropped_pages") == 0
+    tier.close()
 
 
-def test_a_store_that_hangs_is_waited_for_once_and_what_does_not_fit_is_counted(
-    patience: Callable[[float], None],
-) -> None:
-    patience(0.01)
-    inner = PacedStore()
-    store = AsyncStore(inner, QueueSettings(capacity=4 * PAGE))
-    assert store_pages(store, page_keys(6), (PAGE,)) == [SetResult.STORED] * 4 + [SetResult.REJECTED] * 2
-    store._queue._settings = replace(store._queue._settings, patience=3600.0)
-    assert store_pages(store, page_keys(2, "more"), (PAGE,)) == [SetResult.REJECTED] * 2  # at once
-    assert store.metrics.value("dropped_pages", "async") == 4
-    inner.allow(1000)
-    assert store.wait_until_written(60)
-    assert store_pages(store, page_keys(30, "after"), (PAGE,)) == [SetResult.STORED] * 30
-    store.close()
+def test_a_tier_that_hangs_is_waited_for_once(held: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "_FIRST_SPACE_WAIT", 0.05)
+    tier = TierHandle(held, queue=QueueSettings(capacity=4 * PAGE))
+    assert later(tier, page_keys(6)) == [SetResult.STORED] * 4 + [SetResult.REJECTED] * 2
+    tier.writes._space_wait = 3600.0
+    assert later(tier, page_keys(2, "more")) == [SetResult.REJECTED] * 2
+    assert tier.metrics.value("dropped_pages", "async") == 4
+    held.go_on.set()
+    assert tier.wait_until_written(30)
+    assert later(tier, page_keys(30, "after")) == [SetResult.STORED] * 30
+    tier.close()
 
 
-def test_pages_that_a_pool_refuses_leave_the_queue_and_are_counted(patience: Callable[[float], None]) -> None:
-    """As many as a synchronous write would have lost: a breaker refuses them, and nobody waits."""
-    patience(60.0)
-    inner = PacedStore(SetResult.REJECTED)
-    inner.allow(1000)
-    store = AsyncStore(inner, QueueSettings(capacity=4 * PAGE))
-    store_pages(store, page_keys(50), (PAGE,))
-    assert store.wait_until_written(60)
-    assert store.metrics.value("dropped_pages", "async_failed") == 50
-    store.close()
-
-
-def test_closing_ends_the_wait_for_room(patience: Callable[[float], None]) -> None:
-    patience(3600.0)
-    inner = PacedStore()
-    store = AsyncStore(inner, QueueSettings(capacity=2 * PAGE, drain=0.01))
+def test_closing_ends_the_wait_for_space(held: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "_FIRST_SPACE_WAIT", 3600.0)
+    tier = TierHandle(held, queue=QueueSettings(capacity=2 * PAGE, drain=0.01))
     results: list[SetResult] = []
-    writer = threading.Thread(target=lambda: results.extend(store_pages(store, page_keys(4), (PAGE,))))
+    writer = threading.Thread(target=lambda: results.extend(later(tier, page_keys(4))))
     writer.start()
-    eventually(lambda: store.metrics.levels().get(("queue_pages", "async")) == 2)
-    closer = threading.Thread(target=store.close)
+    eventually(lambda: len(tier.writes) == 2)
+    closer = threading.Thread(target=tier.close)
     closer.start()
     writer.join(60)
     assert results == [SetResult.STORED] * 2 + [SetResult.REJECTED] * 2
-    inner.allow(1000)
+    held.go_on.set()
     closer.join(60)
 
 
-def test_a_page_larger_than_the_queue_is_refused_at_once(patience: Callable[[float], None]) -> None:
-    patience(3600.0)
-    store = AsyncStore(MemoryPageStore(), QueueSettings(capacity=PAGE - 1))
-    assert store_pages(store, page_keys(1), (PAGE,)) == [SetResult.REJECTED]
-    store.close()
+def test_what_a_tier_that_refuses_cannot_hold_is_refused_at_once_and_counted() -> None:
+    store = MoodyStore()
+    store.answer = SetResult.REJECTED
+    tier = TierHandle(store, queue=QueueSettings(capacity=4 * PAGE))
+    later(tier, page_keys(1))
+    eventually(lambda: bool(store.batches))
+    begun = time.monotonic()
+    assert later(tier, page_keys(6)) == [SetResult.EXISTS] + [SetResult.STORED] * 3 + [SetResult.REJECTED] * 2
+    assert later(tier, page_keys(1, "large"), 5 * PAGE) == [SetResult.REJECTED]
+    assert time.monotonic() - begun < 1.0
+    assert tier.metrics.value("dropped_pages", "async") == 3
+    store.answer = None
+    assert tier.wait_until_written(30)
+    assert later(tier, page_keys(4, "after")) == [SetResult.STORED] * 4
+    tier.close()
+
+
+def test_a_page_that_the_tier_never_takes_is_not_in_the_way_of_others_and_is_dropped() -> None:
+    store = MoodyStore()
+    tier = TierHandle(store)
+    large, small = page_keys(3, "large"), page_keys(500)
+    store.answer = SetResult.REJECTED
+    later(tier, large, 2 * PAGE)
+    later(tier, small)
+    store.answer = None
+    eventually(lambda: store.count_leading(small) == 500)
+    for number in range(write_behind._MOST_REFUSALS):
+        later(tier, page_keys(1, f"more {number}"))
+        eventually(lambda number=number: store.contains(page_keys(1, f"more {number}")) == [True])
+    assert tier.wait_until_written(30)
+    assert tier.metrics.value("dropped_pages", "async_failed") == 3
+    tier.close()
+
+
+def test_a_page_that_is_refused_for_long_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "_LONGEST_WAIT", 0.2)
+    store = MoodyStore()
+    store.answer = SetResult.REJECTED
+    tier = TierHandle(store)
+    later(tier, page_keys(3))
+    assert tier.wait_until_written(30)
+    assert tier.metrics.value("dropped_pages", "async_failed") == 3
+    tier.close()
+
+
+def test_what_is_lost_at_the_end_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    store = MoodyStore()
+    store.answer = SetResult.REJECTED
+    tier = TierHandle(store, queue=QueueSettings(drain=0.1))
+    later(tier, page_keys(70))
+    begun = time.monotonic()
+    tier.close()
+    tier.close()
+    assert time.monotonic() - begun < 5
+    assert tier.metrics.value("dropped_pages", "async") == 70
+    assert [record.levelno for record in caplog.records if "dropped at the end" in record.getMessage()] == [
+        logging.WARNING
+    ]
+
+
+def test_a_queue_made_smaller_keeps_what_it_has() -> None:
+    store = MoodyStore()
+    store.answer = SetResult.REJECTED
+    tier = TierHandle(store)
+    keys = page_keys(10)
+    later(tier, keys)
+    tier.configure(QueueSettings(capacity=2 * PAGE), QueueSettings())
+    assert later(tier, page_keys(1, "more")) == [SetResult.REJECTED]
+    store.answer = None
+    assert tier.wait_until_written(30)
+    assert store.count_leading(keys) == 10
+    tier.close()

@@ -7,7 +7,7 @@ An ability is a small runtime-checkable protocol: ``Gauged`` and ``Resizable`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from hicache_ext.storage.contract.store import PageStore
@@ -48,6 +48,27 @@ def gauges_of(store: PageStore) -> dict[str, float]:
         if isinstance(layer, Gauged):
             known = {**layer.gauges(), **known}
     return known
+
+
+@runtime_checkable
+class Clearer(Protocol):
+    """A store that says when it could not clear, so that it is tried again."""
+
+    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
+        """``clear``; raises ClearLaterError."""
+
+
+def clear_or_raise(store: PageStore, digests: Sequence[bytes] | None) -> int:
+    """``clear()``, for who tries again. Raises ClearLaterError where the store says that it could not."""
+    clearer = ability(store, Clearer)
+    return store.clear(digests) if clearer is None else clearer.clear_or_raise(digests)
+
+
+@runtime_checkable
+class LooksUpFromMemory(Protocol):
+    """A wrapper that answers look-ups from what it has learnt. clear() goes past the guards (tier_handle.py)."""
+
+    def forget_look_ups(self) -> None: ...
 
 
 @runtime_checkable

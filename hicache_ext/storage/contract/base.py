@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from hicache_ext.errors import StoreClosedError
+from hicache_ext.errors import ClearLaterError, StoreClosedError
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.diagnosis import Finding
@@ -102,8 +102,22 @@ class TierStore(abc.ABC):
         return self._answer("remove", self._remove, list(dict.fromkeys(keys)), 0)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
+        try:
+            return self.clear_or_raise(digests)
+        except ClearLaterError:
+            return 0
+
+    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
+        """``clear``, for who tries again (``Clearer``)."""
         wanted = None if digests is None else list(dict.fromkeys(digests))
-        return self._answer("clear", self._clear, wanted, 0)
+        with self._calls:
+            if wanted is not None and not wanted:
+                return 0
+            try:
+                return self._clear(wanted)
+            except Exception as error:
+                self._note_failed_call(error, "clear")
+                raise ClearLaterError(f"tier {self.name}: clear() failed: {error}") from error
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         try:

@@ -13,8 +13,8 @@ import contextvars
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeVar
 
 from hicache_ext.errors import NotBegunError, StoreClosedError, StoreSetupError, TooLateError
 from hicache_ext.page.copying import gather, scatter
@@ -51,7 +51,16 @@ class DeadlineStore(DelegatingStore):
             ) from error
         self._threads = ThreadPool(f"hicache-{inner.name}-deadline")
         self._calls = CallGate(inner.name)
+        self._being_written: dict[int, PageBatch] = {}
+        """Writes under way, and those left behind."""
         self._reported_too_large = False
+
+    def being_written(self) -> set[bytes]:
+        """Pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
+        return {key for batch in list(self._being_written.values()) for key in batch.keys}
+
+    def is_writing(self, keys: Collection[bytes]) -> bool:
+        return bool(self._being_written) and not self.being_written().isdisjoint(keys)
 
     @property
     def stuck_calls(self) -> int:
@@ -81,7 +90,19 @@ class DeadlineStore(DelegatingStore):
         bounced = PageBatch(given.keys, _cut(lease.memory, given.sizes))
         for segments, (target,) in zip(given.buffers, bounced.buffers, strict=True):
             gather(segments, target)
-        answers = self._answered(lambda: self.inner.set(bounced), deadline, lease, [SetResult.ERROR] * len(given))
+
+        def write() -> list[SetResult]:
+            try:
+                return self.inner.set(bounced)
+            finally:
+                del self._being_written[id(bounced)]
+
+        self._being_written[id(bounced)] = bounced
+        try:
+            answers = self._answered(write, deadline, lease, [SetResult.ERROR] * len(given))
+        except NotBegunError:
+            del self._being_written[id(bounced)]
+            raise
         self._bounce.give_back(lease)
         return answers
 
@@ -145,15 +166,7 @@ class DeadlineStore(DelegatingStore):
         asked = list(keys)
         return self._answer("remove", lambda: self.inner.remove(asked), 0)
 
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        asked = None if digests is None else list(digests)
-        return self._answer("clear", lambda: self.inner.clear(asked), 0)
-
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        try:
-            self._answer("register_identity", lambda: self.inner.register_identity(digest, document), None)
-        except StoreClosedError:
-            pass
+    # clear() and register_identity() are carried out past the guards, on a thread of their own (tier_handle.py).
 
     def close(self) -> None:
         """Waits for calls under way, the store's own close() included, for at most ``timeout`` seconds."""

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.threads import ThreadPool
@@ -39,6 +38,8 @@ class ExistsBudgetStore(DelegatingStore):
         self._clock = clock
         self._threads = ThreadPool(f"hicache-{inner.name}-exists")
         self._lock = threading.Lock()
+        self._epoch = 0
+        """Counts removals."""
         self._present: dict[bytes, float] = {}
         """Key -> end of life."""
         self._closed = False
@@ -58,8 +59,8 @@ class ExistsBudgetStore(DelegatingStore):
             return self.inner.count_leading(keys)
         self._check_open()
         known = leading(self._known(keys))
-        asked = list(keys[known:])
-        if asked and self._ends_in_time(lambda: self._remember(asked[: self.inner.count_leading(asked)])):
+        asked, epoch = list(keys[known:]), self._epoch
+        if asked and self._ends_in_time(lambda: self._remember(asked[: self.inner.count_leading(asked)], epoch)):
             known = leading(self._known(keys))
         return known
 
@@ -76,20 +77,10 @@ class ExistsBudgetStore(DelegatingStore):
         finally:
             self._forget(keys)
 
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        if not must_answer_at_once():
-            return self._clear(digests)
-        self._check_open()
-        cleared: list[int] = []
-        # A clear that takes longer goes on in the background.
-        self._ends_in_time(lambda: cleared.append(self._clear(digests)))
-        return cleared[0] if cleared else 0
-
-    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        if must_answer_at_once():
-            self._ends_in_time(lambda: self.inner.register_identity(digest, document))
-        else:
-            self.inner.register_identity(digest, document)
+    def forget_look_ups(self) -> None:
+        with self._lock:
+            self._epoch += 1
+            self._present.clear()
 
     def close(self) -> None:
         self._closed = True
@@ -99,16 +90,10 @@ class ExistsBudgetStore(DelegatingStore):
             if self._threads.close(_CLOSE_WAIT):
                 logger.warning("hicache_ext: tier %s: a look-up hangs in the store; its thread ends with it", self.name)
 
-    def _clear(self, digests: Sequence[bytes] | None) -> int:
-        try:
-            return self.inner.clear(digests)
-        finally:
-            with self._lock:
-                self._present.clear()
-
     def _look_up(self, keys: Sequence[bytes]) -> None:
+        epoch = self._epoch
         present = self.inner.contains(keys)
-        self._remember([key for key, known in zip(keys, present, strict=True) if known])
+        self._remember([key for key, known in zip(keys, present, strict=True) if known], epoch)
 
     def _ends_in_time(self, work: Callable[[], None]) -> bool:
         """Run ``work`` on another thread; whether it ended within the budget."""
@@ -138,9 +123,12 @@ class ExistsBudgetStore(DelegatingStore):
         with self._lock:
             return [self._present.get(key, 0.0) > now for key in keys]
 
-    def _remember(self, keys: Iterable[bytes]) -> None:
+    def _remember(self, keys: Iterable[bytes], epoch: int) -> None:
+        """``epoch``: when the look-up began. What was removed or cleared since must not be remembered."""
         now = self._clock()
         with self._lock:
+            if epoch != self._epoch:
+                return
             for key in keys:
                 self._present.pop(key, None)
                 self._present[key] = now + _LIFE
@@ -152,6 +140,7 @@ class ExistsBudgetStore(DelegatingStore):
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         with self._lock:
+            self._epoch += 1
             for key in keys:
                 self._present.pop(key, None)
 

@@ -14,6 +14,7 @@ from typing import Any
 from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.reports import NOT_REACHED
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 
@@ -49,6 +50,8 @@ class LateStore:
         self._lock = threading.Lock()
         self._store: PageStore | None = None
         self._identities: dict[bytes, dict[str, Any]] = {}
+        self._cleared: list[list[bytes] | None] = []
+        """clear() calls that the store has to make up before anybody may read from it."""
         self._last_problem = "it is still being opened"
         self._config_error: ConfigError | None = None
         self._attempted = threading.Event()
@@ -94,10 +97,12 @@ class LateStore:
         """Register with ``store`` what was registered here, and put it in service."""
         try:
             registered: set[bytes] = set()
+            cleared_so_far = 0
             while True:
                 with self._lock:
                     identities = {key: doc for key, doc in self._identities.items() if key not in registered}
-                    if not identities:
+                    cleared = self._cleared[cleared_so_far:]
+                    if not identities and not cleared:
                         if self._loop.stopping:
                             break
                         self._store = store
@@ -108,6 +113,9 @@ class LateStore:
                 for digest, document in identities.items():
                     store.register_identity(digest, document)
                     registered.add(digest)
+                for digests in cleared:
+                    clear_or_raise(store, digests)
+                    cleared_so_far += 1
         except BaseException:
             store.close()
             raise
@@ -159,8 +167,17 @@ class LateStore:
         return 0 if store is None else store.remove(keys)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        store = self._opened(1)
-        return 0 if store is None else store.clear(digests)
+        """Of a store that is not open: it is made up for before the store is in use."""
+        if self._loop.stopping:
+            raise StoreClosedError(self._name)
+        with self._lock:
+            store = self._store
+            if store is None:
+                wanted = None if digests is None else list(digests)
+                if wanted not in self._cleared:
+                    self._cleared.append(wanted)
+                return 0
+        return store.clear(digests)
 
     def close(self) -> None:
         """Does not wait for an attempt that hangs: what it opens is closed when it ends."""

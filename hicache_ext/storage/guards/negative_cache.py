@@ -29,6 +29,7 @@ class NegativeCacheStore(DelegatingStore):
         self._life = life
         self._clock = clock
         self._lock = threading.Lock()
+        self._epoch = 0
         self._absent: dict[bytes, float] = {}
         """Key -> when it expires, in that order: all entries live equally long."""
         self._written: list[_Keys] = []
@@ -72,6 +73,12 @@ class NegativeCacheStore(DelegatingStore):
         self._count(len(keys) - len(wanted))
         return present
 
+    def forget_look_ups(self) -> None:
+        """Pages may have come on a way that this guard has not seen."""
+        with self._lock:
+            self._epoch += 1
+            self._absent.clear()
+
     def count_leading(self, keys: Sequence[bytes]) -> int:
         known = self._known_absent(keys)
         asked = keys[: known.index(True)] if True in known else keys
@@ -94,22 +101,23 @@ class NegativeCacheStore(DelegatingStore):
             return [self._absent.get(key, 0.0) > now for key in keys]
 
     @contextmanager
-    def _looking(self) -> Iterator[_Keys]:
+    def _looking(self) -> Iterator[tuple[_Keys, int]]:
         written: _Keys = _Keys()
         with self._lock:
+            epoch = self._epoch
             self._written.append(written)
         try:
-            yield written
+            yield written, epoch
         finally:
             with self._lock:
                 # Compared by identity: two look-ups may hold equal sets.
                 self._written = [other for other in self._written if other is not written]
 
-    def _remember(self, keys: Iterable[bytes], written: _Keys) -> None:
-        now = self._clock()
+    def _remember(self, keys: Iterable[bytes], looking: tuple[_Keys, int]) -> None:
+        now, (written, epoch) = self._clock(), looking
         with self._lock:
             for key in keys:
-                if key not in written:
+                if key not in written and epoch == self._epoch:
                     self._absent.pop(key, None)
                     self._absent[key] = now + self._life
             while self._absent:

@@ -124,8 +124,13 @@ class Exporter:
                 self._let_go(metrics, observer, sources)
 
     def _export_counts(self, metrics: TierMetrics) -> None:
-        for (event, reason), grown in metrics.take_growth().items():
-            self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(grown)
+        growth = metrics.take_growth()
+        try:
+            for (event, reason), grown in list(growth.items()):
+                self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(grown)
+                del growth[event, reason]
+        finally:
+            metrics.give_back_growth(growth)
 
     def _let_go(
         self, metrics: TierMetrics, observer: Callable[[str, float], None], sources: Iterable[TierMetrics]

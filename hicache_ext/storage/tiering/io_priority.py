@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 
@@ -15,7 +16,8 @@ class IoPriority:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._under_way = {"read": 0, "fetch": 0}
+        self._begun: dict[str, dict[object, float]] = {"read": {}, "fetch": {}}
+        """When each began that is under way."""
         self._open_for_good = False
 
     def read(self) -> AbstractContextManager[None]:
@@ -28,24 +30,30 @@ class IoPriority:
 
     @contextmanager
     def _entered(self, kind: str) -> Iterator[None]:
+        this = object()
         with self._condition:
-            self._under_way[kind] += 1
+            self._begun[kind][this] = time.monotonic()
         try:
             yield
         finally:
             with self._condition:
-                self._under_way[kind] -= 1
-                if not self._under_way[kind]:
+                del self._begun[kind][this]
+                if not self._begun[kind]:
                     self._condition.notify_all()
 
     def wait_for_quiet(self, patience: float) -> None:
         """Return when no foreground read is under way, after ``patience`` seconds in any case: on a busy tier the
         background would otherwise never run, and it is what relieves the tier."""
-        self._wait(lambda: not self._under_way["read"], patience)
+        self._wait(lambda: not self._busy(["read"], patience), patience)
 
     def wait_until_idle(self, patience: float) -> None:
         """Return when neither a foreground read nor a fetch is under way, after ``patience`` seconds in any case."""
-        self._wait(lambda: not any(self._under_way.values()), patience)
+        self._wait(lambda: not self._busy(["read", "fetch"], patience), patience)
+
+    def _busy(self, kinds: Iterable[str], patience: float) -> bool:
+        """Not by what has been under way for longer than that: it hangs, and would delay each batch of others."""
+        since = time.monotonic() - patience
+        return any(begun > since for kind in kinds for begun in self._begun[kind].values())
 
     def _wait(self, condition: Callable[[], bool], patience: float) -> None:
         with self._condition:

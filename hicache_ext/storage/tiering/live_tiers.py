@@ -1,4 +1,4 @@
-"""Tiers in use: opened, and with their guards around them."""
+"""Tiers in use: opened, with their guards around them, and a handle."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.late_open import LateStore
 from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
+from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.tier_use import tier_use
-from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
+from hicache_ext.storage.tiering.tiered import Arrangement, TieringSettings
 
 logger = logging.getLogger(__name__)
 
@@ -34,24 +35,36 @@ class _Guarded(DelegatingStore):
 
 
 @dataclass(frozen=True, slots=True)
+class Guards:
+    """What stands around a tier."""
+
+    store: PageStore
+    """The tier with them; the same one where it has none."""
+    innermost: _Guarded | None = None
+
+    def close(self) -> None:
+        """Close them and the tier."""
+        self.store.close()
+
+    def let_go(self) -> None:
+        """Close them alone: the tier goes on without them."""
+        if self.innermost is not None:
+            self.innermost.goes_on = True
+            self.store.close()
+
+
+@dataclass(slots=True)
 class LiveTier:
-    """A tier in use, and the configuration it has now."""
+    """A tier in use, with the configuration and the guards it has now."""
 
     config: TierConfig
     bare: PageStore
     """The store as registry.py opened it."""
-    store: PageStore
-    """The store with its guards; the same one where it has none."""
-    innermost: _Guarded | None = None
+    guards: Guards
+    handle: TierHandle
 
     def close(self) -> None:
-        self.store.close()
-
-    def close_guards(self) -> None:
-        """The store goes on without them."""
-        if self.innermost is not None:
-            self.innermost.goes_on = True
-            self.store.close()
+        self.handle.close()
 
 
 def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
@@ -60,41 +73,40 @@ def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
     return {name: tier for name, tier in config.tiers.items() if name in used}
 
 
-def open_live_tiers(configs: Mapping[str, TierConfig]) -> dict[str, LiveTier]:
-    """Open all of these tiers, or none. Raises StoreSetupError or ConfigError."""
+def open_live_tiers(configs: Mapping[str, TierConfig], *, measured: bool = False) -> dict[str, LiveTier]:
+    """Open all of these tiers, or none. ``measured``: for the pull rule. Raises StoreSetupError or ConfigError."""
     opened: dict[str, LiveTier] = {}
     with ExitStack() as undo:
         for name, config in configs.items():
             bare = _open(name, config)
             with ExitStack() as unguarded:
                 unguarded.callback(bare.close)
-                opened[name] = guard(config, bare)
+                guards = guard(config, bare)
                 unguarded.pop_all()
             # Through the guards alone, which do not wait for ever.
-            undo.callback(opened[name].close)
+            undo.callback(guards.close)
+            store = MeasuredStore(guards.store) if measured else guards.store
+            opened[name] = LiveTier(config, bare, guards, TierHandle(store, bare=bare))
         undo.pop_all()
     return opened
 
 
-def guard(config: TierConfig, bare: PageStore, before: LiveTier | None = None) -> LiveTier:
-    """Guards as configured around a store; ``before``: the tier in use with its old ones. Raises StoreSetupError."""
+def guard(config: TierConfig, bare: PageStore, before: Guards | None = None) -> Guards:
+    """Guards as configured around a store; ``before``: its old ones. Raises StoreSetupError."""
     innermost = _Guarded(bare)
     store = guarded(innermost, plan_guards(config), None if before is None else before.store)
-    return LiveTier(config, bare, bare) if store is innermost else LiveTier(config, bare, store, innermost)
+    return Guards(bare) if store is innermost else Guards(store, innermost)
 
 
-def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> TieredStore:
+def arrange(config: HicacheExtConfig, tiers: Mapping[str, LiveTier]) -> Arrangement:
     """The tiers together, as ``config`` orders them."""
-    stores: dict[str, PageStore] = {name: tier.store for name, tier in tiers.items()}
-    if config.pd.pull.mode == "adaptive":
-        stores = {name: MeasuredStore(store) for name, store in stores.items()}
     use = tier_use(config)
     logger.info("hicache_ext: %s", "; ".join(use.lines()))
-    return TieredStore(
-        retrieve=[stores[name] for name in config.retrieve_locations],
-        store=[stores[name] for name in config.store_locations],
-        promote_to=None if use.promote_to is None else stores[use.promote_to],
-        settings=TieringSettings.of(config, use.async_tiers),
+    return Arrangement(
+        [tiers[name].handle for name in config.retrieve_locations],
+        [tiers[name].handle for name in config.store_locations],
+        None if use.promote_to is None else tiers[use.promote_to].handle,
+        TieringSettings.of(config, use.async_tiers),
     )
 
 

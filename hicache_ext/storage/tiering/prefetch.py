@@ -14,20 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
+import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hicache_ext.page import envelope
 from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
+from hicache_ext.storage.tiering.generations import StillWanted, always
 from hicache_ext.storage.tiering.io_priority import IoPriority
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,8 @@ logger = logging.getLogger(__name__)
 _PAGES_AT_ONCE = 32
 _PATIENCE = 0.02
 """Seconds for which a fetch waits for foreground reads. Short: a request being read needs its next batch."""
+_MOST_PLANNED = 16384
+"""Pages planned and fetched at once, of all tiers. More could not be read before they expire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,42 +100,87 @@ class Prefetcher:
         self._condition = threading.Condition()
         self._pages: dict[bytes, PrefetchedPage] = {}
         """By key, in order of expiry."""
-        self._plan: deque[PrefetchedPage] = deque()
+        self._sources = 1
+        self._pages_of: Counter[PageStore] = Counter()
+        """Pages of each tier among ``_pages``."""
+        self._wasted: dict[PageStore, list[int]] = {}
+        """Sizes of pages dropped unread that are not counted yet."""
+        self._plans: dict[PageStore, dict[bytes, PrefetchedPage]] = {}
+        """What is to be fetched, by tier: each has threads of its own, so that one that hangs stops no other."""
+        self._fetching: Counter[PageStore] = Counter()
+        """Bytes of pages being fetched, by tier."""
+        self._used: dict[bytes, PrefetchedPage] = {}
+        """Pages in the buffer that were read, the longest ago first."""
         self._being_read: Counter[bytes] = Counter()
         """Keys that foreground reads are reading from their tier."""
         self._held = 0
         """Bytes of pages being fetched and staged."""
         self._closing = False
         self._threads = ThreadPool("hicache-prefetch")
-        self._started = 0
+        self._streams: Counter[PageStore] = Counter()
+        self._log = LimitedLog(logger)
         self._publish_level()
+
+    def configure(self, settings: PrefetchSettings, sources: int = 1) -> None:
+        """From now on, from so many tiers. What is in the buffer stays."""
+        with self._condition:
+            self._settings = settings
+            self._sources = max(1, sources)
+            latest = self._clock() + settings.lifetime
+            for page in self._pages.values():
+                page.expires = min(page.expires, latest)
+            self._condition.notify_all()
+
+    def forget_source(self, source: PageStore) -> None:
+        """The tier is in use no more: drop what came from it, and end its threads."""
+        with self._condition:
+            for page in [page for page in self._pages.values() if page.source is source]:
+                self._drop(page)
+            self._plans.pop(source, None)
+            self._dropped()
 
     # -- what is to come -------------------------------------------------------------------------------------------
 
-    def announce(self, pages: Iterable[tuple[bytes, PageStore, int]]) -> None:
-        """Pages (key, source, payload bytes) that are likely to be read soon, in the order of the chain."""
+    def announce(self, pages: Iterable[tuple[bytes, PageStore, int]], still_wanted: StillWanted = always) -> None:
+        """Pages (key, source, payload bytes) that are likely to be read soon, in the order of the chain.
+
+        Not those that were cleared since ``still_wanted``. Pages beyond what the buffer holds twice are not planned:
+        they would expire before there is memory for them.
+        """
         now = self._clock()
         with self._condition:
-            if self._closing or not self._settings.buffer:
+            settings = self._settings
+            if self._closing or not settings.buffer:
                 return
             self._expire(now)
+            planned = 0
+            sources: set[PageStore] = set()
             for key, source, size in pages:
                 known = self._pages.get(key)
                 if known is not None:
                     known.wanted += 1
-                elif key not in self._being_read and 0 < size <= self._settings.buffer:
-                    page = PrefetchedPage(key, source, size, now + self._settings.lifetime)
+                    continue
+                if self._pages_of[source] >= _MOST_PLANNED // self._sources or planned + size > 2 * settings.buffer:
+                    break
+                if key in self._being_read or not 0 < size <= settings.buffer:
+                    continue
+                if still_wanted(key[:IDENTITY_LENGTH]):
+                    page = PrefetchedPage(key, source, size, now + settings.lifetime)
                     self._pages[key] = page
-                    self._plan.append(page)
-            if self._plan:
-                self._start()
-                self._condition.notify_all()
+                    self._pages_of[source] += 1
+                    self._plans.setdefault(source, {})[key] = page
+                    sources.add(source)
+                    planned += size
+            for source in sources:
+                self._start(source)
+            self._dropped()
 
     def forget(self, keys: Iterable[bytes]) -> None:
         with self._condition:
             for key in keys:
                 if key in self._pages:
                     self._drop(self._pages[key])
+            self._dropped()
 
     def forget_identities(self, digests: Sequence[bytes] | None) -> None:
         chosen = None if digests is None else set(digests)
@@ -137,6 +188,7 @@ class Prefetcher:
             for page in list(self._pages.values()):
                 if chosen is None or page.key[:IDENTITY_LENGTH] in chosen:
                     self._drop(page)
+            self._dropped()
 
     def inside(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` are in the buffer."""
@@ -167,6 +219,7 @@ class Prefetcher:
                 elif page.state is _State.FETCHING:
                     joined[page.source.metrics] += 1
                 pages.append(page)
+            self._dropped()
         for outcome, counts in (("overtaken", overtaken), ("joined", joined)):
             for metrics, count in counts.items():
                 metrics.add("prefetch", outcome, count)
@@ -203,99 +256,119 @@ class Prefetcher:
                 page.wanted -= 1
             if (page.wanted <= 0 or not intact) and self._pages.get(page.key) is page:
                 self._drop(page)
+            elif page.state is _State.STAGED:
+                self._used.pop(page.key, None)
+                self._used[page.key] = page
+            self._dropped()
         if not intact:
             metrics.add("corrupt", "staged")
         return GetResult.HIT if intact else GetResult.REJECTED
 
-    def close(self) -> None:
-        """Drop everything, wait for fetches under way, end the threads. Idempotent."""
+    def close(self, longest: float = math.inf) -> None:
+        """Drop everything, wait for fetches under way, but not beyond ``longest`` (time.monotonic()), end the threads.
+        Idempotent."""
         with self._condition:
             self._closing = True
             for page in list(self._pages.values()):
                 self._drop(page)
-            self._condition.notify_all()
-        self._threads.close()
+            self._dropped()
+        if self._threads.close(None if longest == math.inf else max(0.0, longest - time.monotonic())):
+            logger.warning("hicache_ext: a prefetch hangs in its tier; its thread ends with it")
 
     # -- fetching --------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self, source: PageStore) -> None:
         # Without a thread to be had, a foreground read takes the pages from their tier itself.
         with contextlib.suppress(RuntimeError):
-            while self._started < self._settings.streams:
-                self._threads.start(self._run)
-                self._started += 1
+            while self._streams[source] < self._settings.streams:
+                self._threads.start(functools.partial(self._run, source))
+                self._streams[source] += 1
 
-    def _run(self) -> None:
+    def _run(self, source: PageStore) -> None:
         try:
-            self._fetch_what_is_planned()
+            self._fetch_what_is_planned(source)
         except Exception:
             # Nobody asks how this call of the pool has ended.
             logger.exception("hicache_ext: a thread of the prefetch ended in an error that nobody expected")
+        finally:
+            with self._condition:
+                self._streams[source] -= 1
+                if not self._streams[source]:
+                    del self._streams[source]
 
-    def _fetch_what_is_planned(self) -> None:
-        while self._wait_for_work():
+    def _fetch_what_is_planned(self, source: PageStore) -> None:
+        while self._wait_for_work(source):
             self._gate.wait_for_quiet(_PATIENCE)
             with self._gate.fetch():
                 with self._condition:
-                    pages = self._next_pages()
+                    pages = self._next_pages(source)
                 if pages:
                     self._fetch(pages)
 
-    def _wait_for_work(self) -> bool:
+    def _wait_for_work(self, source: PageStore) -> bool:
         """True when there may be something to fetch, False at the end."""
         with self._condition:
-            while not self._closing:
+            while not self._closing and (plan := self._plans.get(source)) is not None:
                 now = self._clock()
                 self._expire(now)
-                if self._plan and self._fits(self._plan[0]):
+                fits = bool(plan) and self._fits(next(iter(plan.values())))
+                self._dropped()
+                if fits:
                     return True
                 oldest = next(iter(self._pages.values()), None)
                 self._condition.wait(None if oldest is None else max(0.05, oldest.expires - now))
             return False
 
     def _fits(self, page: PrefetchedPage) -> bool:
-        if page.state is not _State.PLANNED:
-            return True  # skipped by the caller
-        if self._held + page.size > self._settings.buffer:
+        buffer = self._settings.buffer
+        # Of several tiers none may fill the buffer with fetches that do not end.
+        share = buffer if self._sources < 2 else max(page.size, buffer // 2)
+        if self._fetching[page.source] + page.size > share:
+            return False
+        while self._held + page.size > buffer and self._used:
             # Pages that were read stay for other requests, and are dropped first.
-            for used in [known for known in self._pages.values() if known.used and known.state is _State.STAGED]:
-                self._drop(used)
-                if self._held + page.size <= self._settings.buffer:
-                    break
-        return self._held + page.size <= self._settings.buffer
+            self._drop(next(iter(self._used.values())))
+        return self._held + page.size <= buffer
 
-    def _next_pages(self) -> list[PrefetchedPage]:
-        """The next planned pages of one source that fit; they are FETCHING from now on."""
+    def _next_pages(self, source: PageStore) -> list[PrefetchedPage]:
+        """The next planned pages of a tier that fit; they are FETCHING from now on."""
         pages: list[PrefetchedPage] = []
-        while self._plan and len(pages) < _PAGES_AT_ONCE and not self._closing:
-            page = self._plan[0]
-            if page.state is _State.PLANNED:
-                if (pages and page.source is not pages[0].source) or not self._fits(page):
-                    break
-                page.state = _State.FETCHING
-                self._held += page.size
-                pages.append(page)
-            self._plan.popleft()
+        plan = self._plans.get(source, {})
+        while plan and len(pages) < _PAGES_AT_ONCE and not self._closing:
+            page = next(iter(plan.values()))
+            if not self._fits(page):
+                break
+            del plan[page.key]
+            page.state = _State.FETCHING
+            self._held += page.size
+            self._fetching[source] += page.size
+            pages.append(page)
         return pages
 
     def _fetch(self, pages: list[PrefetchedPage]) -> None:
         source = pages[0].source
-        memory = [bytearray(page.size) for page in pages]
-        batch = PageBatch([page.key for page in pages], [[memoryview(target)] for target in memory])
+        memory: list[bytearray] = []
+        checksums: list[bytes] = []
+        results: list[GetResult] = []
         try:
+            memory = [bytearray(page.size) for page in pages]
+            batch = PageBatch([page.key for page in pages], [[memoryview(target)] for target in memory])
             # Found later, too few would leave a foreground read waiting for these pages.
             results = one_for_each(source.get(batch), len(pages))
-        except Exception:
-            logger.exception("hicache_ext: prefetch from %s", source.name)
+            checksums = [
+                envelope.payload_checksum([memoryview(target)]) if result is GetResult.HIT else b""
+                for target, result in zip(memory, results, strict=True)
+            ]
+        except BaseException as error:  # noqa: BLE001 - also a panic inside a client library: readers wait for them
+            kind, words = f"{source.name} {type(error).__name__}", "hicache_ext: prefetch from %s: %r"
+            self._log.log(logging.ERROR, kind, words, source.name, error, exc_info=error)
             results = [GetResult.ERROR] * len(pages)
-        checksums = [
-            envelope.payload_checksum([memoryview(target)]) if result is GetResult.HIT else b""
-            for target, result in zip(memory, results, strict=True)
-        ]
+            memory, checksums = [bytearray()] * len(pages), [b""] * len(pages)
         fetched = [page.size for page, result in zip(pages, results, strict=True) if result is GetResult.HIT]
         source.metrics.add_many("prefetch", {"fetched": len(fetched), "failed": len(pages) - len(fetched)})
         source.metrics.add("prefetch_bytes", "fetched", sum(fetched))
         with self._condition:
+            self._fetching[source] -= sum(page.size for page in pages)
             for page, target, result, checksum in zip(pages, memory, results, checksums, strict=True):
                 page.result = result
                 if result is GetResult.HIT:
@@ -307,8 +380,7 @@ class Prefetcher:
                 page.state = _State.STAGED
                 if result is not GetResult.HIT:
                     self._drop(page)
-            self._publish_level()
-            self._condition.notify_all()
+            self._dropped()
 
     # -- under the lock --------------------------------------------------------------------------------------------
 
@@ -325,18 +397,27 @@ class Prefetcher:
     def _drop(self, page: PrefetchedPage) -> None:
         """Forget a page in any state; the bytes of one that is being fetched are released when the fetch ends."""
         del self._pages[page.key]
+        self._pages_of[page.source] -= 1
+        self._used.pop(page.key, None)
+        self._plans.get(page.source, {}).pop(page.key, None)
         was, page.state = page.state, _State.GONE
         if was is _State.STAGED:
             self._release(page)
-        self._condition.notify_all()
 
     def _release(self, page: PrefetchedPage) -> None:
         self._held -= page.size
         if page.memory is not None and not page.used:
-            page.source.metrics.add("prefetch", "wasted")
-            page.source.metrics.add("prefetch_bytes", "wasted", page.size)
+            self._wasted.setdefault(page.source, []).append(page.size)
         page.memory = None
+
+    def _dropped(self) -> None:
+        """Once after all that was dropped or staged in one go: count it, and wake who waits."""
+        for source, sizes in self._wasted.items():
+            source.metrics.add("prefetch", "wasted", len(sizes))
+            source.metrics.add("prefetch_bytes", "wasted", sum(sizes))
+        self._wasted.clear()
         self._publish_level()
+        self._condition.notify_all()
 
     def _count_first_use(self, page: PrefetchedPage) -> None:
         if not page.used:

@@ -1,11 +1,13 @@
 """Changing tiers while SGLang runs: what may change, and the change at one moment.
 
 A reload that is refused, or whose new tiers cannot be opened, changes nothing. An accepted one takes effect between two
-calls (hot_swap.py). It runs on the caller's thread, never on SGLang's. Reasons: docs/decisions/hot-swap.md.
+calls (``TieredStore.rearrange``), and what waits for tiers that stay goes on. It runs on the caller's thread, never on
+SGLang's. Reasons: docs/decisions/hot-swap.md.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -16,9 +18,9 @@ from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.storage.contract.abilities import Resizable, ability
 from hicache_ext.storage.guards.breaker_store import BreakerStore
-from hicache_ext.storage.tiering.hot_swap import ExchangeableStore
-from hicache_ext.storage.tiering.live_tiers import LiveTier, arrange, guard, open_live_tiers, used_tiers
+from hicache_ext.storage.tiering.live_tiers import Guards, LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
+from hicache_ext.storage.tiering.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ _LATER = {"pd": ", in force from the next start on"}
 """Keys that may change in the file and take effect at the next start."""
 
 
-class ReloadableStore(ExchangeableStore):
+class ReloadableStore(TieredStore):
     """The tiers of a configuration, which may be replaced by those of another. Threads: any."""
 
     def __init__(self, config: HicacheExtConfig) -> None:
@@ -45,11 +47,11 @@ class ReloadableStore(ExchangeableStore):
         tier_use(config)  # before anything is opened: it may raise
         self._config = config
         self._reloading = threading.Lock()
-        self._live = open_live_tiers(used_tiers(config))
+        self._live = open_live_tiers(used_tiers(config), measured=_is_measured(config))
         with ExitStack() as undo:
             for tier in self._live.values():
                 undo.callback(tier.close)
-            super().__init__(arrange(config, self._live))
+            self._begin(arrange(config, self._live))
             undo.pop_all()
 
     @property
@@ -83,36 +85,46 @@ class ReloadableStore(ExchangeableStore):
 
     def _put_in_force(self, config: HicacheExtConfig) -> None:
         wanted = used_tiers(config)
-        kept = {name: tier for name, tier in self._live.items() if name in wanted and tier.config == wanted[name]}
-        changed = {name: tier for name, tier in self._live.items() if name in wanted and name not in kept}
-        guarded: dict[str, LiveTier] = {}
+        before = dict(self._live)
+        changed = {name: tier for name, tier in before.items() if name in wanted and tier.config != wanted[name]}
+        guards: dict[str, Guards] = {}
         try:
             with ExitStack() as undo:
-                opened = open_live_tiers({name: tier for name, tier in wanted.items() if name not in self._live})
+                new = {name: tier for name, tier in wanted.items() if name not in before}
+                opened = open_live_tiers(new, measured=_is_measured(self._config))
                 for tier in opened.values():
                     undo.callback(tier.close)
                 for name, tier in changed.items():
-                    guarded[name] = guard(wanted[name], tier.bare, tier)
-                    undo.callback(guarded[name].close_guards)
-                live = {name: (kept | opened | guarded)[name] for name in wanted}
-                # Guards keep memory of their own: new ones have to be registered like new tiers.
-                self.exchange(arrange(config, live), [tier.store for tier in (*opened.values(), *guarded.values())])
+                    guards[name] = guard(wanted[name], tier.bare, tier.guards)
+                    undo.callback(guards[name].let_go)
+                for name, tier in changed.items():
+                    undo.callback(_end, name, functools.partial(_resize, tier, tier.config))
+                    _resize(tier, wanted[name])
+                live = {name: opened.get(name) or before[name] for name in wanted}
+                # Nothing that follows can fail, or take effect in part.
+                self.rearrange(arrange(config, live))
                 undo.pop_all()
         except HicacheExtError:
             raise
         except Exception as error:
             raise StoreError(f"the new tiers cannot be used: {error!r}") from error
-        before, self._live = self._live, live
-        for name, tier in before.items():
-            if name in changed:
-                _end(name, tier.close_guards)
-            elif name not in wanted:
-                _end(name, tier.close)
-        for tier in guarded.values():
-            if (breaker := ability(tier.store, BreakerStore)) is not None:
+        self._live = live
+        for name, new_guards in guards.items():
+            tier = before[name]
+            old_guards, tier.guards, tier.config = tier.guards, new_guards, wanted[name]
+            if not tier.handle.put_guards(new_guards.store):
+                # Closed meanwhile, with the old ones.
+                _end(name, new_guards.let_go)
+                continue
+            _end(name, old_guards.let_go)
+            # What went through the old ones since is nothing that these know of.
+            tier.handle.forget_look_ups()
+            if (breaker := ability(new_guards.store, BreakerStore)) is not None:
                 breaker.resume()
-        for name in changed:
-            _resize(live[name], wanted[name])
+        for name, tier in before.items():
+            if name not in wanted:
+                _end(name, tier.close)
+        self.all_have_left()
 
     def _problems(self, config: HicacheExtConfig) -> Iterator[ConfigError]:
         for key, reason in _FIXED.items():
@@ -173,6 +185,11 @@ def _end(name: str, close: Callable[[], None]) -> None:
         close()
     except Exception:
         logger.exception("hicache_ext: closing what tier %s no longer uses", name)
+
+
+def _is_measured(config: HicacheExtConfig) -> bool:
+    """Whether the pull rule needs the costs of the tiers. As at the start: ``pd`` takes effect at the next one."""
+    return config.pd.pull.mode == "adaptive"
 
 
 def _resize(live: LiveTier, wanted: TierConfig) -> None:

@@ -8,12 +8,14 @@ there at once, beside the near tiers. Pages found behind ``promote_to`` are writ
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.call_gate import CallGate
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.reports import OF_ANSWERS
@@ -31,12 +34,15 @@ from hicache_ext.storage.contract.store import (
     SetResult,
     StoreInfo,
     counted,
+    identities_of,
     identity_of,
 )
+from hicache_ext.storage.tiering.generations import Generations
 from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
-from hicache_ext.storage.tiering.promotion import Promoter
-from hicache_ext.storage.tiering.write_behind import AsyncStore, QueueSettings
+from hicache_ext.storage.tiering.promotion import PROMOTION_PATIENCE
+from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
+from hicache_ext.storage.tiering.write_behind import QueueSettings
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +53,10 @@ _WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult
 _REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
 """Seconds for which pages that nobody has asked for yet wait for foreground reads and for earlier promotions."""
+_CALLS_END = 60.0
+"""Seconds that a reload waits for calls on tiers that it takes out."""
+_CLOSE_WAIT = 1.0
+"""Seconds for which close() waits for stores that do not close, beyond ``drain``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +80,38 @@ class TieringSettings:
         )
 
 
+class Arrangement:
+    """Which tiers are asked and written, and in what order. Handles outlive it: a reload puts another in force."""
+
+    def __init__(
+        self,
+        retrieve: Sequence[TierHandle],
+        store: Sequence[TierHandle],
+        promote_to: TierHandle | None,
+        settings: TieringSettings,
+    ) -> None:
+        """``promote_to``: one of ``retrieve``, and not the last of them."""
+        self.retrieve = list(retrieve)
+        self.promote_to = promote_to
+        self.settings = settings
+        self.sync = [tier for tier in store if tier.name not in settings.async_tiers]
+        self.later = [tier for tier in store if tier.name in settings.async_tiers]
+        """Written in the background."""
+        self.tiers = list({id(tier): tier for tier in [*retrieve, *store]}.values())
+        self.order = {id(tier): number for number, tier in enumerate(retrieve)}
+        self.inner_tiers = 1
+        """How many tiers are read in place: what lies further out is fetched ahead and promoted."""
+        if promote_to is not None:
+            self.inner_tiers = 1 + self.order[id(promote_to)]
+        elif len(retrieve) == 1 and retrieve[0].describe().shared:
+            self.inner_tiers = 0
+        self.only_tier = self.retrieve[0] if len(retrieve) == self.inner_tiers == 1 else None
+        """Nothing lies further out: nothing is prefetched, joined or promoted."""
+        self.calls = CallGate("tiers")
+
+
 class TieredStore:
-    """A PageStore over PageStores.
+    """A PageStore over PageStores, whose order may be changed while calls go on (``rearrange``). Threads: any.
 
     A page counts as written when one synchronous store has it: a store that is down must not end SGLang's whole backup.
     Where all are asynchronous it counts as written when one has taken it into its queue.
@@ -86,41 +126,106 @@ class TieredStore:
         settings: TieringSettings | None = None,
     ) -> None:
         """``promote_to`` is one of ``retrieve``, and not the last of them. Owns the stores: close() closes them."""
-        self._settings = settings or TieringSettings()
-        self._tiers = list({id(tier): tier for tier in [*retrieve, *store]}.values())
-        behind = {
-            id(tier): AsyncStore(tier, self._settings.store_queue)
-            for tier in store
-            if tier.name in self._settings.async_tiers
-        }
-        self._retrieve: list[PageStore] = [behind.get(id(tier), tier) for tier in retrieve]
-        self._sync = [tier for tier in store if id(tier) not in behind]
-        self._async = list(behind.values())
-        self._all: list[PageStore] = [behind.get(id(tier), tier) for tier in self._tiers]
-        self._order = {id(tier): number for number, tier in enumerate(self._retrieve)}
+        handles = {id(tier): TierHandle(tier) for tier in (*retrieve, *store)}
+        self._begin(
+            Arrangement(
+                [handles[id(tier)] for tier in retrieve],
+                [handles[id(tier)] for tier in store],
+                None if promote_to is None else handles[id(promote_to)],
+                settings or TieringSettings(),
+            )
+        )
+
+    def _begin(self, arrangement: Arrangement) -> None:
         self._metrics = TierMetrics("all")
         self._metrics.declare(OF_ANSWERS)
         self._chains: set[bytes] = set()
         """Identities whose pages are looked up as a chain, and not one by one."""
         self._gate = IoPriority()
-        self._inner_tiers = 1
-        self._promoter: Promoter | None = None
-        if promote_to is not None:
-            self._inner_tiers = 1 + next(number for number, tier in enumerate(retrieve) if tier is promote_to)
-            self._promoter = Promoter(promote_to, self._settings.promotion_queue, self._gate)
-        elif len(retrieve) == 1 and retrieve[0].describe().shared:
-            self._inner_tiers = 0
-        self._only_tier = self._retrieve[0] if len(self._retrieve) == self._inner_tiers == 1 else None
-        """Nothing lies further out: nothing is prefetched, joined or promoted."""
-        self._prefetcher = Prefetcher(self._settings.prefetch, self._gate, self._metrics)
+        self._generations = Generations()
+        self._prefetcher = Prefetcher(arrangement.settings.prefetch, self._gate, self._metrics)
         self._page_bytes: dict[bytes, int] = {}
         self._places = _Places()
         self._helpers = ThreadPool("hicache-tiers")
-        self._calls = CallGate(self.name)
+        self._log = LimitedLog(logger)
+        self._changing = threading.Lock()
+        """Around changes of the arrangement and of what new tiers have to know."""
+        self._identities: dict[bytes, dict[str, Any]] = {}
+        self._closed = False
+        self._leaving: list[TierHandle] = []
+        self._arrangement = arrangement
+        self._configure(arrangement)
+
+    # -- which tiers -----------------------------------------------------------------------------------------------
+
+    def rearrange(self, arrangement: Arrangement) -> None:
+        """Put another arrangement in force at one moment; returns when the calls that began before have ended.
+
+        What was registered is registered with new tiers first. What waits for tiers that stay goes on; those that are
+        in use no more are the caller's to close. Raises StoreClosedError, and then nothing has changed.
+        """
+        known = set(map(id, self._arrangement.tiers))
+        leaving = [tier for tier in self._arrangement.tiers if tier not in arrangement.tiers]
+        new_tiers = [tier for tier in arrangement.tiers if id(tier) not in known]
+        registered: set[bytes] = set()
+        while True:
+            with self._changing:
+                if self._closed:
+                    raise StoreClosedError(self.name)
+                missing = {key: text for key, text in self._identities.items() if key not in registered}
+                if not missing:
+                    self._leaving = leaving
+                    before, self._arrangement = self._arrangement, arrangement
+                    break
+            # Outside the lock: SGLang's scheduler may be about to register more.
+            _register(new_tiers, missing)
+            registered |= missing.keys()
+        self._places.forget()
+        self._configure(arrangement)
+        before.calls.shut_within(_CALLS_END)
+        for tier in leaving:
+            self._prefetcher.forget_source(tier)
+
+    def all_have_left(self) -> None:
+        """Tiers of former arrangements are closed."""
+        self._leaving = []
+
+    def _configure(self, arrangement: Arrangement) -> None:
+        settings = arrangement.settings
+        self._prefetcher.configure(settings.prefetch, len(arrangement.retrieve) - arrangement.inner_tiers)
+        for tier in arrangement.tiers:
+            tier.before_promotion = lambda: self._gate.wait_until_idle(PROMOTION_PATIENCE)
+            tier.configure(settings.store_queue, settings.promotion_queue)
+        for tier in arrangement.later:
+            tier.writes.declare()
+        if arrangement.promote_to is not None:
+            arrangement.promote_to.promotions.declare()
+
+    @contextmanager
+    def _entered(self) -> Iterator[Arrangement]:
+        """Around a call: the arrangement in force, which stays usable inside."""
+        while True:
+            arrangement = self._arrangement
+            try:
+                arrangement.calls.__enter__()
+            except StoreClosedError:
+                if arrangement is self._arrangement:
+                    raise StoreClosedError(self.name) from None
+            else:
+                break
+        try:
+            yield arrangement
+        finally:
+            arrangement.calls.__exit__()
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """For a look: it may be exchanged the next moment."""
+        return self._arrangement
 
     @property
     def name(self) -> str:
-        return "+".join(tier.name for tier in self._tiers)
+        return "+".join(tier.name for tier in self._arrangement.tiers)
 
     @property
     def metrics(self) -> TierMetrics:
@@ -129,22 +234,23 @@ class TieredStore:
 
     @property
     def tiers(self) -> list[PageStore]:
-        return list(self._tiers)
+        return list(self._arrangement.tiers)
 
     @property
     def prefetcher(self) -> Prefetcher:
         return self._prefetcher
 
     def describe(self) -> StoreInfo:
+        arrangement = self._arrangement
         return StoreInfo(
             name=self.name,
             type="tiered",
-            shared=any(tier.describe().shared for tier in self._tiers),
+            shared=any(tier.describe().shared for tier in arrangement.tiers),
             details={
-                "retrieve": [tier.name for tier in self._retrieve],
-                "store": [tier.name for tier in self._sync],
-                "store_async": [tier.name for tier in self._async],
-                "promote_to": None if self._promoter is None else self._promoter.target.name,
+                "retrieve": [tier.name for tier in arrangement.retrieve],
+                "store": [tier.name for tier in arrangement.sync],
+                "store_async": [tier.name for tier in arrangement.later],
+                "promote_to": None if arrangement.promote_to is None else arrangement.promote_to.name,
             },
         )
 
@@ -153,27 +259,29 @@ class TieredStore:
         segments = pool.get("segments") if isinstance(pool, dict) else None
         if segments:
             self._page_bytes[digest] = sum(segments)
-        with self._calls:
-            for tier in self._tiers:
-                tier.register_identity(digest, document)
+        with self._changing:
+            self._identities[digest] = document
+        with self._entered() as arrangement:
+            _register(arrangement.tiers, {digest: document})
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        with self._calls:
+        with self._entered() as arrangement:
             if batch.sizes:
                 # For identities whose document does not tell (flat tensors), or was registered with the tiers alone.
                 self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
-            tier = self._only_tier
+            tier = arrangement.only_tier
             if tier is None:
-                return self._get_from_several(batch)
+                return self._get_from_several(batch, arrangement)
             results = self._call(tier, "get", tier.get, batch, [GetResult.ERROR] * len(batch.sizes))
             leading = _leading_hits(results)
             self._count(batch, results, leading, [(tier, leading)])
             return results
 
-    def _get_from_several(self, batch: PageBatch) -> list[GetResult]:
-        read = _Read(batch)
+    def _get_from_several(self, batch: PageBatch, arrangement: Arrangement) -> list[GetResult]:
+        still_wanted = self._generations.moment()
+        read = _Read(batch, arrangement)
         staged = self._prefetcher.begin_read(batch.keys)
         try:
             self._read_known_places(read, [position for position, page in enumerate(staged) if page is None])
@@ -184,20 +292,19 @@ class TieredStore:
         finally:
             self._prefetcher.end_read(batch.keys, staged)
         leading = _leading_hits(read.results)
-        sources = Counter(self._order[id(source)] for source in read.sources[:leading])
-        self._count(batch, read.results, leading, [(self._retrieve[place], count) for place, count in sources.items()])
-        if self._promoter is not None:
+        places = [read.places[position] for position in range(leading)]
+        tiers = arrangement.retrieve
+        self._count(batch, read.results, leading, [(tiers[place], count) for place, count in Counter(places).items()])
+        if arrangement.promote_to is not None:
             # The leading run is known only now; nothing behind a gap is promoted.
-            outer = [
-                position for position in range(leading) if self._order[id(read.sources[position])] >= self._inner_tiers
-            ]
+            outer = [position for position, place in enumerate(places) if place >= arrangement.inner_tiers]
             if outer:
-                self._promoter.promote(batch, outer)
+                arrangement.promote_to.promotions.promote(batch, outer, still_wanted)
         return read.results
 
     def _read_known_places(self, read: _Read, positions: Sequence[int]) -> None:
         """Read pages that exists() saw in far tiers from there, all tiers at once; the others from the nearest."""
-        if len(self._retrieve) < 2:
+        if len(read.arrangement.retrieve) < 2:
             return
         by_tier: dict[int, list[int]] = {}
         for position, place in zip(positions, self._places.find([read.keys[p] for p in positions]), strict=True):
@@ -209,19 +316,19 @@ class TieredStore:
 
     def _walk(self, read: _Read, positions: Iterable[int]) -> None:
         """Ask each tier not asked yet for what is still missing, near tiers first."""
-        for number in range(len(self._retrieve)):
+        for number in range(len(read.arrangement.retrieve)):
             missing = [p for p in positions if read.results[p] is not GetResult.HIT and not read.asked[p] >> number & 1]
             if missing:
                 self._read_tier(read, number, missing)
 
     def _read_tier(self, read: _Read, number: int, positions: Sequence[int]) -> None:
-        tier = self._retrieve[number]
-        with self._gate.read() if number >= self._inner_tiers else nullcontext():
+        tier = read.arrangement.retrieve[number]
+        with self._gate.read() if number >= read.arrangement.inner_tiers else nullcontext():
             results = self._call(
                 tier, "get", tier.get, read.batch.select(positions), [GetResult.ERROR] * len(positions)
             )
         for position, result in zip(positions, results, strict=True):
-            read.note(position, number, tier, result)
+            read.note(position, number, result)
 
     def _take_staged(self, read: _Read, staged: Sequence[PrefetchedPage | None]) -> None:
         failed: list[int] = []
@@ -229,11 +336,11 @@ class TieredStore:
             if page is None:
                 continue
             result = self._prefetcher.take(page, read.batch.buffers[position])
-            number = self._order.get(id(page.source), 0)
-            if result is GetResult.REJECTED:
+            number = read.arrangement.order.get(id(page.source))
+            if result is GetResult.REJECTED or number is None:
                 failed.append(position)
                 continue
-            read.note(position, number, page.source, result)
+            read.note(position, number, result)
             if result is not GetResult.HIT:
                 failed.append(position)
         if failed:
@@ -257,10 +364,10 @@ class TieredStore:
                 tier.metrics.add("chain_pages", "used", count)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._calls:
+        with self._entered() as arrangement:
             present = [False] * len(keys)
             missing = list(range(len(keys)))
-            for number, tier in enumerate(self._retrieve):
+            for number, tier in enumerate(arrangement.retrieve):
                 if not missing:
                     break
                 wanted = [keys[position] for position in missing]
@@ -276,27 +383,28 @@ class TieredStore:
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """The leading run over all tiers; its pages in far tiers begin to be prefetched."""
-        with self._calls:
-            tier = self._only_tier
+        with self._entered() as arrangement:
+            tier = arrangement.only_tier
             if tier is None:
-                return self._lead_over_several(list(keys))
+                return self._lead_over_several(list(keys), arrangement)
             leading = self._call(tier, "exists", tier.count_leading, keys, 0) if keys else 0
-            self._count_found(keys, {0: leading})
+            self._count_found(keys, {0: leading}, arrangement)
             return leading
 
-    def _lead_over_several(self, keys: list[bytes]) -> int:
-        places = self._find_leading(keys)
-        self._count_found(keys, Counter(places))
+    def _lead_over_several(self, keys: list[bytes], arrangement: Arrangement) -> int:
+        still_wanted = self._generations.moment()
+        places = self._find_leading(keys, arrangement)
+        self._count_found(keys, Counter(places), arrangement)
         outer = [
-            (key, self._retrieve[place], self._page_bytes.get(key[:IDENTITY_LENGTH], 0))
+            (key, arrangement.retrieve[place], self._page_bytes.get(key[:IDENTITY_LENGTH], 0))
             for key, place in zip(keys, places, strict=False)
-            if place >= self._inner_tiers
+            if place >= arrangement.inner_tiers
         ]
         if outer:
-            self._prefetcher.announce(outer)
+            self._prefetcher.announce(outer, still_wanted)
         return len(places)
 
-    def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int]) -> None:
+    def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int], arrangement: Arrangement) -> None:
         """Count the leading run of ``keys``; ``found``: how many of its pages are in which tier.
 
         A page is asked of the first tier, and of each one further out until one has it. What is behind the run:
@@ -308,7 +416,7 @@ class TieredStore:
         # Before anybody can read them: a read of a chain counts as used.
         self._chains.add(identity_of(keys))
         self._metrics.add_many("chain_pages", {"asked": asked, "found": asked})
-        for place, tier in enumerate(self._retrieve):
+        for place, tier in enumerate(arrangement.retrieve):
             if not asked:
                 break
             has = found.get(place, 0)
@@ -318,17 +426,17 @@ class TieredStore:
     def count_absent(self, pages: int) -> None:
         """Count pages of a chain behind the leading run as asked: no tier could serve them, whether or not it was asked
         (look-ups end at the first gap)."""
-        for metrics in (self._metrics, *(tier.metrics for tier in self._retrieve)):
+        for metrics in (self._metrics, *(tier.metrics for tier in self._arrangement.retrieve)):
             metrics.add("chain_pages", "asked", pages)
 
-    def _find_leading(self, keys: Sequence[bytes]) -> list[int]:
+    def _find_leading(self, keys: Sequence[bytes], arrangement: Arrangement) -> list[int]:
         """The number of the tier of each page of the leading run."""
-        if not self._retrieve or not keys:
+        if not arrangement.retrieve or not keys:
             return []
         places: dict[int, int] = {}
         missing = list(range(len(keys)))
-        last = len(self._retrieve) - 1
-        for number, tier in enumerate(self._retrieve):
+        last = len(arrangement.retrieve) - 1
+        for number, tier in enumerate(arrangement.retrieve):
             wanted = [keys[position] for position in missing]
             if number == last:
                 # The first page that the last tier lacks ends the run: it need not look at those behind.
@@ -351,48 +459,51 @@ class TieredStore:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        with self._calls:
+        still_wanted = self._generations.moment()
+        with self._entered() as arrangement:
             if batch.sizes:
                 self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
             failed = [SetResult.ERROR] * len(batch.sizes)
             # First, because it only copies: these queues work while the synchronous tiers do.
-            queued = [self._call(tier, "queue", tier.set, batch, failed) for tier in self._async]
-            if len(self._sync) == 1:
-                (tier,) = self._sync
+            queued = [
+                self._call(tier, "queue", functools.partial(tier.set_later, still_wanted=still_wanted), batch, failed)
+                for tier in arrangement.later
+            ]
+            if len(arrangement.sync) == 1:
+                (tier,) = arrangement.sync
                 written = [self._call(tier, "set", tier.set, batch, failed)]
             else:
-                written = self._write_to_several(batch, failed)
+                written = self._write_to_several(arrangement.sync, batch, failed)
             best, *others = written or queued or [[SetResult.REJECTED] * len(batch.sizes)]
             for answers in others:
                 best = [min(pair, key=_WORST_LAST.index) for pair in zip(best, answers, strict=True)]
             self._metrics.add_many("set", counted(best))
             return best
 
-    def _write_to_several(self, batch: PageBatch, failed: list[SetResult]) -> list[list[SetResult]]:
-        """To the synchronous tiers at once: what each answers."""
-        written = [failed] * len(self._sync)
-
-        def write(number: int) -> None:
-            tier = self._sync[number]
-            written[number] = self._call(tier, "set", tier.set, batch, failed)
-
-        self._helpers.run(len(self._sync), write)
-        return written
+    def _write_to_several(
+        self, tiers: Sequence[TierHandle], batch: PageBatch, failed: list[SetResult]
+    ) -> list[list[SetResult]]:
+        """To these tiers at once: what each answers."""
+        return self._helpers.run(
+            len(tiers), lambda number: self._call(tiers[number], "set", tiers[number].set, batch, failed)
+        )
 
     # -- administration --------------------------------------------------------------------------------------------
 
     def stored(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys need not be written: every tier that writes go to has them."""
-        with self._calls:
-            answers = [tier.contains(keys) for tier in (*self._sync, *self._async)]
+        with self._entered() as arrangement:
+            absent = [False] * len(keys)
+            written = (*arrangement.sync, *arrangement.later)
+            answers = [self._call(tier, "contains", tier.contains, keys, absent) for tier in written]
         return [all(known) for known in zip(*answers, strict=True)] if answers else [False] * len(keys)
 
     def count_leading_in_pool(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run that another node finds: in the shared tiers that writes go to (if any is)."""
-        with self._calls:
-            written = [*self._sync, *self._async]
+        with self._entered() as arrangement:
+            written = [*arrangement.sync, *arrangement.later]
             pool = [tier for tier in written if tier.describe().shared] or written
-            return max((tier.count_leading(keys) for tier in pool), default=0)
+            return max((self._call(tier, "exists", tier.count_leading_stored, keys, 0) for tier in pool), default=0)
 
     def bring_inward(self, keys: Sequence[bytes]) -> Counter[str]:
         """Promote what ``promote_to`` lacks of the leading run of ``keys``, before anybody asks for it.
@@ -400,29 +511,30 @@ class TieredStore:
         How many pages were present, fetched, absent (with all behind a gap) and dropped (the promotion queue was full).
         Takes as much memory as the pages are long. Waits for foreground reads and for tiers: not for SGLang's threads.
         """
-        with self._calls:
-            return self._bring_inward(keys)
+        with self._entered() as arrangement:
+            return self._bring_inward(keys, arrangement)
 
-    def _bring_inward(self, keys: Sequence[bytes]) -> Counter[str]:
-        promoter = self._promoter
+    def _bring_inward(self, keys: Sequence[bytes], arrangement: Arrangement) -> Counter[str]:
+        target = arrangement.promote_to
         size = self._page_bytes.get(identity_of(keys), 0) if keys else 0
-        if promoter is None or not size:
+        if target is None or not size:
             return Counter(dropped=len(keys))
-        promoter.wait_until_written(_PATIENCE)
+        still_wanted = self._generations.moment()
+        target.promotions.wait_until_written(_PATIENCE)
         self._gate.wait_for_quiet(_PATIENCE)
-        here = promoter.target.contains(keys)
+        here = self._call(target, "contains", target.contains, keys, [False] * len(keys))
         missing = [key for key, known in zip(keys, here, strict=True) if not known]
-        read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]))
-        for number in range(self._inner_tiers, len(self._retrieve)):
+        read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]), arrangement)
+        for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
             positions = [p for p, result in enumerate(read.results) if result is not GetResult.HIT]
             if positions:
                 # Not _read_tier: this is no foreground read.
-                tier, failed = self._retrieve[number], [GetResult.ERROR] * len(positions)
+                tier, failed = arrangement.retrieve[number], [GetResult.ERROR] * len(positions)
                 results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
                 for position, result in zip(positions, results, strict=True):
-                    read.note(position, number, tier, result)
+                    read.note(position, number, result)
         leading = _leading_hits(read.results)
-        taken = promoter.promote(read.batch, list(range(leading))) if leading else 0
+        taken = target.promotions.promote(read.batch, list(range(leading)), still_wanted) if leading else 0
         return Counter(
             present=len(keys) - len(missing),
             fetched=taken,
@@ -431,47 +543,96 @@ class TieredStore:
         )
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        with self._calls:
+        with self._entered() as arrangement:
             wanted = list(dict.fromkeys(keys))
+            self._generations.advance(identities_of(wanted))
             self._prefetcher.forget(wanted)
-            if self._promoter is not None:
-                self._promoter.forget(wanted)
-                self._promoter.wait_for_batch_under_way()
             # A page of two tiers is one page: their own counts cannot be added.
-            absent = [False] * len(wanted)
-            present = [self._call(tier, "contains", tier.contains, wanted, absent) for tier in self._all]
-            for tier in self._all:
-                self._call(tier, "remove", tier.remove, wanted, 0)
+            tiers: Sequence[TierHandle] = list(self._tiers_in_use(arrangement))
+            present = self._helpers.run(len(tiers), lambda number: self._remove_from(tiers[number], wanted))
+            if arrangement.promote_to is not None:
+                # What has begun to read an outer tier before it was removed there, and ends now.
+                self._generations.advance(identities_of(wanted))
+                self._prefetcher.forget(wanted)
+                self._remove_from(arrangement.promote_to, wanted)
             return sum(any(known) for known in zip(*present, strict=True))
 
+    def _remove_from(self, tier: TierHandle, keys: list[bytes]) -> list[bool]:
+        """Which of them it had."""
+        present = self._call(tier, "contains", tier.contains, keys, [False] * len(keys))
+        self._call(tier, "remove", tier.remove, keys, 0)
+        return present
+
+    def _tiers_in_use(self, arrangement: Arrangement) -> AbstractSet[TierHandle]:
+        """Those of a call's arrangement, of one that a reload has put in force meanwhile, and those that leave: what
+        waits for them is still written."""
+        return {*arrangement.tiers, *self._arrangement.tiers, *self._leaving}
+
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        with self._calls:
+        """As the contract says. It hides the pages in all tiers at once, and waits for those that are quick alone."""
+        with self._entered() as arrangement:
+            self._generations.advance(digests)
             self._prefetcher.forget_identities(digests)
-            if self._promoter is not None:
-                self._promoter.forget_identities(digests)
-            # A tier that raises must not keep the others from being cleared.
-            return max((self._call(tier, "clear", tier.clear, digests, 0) for tier in self._all), default=0)
+            # Also tiers that a reload puts in force meanwhile.
+            begun: dict[TierHandle, Work | None] = {}
+            while left := self._tiers_in_use(arrangement) - begun.keys():
+                for tier in left:
+                    begun[tier] = self._call(tier, "clear", tier.begin_clear, digests, None)
+            # What has begun to read a tier before it was cleared, and ends now.
+            chosen = None if digests is None else frozenset(digests)
+            self._generations.advance(digests)
+            self._prefetcher.forget_identities(digests)
+            for tier in begun:
+                tier.forget_promotions(lambda key: chosen is None or key[:IDENTITY_LENGTH] in chosen)
+            deadline = time.monotonic() + ADMINISTRATION_WAIT
+            answers = [tier.wait_for(work, deadline) for tier, work in begun.items() if work is not None]
+            return max(answers, default=0)
 
     def wait_until_written(self, timeout: float) -> bool:
-        """Whether all that waits to be promoted or written in the background was done within ``timeout`` seconds."""
+        """Whether all that waits to be promoted, written or removed in the background was done within ``timeout``
+        seconds."""
         deadline = time.monotonic() + timeout
-        queues = [tier.wait_until_written for tier in self._async]
-        if self._promoter is not None:
-            queues.append(self._promoter.wait_until_written)
-        return all(wait_for(max(0.0, deadline - time.monotonic())) for wait_for in queues)
+        tiers = self._arrangement.tiers
+        return all(tier.wait_until_written(max(0.0, deadline - time.monotonic())) for tier in tiers)
 
     def close(self) -> None:
-        """``release``, and close the tiers."""
-        _close_all([self.release, *[tier.close for tier in self._tiers]])
-
-    def release(self) -> None:
-        """End what is done in the background, once the calls under way have ended; the tiers stay open for others."""
+        """End what is done in the background and close the tiers, all at once: within ``drain`` and a second, whatever
+        hangs. Then raises the first error of a tier. Idempotent."""
+        with self._changing:
+            if self._closed:
+                return
+            self._closed = True
+            arrangement = self._arrangement
+        drain = time.monotonic() + arrangement.settings.store_queue.drain
+        longest = drain + _CLOSE_WAIT
         # What waits for the background does so no more.
         self._gate.close()
-        if not self._calls.shut():
-            return
-        promoters = [] if self._promoter is None else [self._promoter.close]
-        _close_all([self._prefetcher.close, *promoters, *[tier.drain for tier in self._async], self._helpers.close])
+        if not arrangement.calls.shut_within(max(0.0, drain - time.monotonic())):
+            logger.warning("hicache_ext: calls under way do not end; their threads end with them")
+        parts: list[Callable[[], object]] = [
+            functools.partial(self._prefetcher.close, longest),
+            *[functools.partial(tier.end_by, drain, longest) for tier in arrangement.tiers],
+        ]
+        self._end_all(parts, longest)
+        self._helpers.close(max(0.0, longest - time.monotonic()))
+
+    def _end_all(self, parts: Sequence[Callable[[], object]], longest: float) -> None:
+        threads = ThreadPool("hicache-close")
+        first: BaseException | None = None
+        ends = []
+        for part in parts:
+            try:
+                ends.append(threads.start(part))
+            except RuntimeError:
+                part()
+        for end in ends:
+            # Each part ends by itself at ``longest``.
+            if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error is not None:
+                logger.error("hicache_ext: closing a tier", exc_info=end.error)
+                first = first or end.error
+        threads.close(0)
+        if first is not None:
+            raise first
 
     def _call(
         self, tier: PageStore, operation: str, call: Callable[[_Argument], _T], argument: _Argument, otherwise: _T
@@ -483,9 +644,19 @@ class TieredStore:
         except StoreClosedError:
             tier.metrics.add("failure", "closed")
             return otherwise
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - also a panic inside a client library
             tier.metrics.add("failure", operation)
-            logger.exception("hicache_ext: tier %s, %s", tier.name, operation)
+            self._log.log(
+                logging.ERROR,
+                f"{tier.name} {operation} {type(error).__name__}",
+                "hicache_ext: tier %s, %s: %r",
+                tier.name,
+                operation,
+                error,
+                exc_info=error,
+            )
             return otherwise
         finally:
             tier.metrics.observe(operation, time.perf_counter() - started)
@@ -494,21 +665,31 @@ class TieredStore:
 class _Read:
     """The state of one foreground read on its way through the tiers. Threads write disjoint positions."""
 
-    def __init__(self, batch: PageBatch) -> None:
+    def __init__(self, batch: PageBatch, arrangement: Arrangement) -> None:
         self.batch = batch
+        self.arrangement = arrangement
         self.keys = batch.keys
         self.results = [GetResult.MISS] * len(batch)
-        self.sources: list[PageStore | None] = [None] * len(batch)
+        self.places = [0] * len(batch)
+        """The number of the tier that each hit came from."""
         self.asked = [0] * len(batch)
         """Which tiers were asked for each page, as bits."""
 
-    def note(self, position: int, number: int, tier: PageStore, result: GetResult) -> None:
+    def note(self, position: int, number: int, result: GetResult) -> None:
         self.asked[position] |= 1 << number
         # An error of a near tier says more than a miss of a far one.
         if result is not GetResult.MISS:
             self.results[position] = result
         if result is GetResult.HIT:
-            self.sources[position] = tier
+            self.places[position] = number
+
+
+def _register(tiers: Iterable[TierHandle], documents: Mapping[bytes, dict[str, Any]]) -> None:
+    """With all of these tiers at once."""
+    begun = [(tier, tier.begin_register(*item)) for tier in tiers for item in documents.items()]
+    deadline = time.monotonic() + ADMINISTRATION_WAIT
+    for tier, work in begun:
+        tier.wait_for(work, deadline)
 
 
 def _leading_hits(results: Sequence[GetResult]) -> int:
@@ -537,15 +718,7 @@ class _Places:
         with self._lock:
             return [self._places.pop(key, 0) for key in keys]
 
-
-def _close_all(closers: Sequence[Callable[[], object]]) -> None:
-    """Close all, also when one raises; then raises the first error."""
-    first: Exception | None = None
-    for closer in closers:
-        try:
-            closer()
-        except Exception as error:
-            logger.exception("closing a tier")
-            first = first or error
-    if first is not None:
-        raise first
+    def forget(self) -> None:
+        """The tiers have other numbers."""
+        with self._lock:
+            self._places.clear()

@@ -1,7 +1,8 @@
 """Writing in the background: pages are copied out of host memory into a bounded queue, and a thread writes them.
 
-``WriteBehind`` is the queue, also of promotion.py. ``AsyncStore`` is a PageStore with the policy ``async``. A queued
-page is served from the queue, so that STORED means readable: in this process at once, in others when it is written.
+A queue belongs to a tier (tier_handle.py) and lives as long as it does. Each tier has two: of pages that SGLang stored
+in it with the policy ``async``, which wait while the tier refuses or is out; and of pages to be promoted to it, which
+do not wait, since the tier that they came from has them still.
 """
 
 from __future__ import annotations
@@ -11,184 +12,241 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol
 
-from hicache_ext.errors import StoreClosedError
-from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.background import BackgroundLoop, Backoff
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.base import leading
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
-from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.contract.base import one_for_each
+from hicache_ext.storage.contract.store import PageBatch, SetResult, counted
+from hicache_ext.storage.tiering.generations import StillWanted, always
 
 logger = logging.getLogger(__name__)
 
 _PAGES_AT_ONCE = 64
-_PATIENCE = 5.0
-"""Seconds; a store with a deadline ends its call by then, and its pages leave the queue in any case."""
+_REFUSED = Backoff(0.05, 1.0)
+"""Seconds before pages that a tier did not take are offered to it again."""
+_FORGOTTEN_AT_ONCE = 1000
+_MOST_REFUSALS = 3
+"""How often a tier may answer REJECTED for a page while it takes others: it never takes it, and it is dropped."""
+_FIRST_SPACE_WAIT, _SHORTEST_SPACE_WAIT, _LONGEST_SPACE_WAIT = 1.0, 0.25, 5.0
+"""Seconds for which an offer waits for space while nothing leaves the queue: twice what the last batch took."""
+_LONGEST_WAIT = 600.0
+"""Seconds after its first refusal at which a page is dropped: it must not take the place of others for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """``capacity`` in bytes of payload; ``drain`` in seconds: how long close() goes on writing.
-
-    ``patience``: seconds for which an offer waits for space while nothing leaves the queue. A batch may be larger than
-    the queue: without waiting, its end would always be dropped.
-    """
+    """``capacity`` in bytes of payload; ``drain`` in seconds: how long close() goes on writing."""
 
     capacity: int = 256 * 1024 * 1024
     drain: float = 5.0
-    patience: float = 0.0
+
+
+class QueueOwner(Protocol):
+    """The tier of a queue."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def metrics(self) -> TierMetrics: ...
+
+    def write_queued(self, batch: PageBatch) -> list[SetResult]:
+        """Write pages to the store. May raise [the queue's thread]."""
+
+    def may_write(self) -> bool:
+        """Whether pages may be written now: not while a clear() that came before them is under way."""
+
+    def hides(self, key: bytes) -> bool:
+        """Whether what the store has under ``key`` is being removed."""
+
+    def hide(self, keys: Iterable[bytes]) -> None:
+        """These pages are being written and must not be seen: they are removed again after the write."""
+
+
+@dataclass(slots=True)
+class _Refusals:
+    since: float
+    while_others_were_taken: int = 0
 
 
 class WriteBehind:
-    """Pages to be written to one store, in order, each key once. Thread-safe. Its thread starts with the first page.
+    """Pages to be written to one tier, in order, each key once. Thread-safe. Its thread starts with the first page.
 
-    Counted in the metrics of the store under the name of the queue: ``dropped_pages``, the levels ``queue_pages`` and
+    Counted in the metrics of the tier under the name of the queue: ``dropped_pages``, the levels ``queue_pages`` and
     ``queue_bytes``. A store that opens late changes its metrics then, so they are asked for each time.
     """
 
     def __init__(
         self,
-        store: PageStore,
+        tier: QueueOwner,
         settings: QueueSettings,
         *,
         queue: str,
+        waits: bool,
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """``before_batch`` is called before each batch is taken, and may wait."""
-        self._store = store
+        """``waits``: pages that the tier refuses stay and are offered to it again. ``before_batch`` is called before
+        each batch is taken, and may wait."""
+        self._tier = tier
         self._settings = settings
         self._queue = queue
+        self._waits = waits
         self._before_batch = before_batch
         self._condition = threading.Condition()
         self._waiting: dict[bytes, bytes] = {}
         """Key -> payload, oldest first, including the batch under way."""
         self._bytes = 0
         self._under_way: set[bytes] = set()
-        self._forgotten: set[bytes] = set()
-        """Keys of the batch under way that were forgotten: removed from the store after the write."""
+        self._refused: dict[bytes, _Refusals] = {}
+        self._refusals_in_a_row = 0
+        self._batches_taken = 0
+        self._space_wait = _FIRST_SPACE_WAIT
+        self._stalled = False
+        """An offer has waited in vain: nobody waits again until the tier has taken something."""
         self._closing = False
         self._deadline = 0.0
-        self._batches_done = 0
-        self._stalled = False
-        """An offer has waited in vain: nobody waits again until something has left the queue."""
-        self._loop = BackgroundLoop(f"hicache-{queue}", self._write_waiting)
-        self._publish_levels()
+        self._loop = BackgroundLoop(f"hicache-{queue}-{tier.name}", self._write_waiting)
+        self._log = LimitedLog(logger, 60.0)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     @property
-    def _metrics(self) -> TierMetrics:
-        return self._store.metrics
+    def settings(self) -> QueueSettings:
+        return self._settings
 
-    def offer(self, batch: PageBatch, positions: Iterable[int]) -> list[SetResult]:
-        """Copy the pages at ``positions`` into the queue: STORED, EXISTS (queued already) or REJECTED (no space).
+    def configure(self, settings: QueueSettings) -> None:
+        """From now on. What waits stays, also above a smaller ``capacity``."""
+        self._settings = settings
 
-        Waits for space as ``patience`` says.
-        """
-        results: list[SetResult] = []
+    def declare(self) -> None:
+        """The queue is in use: its levels are there from now on."""
         with self._condition:
-            for position in positions:
-                key, size = batch.keys[position], batch.sizes[position]
-                if key not in self._waiting:
-                    self._wait_for_memory(size)
-                while key in self._forgotten:
-                    self._condition.wait()
-                if self._closing or self._bytes + size > self._settings.capacity:
-                    results.append(SetResult.EXISTS if key in self._waiting else SetResult.REJECTED)
-                elif key in self._waiting:
-                    results.append(SetResult.EXISTS)
-                else:
-                    self._waiting[key] = b"".join(batch.buffers[position])
-                    self._bytes += size
-                    results.append(SetResult.STORED)
+            self._publish_levels()
+
+    def offer(self, batch: PageBatch, positions: Iterable[int], still_wanted: StillWanted = always) -> list[SetResult]:
+        """Copy the pages at ``positions`` into the queue: STORED, EXISTS (queued already) or REJECTED (no space, or
+        cleared since ``still_wanted``).
+
+        Waits for space only while the tier takes pages: a batch may be larger than the queue, and would always lose its
+        end. Of a tier that refuses or hangs it does not wait, but for the moment in which that shows, once.
+        """
+        results = [self._offer(batch, position, still_wanted) for position in positions]
+        with self._condition:
             if SetResult.STORED in results:
                 self._loop.wake()
             self._publish_levels()
         if dropped := results.count(SetResult.REJECTED):
-            self._metrics.add("dropped_pages", self._queue, dropped)
+            self._tier.metrics.add("dropped_pages", self._queue, dropped)
         return results
 
-    def _wait_for_memory(self, size: int) -> None:
-        """Wait while the queue moves; the condition is held."""
+    def _offer(self, batch: PageBatch, position: int, still_wanted: StillWanted) -> SetResult:
+        key, size = batch.keys[position], batch.sizes[position]
+        with self._condition:
+            if key not in self._waiting:
+                self._wait_for_space(size)
+            if key in self._waiting:
+                return SetResult.REJECTED if self._tier.hides(key) else SetResult.EXISTS
+            if self._closing or self._bytes + size > self._settings.capacity:
+                return SetResult.REJECTED
+            self._bytes += size
+        # Outside the lock: clear() and look-ups must not wait while a batch is copied.
+        payload = b"".join(batch.buffers[position])
+        with self._condition:
+            unwanted = self._closing or self._tier.hides(key) or not still_wanted(key[:IDENTITY_LENGTH])
+            if unwanted or key in self._waiting:
+                self._bytes -= size
+                return SetResult.REJECTED if unwanted else SetResult.EXISTS
+            self._waiting[key] = payload
+        return SetResult.STORED
+
+    def _wait_for_space(self, size: int) -> None:
+        """While the queue moves. The condition is held."""
         capacity = self._settings.capacity
-        if not self._settings.patience or size > capacity:
+        if not self._waits or size > capacity:
             return
-        done, deadline = self._batches_done, time.monotonic() + self._settings.patience
-        while self._bytes + size > capacity and not self._closing and not self._stalled:
+        taken, deadline = self._batches_taken, time.monotonic() + self._space_wait
+        while self._bytes + size > capacity and not (self._closing or self._stalled or self._refusals_in_a_row):
             self._loop.wake()
             self._publish_levels()
             self._condition.wait(max(0.0, deadline - time.monotonic()))
-            if self._batches_done != done:
-                done, deadline = self._batches_done, time.monotonic() + self._settings.patience
+            if self._batches_taken != taken:
+                taken, deadline = self._batches_taken, time.monotonic() + self._space_wait
             elif time.monotonic() >= deadline:
                 self._stalled = True
 
     def payload(self, key: bytes) -> bytes | None:
         """The page, while it is queued."""
-        with self._condition:
-            return None if key in self._forgotten else self._waiting.get(key)
+        return self._waiting.get(key)
 
-    def waiting(self, keys: Sequence[bytes]) -> list[bool]:
+    def forget(self, wanted: Callable[[bytes], bool]) -> set[bytes]:
+        """Drop the pages whose keys are ``wanted``; of those that are being written the store is rid afterwards.
+        Returns the keys of both."""
         with self._condition:
-            return [key in self._waiting and key not in self._forgotten for key in keys]
-
-    def forgotten(self) -> set[bytes]:
-        """Keys that are being written and will be removed again."""
+            keys = list(self._waiting)
+        chosen: set[bytes] = set()
+        for first in range(0, len(keys), _FORGOTTEN_AT_ONCE):
+            # In portions: others wait for the lock. What comes meanwhile came after.
+            with self._condition:
+                some = {key for key in keys[first : first + _FORGOTTEN_AT_ONCE] if key in self._waiting and wanted(key)}
+                self._tier.hide(some & self._under_way)
+                for key in some - self._under_way:
+                    self._drop(key)
+            chosen |= some
         with self._condition:
-            return set(self._forgotten)
-
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop pages; one that is being written is removed from the store afterwards."""
-        with self._condition:
-            for key in keys:
-                if key in self._under_way:
-                    self._forgotten.add(key)
-                elif key in self._waiting:
-                    self._bytes -= len(self._waiting.pop(key))
             self._publish_levels()
             self._condition.notify_all()
+        return chosen
 
-    def forget_identities(self, digests: Sequence[bytes] | None) -> int:
-        """Drop the pages of these identities (None: all); returns how many identities had some."""
-        chosen = None if digests is None else set(digests)
+    def is_writing(self, keys: Iterable[bytes]) -> bool:
+        """Whether one of these is on its way to the store."""
         with self._condition:
-            wanted = [key for key in self._waiting if key not in self._forgotten]
-            keys = [key for key in wanted if chosen is None or key[:IDENTITY_LENGTH] in chosen]
-        self.forget(keys)
-        return len({key[:IDENTITY_LENGTH] for key in keys})
-
-    def wait_for_batch_under_way(self) -> None:
-        """Return when the batch under way is written, and its forgotten pages are removed."""
-        with self._condition:
-            under_way = set(self._under_way)
-            self._condition.wait_for(lambda: under_way.isdisjoint(self._under_way))
+            return not self._under_way.isdisjoint(keys)
 
     def wait_until_written(self, timeout: float) -> bool:
         """Whether the queue became empty within ``timeout`` seconds."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._waiting, timeout)
 
-    def close(self) -> None:
-        """Write until the drain deadline, drop and count the rest, end the thread. Idempotent."""
+    def go_on(self) -> None:
+        """The tier may take pages again."""
+        if self._waiting:
+            self._loop.wake()
+
+    def close(self, deadline: float, longest: float) -> None:
+        """Write until ``deadline``, drop and count the rest, end the thread, at ``longest`` in any case (both
+        time.monotonic()). Idempotent."""
         with self._condition:
             if not self._closing:
                 self._closing = True
-                self._deadline = time.monotonic() + self._settings.drain
+                self._deadline = deadline
             self._condition.notify_all()
-        self.wait_until_written(self._deadline - time.monotonic())
-        self._loop.stop()
+        self._loop.wake()
+        self.wait_until_written(max(0.0, self._deadline - time.monotonic()))
+        self._loop.stop(max(0.0, longest - time.monotonic()))
         with self._condition:
             if self._waiting:
-                logger.warning("hicache_ext: %d pages of %s were dropped at the end", len(self._waiting), self._queue)
-                self._metrics.add("dropped_pages", self._queue, len(self._waiting))
+                logger.warning(
+                    "hicache_ext: tier %s: %d pages that waited to be written (%s) were dropped at the end",
+                    self._tier.name,
+                    len(self._waiting),
+                    self._queue,
+                )
+                self._tier.metrics.add("dropped_pages", self._queue, len(self._waiting))
             self._waiting.clear()
+            self._refused.clear()
             self._bytes = 0
             self._publish_levels()
             self._condition.notify_all()
 
+    # -- the thread ------------------------------------------------------------------------------------------------
+
     def _write_waiting(self) -> float:
-        """Until nothing waits, or close() has waited long enough."""
+        """Until nothing waits, the tier refuses, or close() has waited long enough: when to come back."""
         while True:
             with self._condition:
                 if not self._waiting or (self._closing and time.monotonic() > self._deadline):
@@ -197,126 +255,94 @@ class WriteBehind:
             if not closing:
                 self._before_batch()
             with self._condition:
+                # A clear() hides what is under way, and only that: it is one step with the look whether there is one.
+                if not self._tier.may_write():
+                    return _REFUSED.first
                 keys = [key for key, _ in zip(self._waiting, range(_PAGES_AT_ONCE), strict=False)]
                 self._under_way = set(keys)
                 batch = PageBatch(keys, [[memoryview(self._waiting[key])] for key in keys])
-            self._write(batch)
+            if keys and not self._write(batch):
+                return _REFUSED.limit(self._refusals_in_a_row)
 
-    def _write(self, batch: PageBatch) -> None:
-        if not len(batch):
-            return
+    def _write(self, batch: PageBatch) -> bool:
+        """Whether the tier has taken some of the pages, or all that it did not take are dropped."""
+        begun = time.monotonic()
         try:
-            results = self._store.set(batch)
-        except Exception:
-            # A store that raises breaks its promise; the pages are lost, the thread goes on.
-            logger.exception("hicache_ext: writing %d pages of %s", len(batch), self._queue)
+            results = one_for_each(self._tier.write_queued(batch), len(batch))
+        except Exception as error:  # noqa: BLE001 - a store that breaks its promise is a store that failed
+            self._log.log(
+                logging.WARNING,
+                "raised",
+                "hicache_ext: tier %s: writing %d queued pages (%s) raised %r",
+                self._tier.name,
+                len(batch),
+                self._queue,
+                error,
+                exc_info=error,
+            )
             results = [SetResult.ERROR] * len(batch)
-        if failed := sum(not result.durable for result in results):
-            self._metrics.add("dropped_pages", f"{self._queue}_failed", failed)
         self._written(results)
-        removed: set[bytes] = set()
-        while True:
-            with self._condition:
-                unwanted = self._forgotten - removed
-                if not unwanted:
-                    self._finish_batch(batch.keys)
-                    return
-            self._remove(list(unwanted))
-            removed |= unwanted
+        with self._condition:
+            self._under_way.clear()
+            taken = any(result.durable for result in results)
+            dropped = self._settle(batch.keys, results, taken)
+            self._refusals_in_a_row = 0 if taken else self._refusals_in_a_row + 1
+            if taken:
+                self._batches_taken += 1
+                self._stalled = False
+                seconds = 2 * (time.monotonic() - begun)
+                self._space_wait = min(max(_SHORTEST_SPACE_WAIT, seconds), _LONGEST_SPACE_WAIT)
+            waits = not taken and any(key in self._waiting for key in batch.keys)
+            self._publish_levels()
+            self._condition.notify_all()
+        if dropped:
+            self._tier.metrics.add("dropped_pages", f"{self._queue}_failed", dropped)
+        if waits:
+            self._say_that_it_waits(results)
+        return not waits
+
+    def _settle(self, keys: Sequence[bytes], results: Sequence[SetResult], taken: bool) -> int:
+        """What becomes of each page of a batch; how many were dropped. The condition is held."""
+        now = time.monotonic()
+        dropped = 0
+        for key, result in zip(keys, results, strict=True):
+            if key not in self._waiting:
+                # Of a write that ended after close().
+                continue
+            if result.durable or self._tier.hides(key):
+                self._drop(key)
+                continue
+            refusals = self._refused.setdefault(key, _Refusals(now))
+            refusals.while_others_were_taken += taken and result is SetResult.REJECTED
+            if (
+                not self._waits
+                or refusals.while_others_were_taken >= _MOST_REFUSALS
+                or now - refusals.since > _LONGEST_WAIT
+            ):
+                self._drop(key)
+                dropped += 1
+            else:
+                # Behind the others: a page that the tier never takes must not be in their way.
+                self._waiting[key] = self._waiting.pop(key)
+        return dropped
+
+    def _say_that_it_waits(self, results: Sequence[SetResult]) -> None:
+        self._log.log(
+            logging.WARNING,
+            "waits",
+            "hicache_ext: tier %s takes no pages (%s); %d wait for it",
+            self._tier.name,
+            ", ".join(f"{count} {result}" for result, count in counted(results).items()),
+            len(self._waiting),
+        )
 
     def _written(self, results: Sequence[SetResult]) -> None:
         """Count how the pages of a batch were written, beside what is counted here."""
 
-    def _finish_batch(self, keys: Sequence[bytes]) -> None:
-        self._batches_done += 1
-        self._stalled = False
-        for key in keys:
-            self._bytes -= len(self._waiting.pop(key))
-        self._under_way.clear()
-        self._forgotten.clear()
-        self._publish_levels()
-        self._condition.notify_all()
-
-    def _remove(self, keys: list[bytes]) -> None:
-        try:
-            self._store.remove(keys)
-        except Exception:
-            logger.exception("hicache_ext: removing pages of %s", self._queue)
+    def _drop(self, key: bytes) -> None:
+        self._bytes -= len(self._waiting.pop(key))
+        self._refused.pop(key, None)
 
     def _publish_levels(self) -> None:
-        self._metrics.set_level("queue_pages", self._queue, len(self._waiting))
-        self._metrics.set_level("queue_bytes", self._queue, self._bytes)
-
-
-class AsyncStore(DelegatingStore):
-    """A PageStore that writes to ``inner`` in the background. Closing it drains the queue and closes ``inner``."""
-
-    def __init__(self, inner: PageStore, settings: QueueSettings | None = None) -> None:
-        super().__init__(inner)
-        self._queue = WriteBehind(inner, replace(settings or QueueSettings(), patience=_PATIENCE), queue="async")
-        self._closed = False
-
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        forgotten = self._queue.forgotten()
-        results = [self._get_waiting(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
-        taken = results.count(GetResult.HIT)
-        # A page that is not queued now was written or never offered: ask the store.
-        absent = [i for i, result in enumerate(results) if result is None and batch.keys[i] not in forgotten]
-        if absent or self._closed:
-            for position, result in zip(absent, self.inner.get(batch.select(absent)), strict=True):
-                results[position] = result
-        self.metrics.add("get", "hit", taken)
-        return [result or GetResult.MISS for result in results]
-
-    def _get_waiting(self, key: bytes, segments: Sequence[memoryview]) -> GetResult | None:
-        payload = self._queue.payload(key)
-        if payload is None:
-            return None
-        if len(payload) != sum(segment.nbytes for segment in segments):
-            self._queue.forget([key])
-            return GetResult.CORRUPT
-        scatter(memoryview(payload), segments)
-        return GetResult.HIT
-
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        if self._closed:
-            raise StoreClosedError(self.name)
-        return self._queue.offer(batch, range(len(batch)))
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        waiting, forgotten = self._queue.waiting(keys), self._queue.forgotten()
-        written = self.inner.contains(keys)
-        return [a or (b and key not in forgotten) for key, a, b in zip(keys, waiting, written, strict=True)]
-
-    def count_leading(self, keys: Sequence[bytes]) -> int:
-        if not any(self._queue.waiting(keys)) and self._queue.forgotten().isdisjoint(keys):
-            return self.inner.count_leading(keys)
-        return leading(self.contains(keys))
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        wanted = list(dict.fromkeys(keys))
-        present = sum(self.contains(wanted))
-        self._queue.forget(wanted)
-        self._queue.wait_for_batch_under_way()
-        self.inner.remove(wanted)
-        return present
-
-    def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Does not wait for a batch under way: its pages are removed after the write.
-
-        Until then a second call may count the same identity again.
-        """
-        waiting = self._queue.forget_identities(digests)
-        return max(waiting, self.inner.clear(digests))
-
-    def wait_until_written(self, timeout: float) -> bool:
-        return self._queue.wait_until_written(timeout)
-
-    def drain(self) -> None:
-        """Write what waits, as long as the settings say; nothing more is taken."""
-        self._closed = True
-        self._queue.close()
-
-    def close(self) -> None:
-        self.drain()
-        self.inner.close()
+        self._tier.metrics.set_level("queue_pages", self._queue, len(self._waiting))
+        self._tier.metrics.set_level("queue_bytes", self._queue, self._bytes)

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hicache_ext.errors import ClearLaterError
 from hicache_ext.page import envelope
 from hicache_ext.runtime.breaker import BreakerState
 from hicache_ext.storage.contract.abilities import ability
@@ -29,6 +30,7 @@ from hicache_ext.storage.guards.deadline import DeadlineStore
 from hicache_ext.storage.guards.scheduler import answering_at_once
 from hicache_ext.storage.guards.tier_breaker import BreakerSettings
 from hicache_ext.storage.tiering.prefetch import PrefetchSettings
+from hicache_ext.storage.tiering.tiered import Arrangement as TierArrangement
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -67,15 +69,23 @@ class Arrangement:
     background_writes: frozenset[str]
     promotes: bool
     prefetches: bool
+    ends_badly: bool = False
+    """Whether it is closed while faults go on."""
 
-    def open(self, near: PageStore, far: PageStore) -> TieredStore:
-        settings = TieringSettings(
+    @property
+    def settings(self) -> TieringSettings:
+        drain = 0.02 if self.ends_badly else 5.0
+        return TieringSettings(
             async_tiers=self.background_writes,
-            store_queue=QueueSettings(capacity=5 * _SIZE, drain=5.0),
-            promotion_queue=QueueSettings(capacity=3 * _SIZE, drain=5.0),
+            store_queue=QueueSettings(capacity=5 * _SIZE, drain=drain),
+            promotion_queue=QueueSettings(capacity=3 * _SIZE, drain=drain),
             prefetch=PrefetchSettings(buffer=4 * _SIZE if self.prefetches else 0, lifetime=_LIFETIME, streams=2),
         )
-        store = TieredStore([near, far], [near, far], promote_to=near if self.promotes else None, settings=settings)
+
+    def open(self, near: PageStore, far: PageStore) -> TieredStore:
+        store = TieredStore(
+            [near, far], [near, far], promote_to=near if self.promotes else None, settings=self.settings
+        )
         store.register_identity(IDENTITY, {"pool": {"segments": list(_SIZES)}})
         return store
 
@@ -86,7 +96,12 @@ _arrangements = st.builds(
     background_writes=st.sampled_from([frozenset(), frozenset({"far"}), frozenset({"near", "far"})]),
     promotes=st.booleans(),
     prefetches=st.booleans(),
+    ends_badly=st.booleans(),
 )
+_reloads = st.tuples(
+    st.sampled_from([frozenset(), frozenset({"far"}), frozenset({"near", "far"})]), st.booleans(), st.booleans()
+)
+"""Another arrangement: written in the background, promotes, prefetches."""
 
 
 class Mode(enum.Enum):
@@ -169,6 +184,11 @@ class FaultyStore(PageStoreWrapper):
         mode = self._begin()
         return 0 if mode is Mode.FAILS else super().remove(keys)
 
+    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
+        if self._begin() is Mode.FAILS:
+            raise ClearLaterError("gone")
+        return super().clear(digests)
+
 
 def _scribble(batch: PageBatch) -> None:
     for segments in batch.buffers:
@@ -191,6 +211,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.faulty = [FaultyStore(bottom) for bottom in self.bottoms]
         self.written: dict[bytes, set[bytes]] = {key: set() for key in _KEYS}
         """Every payload that anybody ever set out to write."""
+        self.gone: dict[bytes, set[bytes]] = {key: set() for key in _KEYS}
+        """Payloads that were cleared, and that nobody has set out to write since: never read again."""
         self.damaged: set[bytes] = set()
         """Page objects that a bit has flipped in."""
         self.durable: set[bytes] = set()
@@ -206,7 +228,22 @@ class TiersMachine(RuleBasedStateMachine):
         self.arrangement = arrangement
         self.tiers: list[PageStore] = [guarded(store, _PLAN) if arrangement.guards else store for store in self.faulty]
         self.store = arrangement.open(*self.tiers)
+        self.background_writes = arrangement.background_writes
+        self.quiet = True
+        """No other arrangement was in force: its queue may have what a store does not have yet."""
         self.set_pages(keys, 1)
+
+    @rule(reload=_reloads)
+    def reload(self, reload: tuple[frozenset[str], bool, bool]) -> None:
+        """The same tiers in another way, at any moment: what waits goes on."""
+        self.background_writes, promotes, prefetches = reload
+        self.quiet = False
+        wanted = replace(
+            self.arrangement, background_writes=self.background_writes, promotes=promotes, prefetches=prefetches
+        )
+        near, far = self.store.arrangement.retrieve
+        self.store.rearrange(TierArrangement([near, far], [near, far], near if promotes else None, wanted.settings))
+        self.counts["reloads"] += 1
 
     @rule(tier=st.integers(0, 1), mode=st.sampled_from(Mode))
     def fault(self, tier: int, mode: Mode) -> None:
@@ -229,11 +266,11 @@ class TiersMachine(RuleBasedStateMachine):
         results = self.store.set(PageBatch(keys, pages.buffers))
         assert len(results) == len(keys) and all(isinstance(result, SetResult) for result in results)
         assert pages.snapshot() == before, "a write changed the pages"
-        if "near" not in self.arrangement.background_writes:
-            for key, result in zip(keys, results, strict=True):
-                if result.durable and not self.removing and key not in damaged:
+        for key, result in zip(keys, results, strict=True):
+            if result.durable and not self.removing and key not in damaged:
+                if "near" not in self.background_writes and self.quiet:
                     assert any(key in bottom.objects for bottom in self.bottoms), "STORED, and nobody has it"
-                    self.durable.add(key)
+                self.durable.add(key)
         for number in range(len(keys)):
             pages.write(number, bytes([_REUSED]) * _SIZE)
         self._returned(pages)
@@ -252,6 +289,7 @@ class TiersMachine(RuleBasedStateMachine):
         for number, (key, result) in enumerate(zip(keys, results, strict=True)):
             if result is GetResult.HIT:
                 assert pages.payload(number) in self.written[key], "a HIT with bytes that nobody wrote"
+                assert pages.payload(number) not in self.gone[key], "a HIT with bytes that were cleared"
                 if leading:
                     self.may_be_near.add(key)
                 continue
@@ -290,6 +328,8 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(everything=st.booleans())
     def clear(self, everything: bool) -> None:
         self.durable.clear()
+        for key in _KEYS:
+            self.gone[key] |= self.written[key]
         if self._done_in_full(lambda: self.store.clear(None if everything else [IDENTITY])):
             self.counts["cleared while all was well"] += 1
             assert self.store.wait_until_written(30)
@@ -377,6 +417,7 @@ class TiersMachine(RuleBasedStateMachine):
     def _will_be_written(self, keys: list[bytes], fill: int, *, near: bool) -> None:
         for key in keys:
             self.written[key].add(bytes([fill]) * _SIZE)
+            self.gone[key].discard(bytes([fill]) * _SIZE)
         if near:
             self.may_be_near |= set(keys)
 
@@ -400,10 +441,18 @@ class TiersMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            self.all_is_well_again()
-            self.nothing_is_stored_that_nobody_wrote()
+            if self.arrangement.ends_badly:
+                self.counts["closed amid faults"] += 1
+                begun = time.monotonic()
+                self.store.close()
+                # Far below the minute for which a store hangs.
+                assert time.monotonic() - begun < 20, "a close that waits for a store that hangs"
+            else:
+                self.all_is_well_again()
+                self.nothing_is_stored_that_nobody_wrote()
         finally:
             for store in self.faulty:
+                store.become(Mode.WELL)
                 store.let_go()
             self.store.close()
             self.store.close()

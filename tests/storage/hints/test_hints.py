@@ -21,6 +21,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.serving.hints import sender as sender_module
 from hicache_ext.storage.serving.hints.hint import Hint, decode, encode, longest
 from hicache_ext.storage.serving.hints.receiver import HintReceiver
 from hicache_ext.storage.serving.hints.sender import HintSender
@@ -197,6 +198,33 @@ def test_a_sender_never_waits_and_counts_what_it_could_not_send() -> None:
     sent = decode(board.hints[0], 5)
     assert sent is not None
     assert [page_hash.hex() for page_hash in sent.page_hashes] == HASHES[:5]
+    sender.close(5)
+
+
+def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that is written in the background has taken them, and nobody else finds them yet."""
+    board, metrics, present = MemoryBoard(), TierMetrics("test"), [0]
+    looked: list[int] = []
+
+    def in_pool(hashes: Sequence[bytes]) -> int:
+        looked.append(len(hashes))
+        return present[0]
+
+    sender = HintSender(lambda: board, lambda: SCOPE, LIMITS, 5, metrics, in_pool)
+    sender.announce(HASHES)
+    wait_until(lambda: len(looked) >= 2)
+    assert not board.hints
+    present[0] = 5
+    wait_until(lambda: metrics.value("hint", "sent") == 1)
+    monkeypatch.setattr(sender_module, "_PAGES_AWAITED", 0.0)
+    present[0] = 2
+    sender.announce(HASHES)
+    wait_until(lambda: metrics.value("hint", "sent") == 2)
+    sent = decode(board.hints[1], 5)
+    assert sent is not None and len(sent.page_hashes) == 2
+    present[0] = 0
+    sender.announce(HASHES)
+    wait_until(lambda: metrics.value("hint", "absent") == 1)
     sender.close(5)
 
 

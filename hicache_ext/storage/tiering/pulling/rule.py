@@ -23,6 +23,7 @@ from hicache_ext.config.pd import PullConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageBatch, PageStore
 from hicache_ext.storage.tiering.pulling.measured_store import LookUp, MeasuredStore
 from hicache_ext.storage.tiering.pulling.sized_cost import SizedCost
@@ -102,7 +103,7 @@ class PullRule:
             self._count(Decision(False, "short", asked.tokens))
             yield None
             return
-        tiers = [tier for tier in self._in_use() if isinstance(tier, MeasuredStore)]
+        tiers = [tier for store in self._in_use() if (tier := ability(store, MeasuredStore)) is not None]
         for tier in tiers:
             others = [other for other in tiers if other is not tier]
             tier.ask_only_if(partial(self._is_worth_asking, asked, tier, others))

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hicache_ext.errors import StoreClosedError, StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.call_gate import CallGate
@@ -255,13 +255,27 @@ class SpreadStore:
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Of paths out of service as soon as they are back."""
+        try:
+            return self.clear_or_raise(digests)
+        except ClearLaterError:
+            return 0
+
+    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
         with self._calls:
             with self._state:
                 usable = self._usable
                 for number, part in enumerate(self._parts):
                     noted = part.note_clear if number in usable else part.clear_later
                     noted([None] if digests is None else digests)
-            return max([self._call(number, "clear", digests, 0) for number in usable], default=0)
+            had_pages, failed = 0, None
+            for number in usable:
+                try:
+                    had_pages = max(had_pages, self._call(number, "clear_or_raise", digests, 0))
+                except ClearLaterError as error:
+                    failed = error
+            if failed is not None:
+                raise failed
+            return had_pages
 
     def close(self) -> None:
         if not self._calls.shut():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from binascii import hexlify
+
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 
 
@@ -12,7 +14,8 @@ def page_prefix(prefix: str) -> bytes:
 def page_name(page_names: bytes, key: bytes) -> bytes:
     """The Redis key of a page; ``page_names`` is its ``page_prefix``. No hash tag, so that a cluster spreads the pages
     of one conversation over all nodes."""
-    return b"%b%b:%b" % (page_names, key[:IDENTITY_LENGTH].hex().encode(), key[IDENTITY_LENGTH:].hex().encode())
+    text = hexlify(key)
+    return page_names + text[: 2 * IDENTITY_LENGTH] + b":" + text[2 * IDENTITY_LENGTH :]
 
 
 def page_key(page_names: bytes, name: bytes) -> bytes | None:

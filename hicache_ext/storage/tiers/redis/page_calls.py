@@ -24,6 +24,10 @@ from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, Status, comm
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
+_MOST_AT_ONCE = 256
+"""Pages in one request for their presence."""
+_FEW = 16
+"""Pages that are asked for one by one."""
 _MOST_PIPELINED = 256
 _SENT_AT_ONCE = 256 * 1024
 """Bytes of small pages gathered for one system call."""
@@ -244,6 +248,28 @@ def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes)
                 raise RefusedError(reply.code)
         else:
             call.finish(_integer(reply))
+
+
+def ask_presence(connection: Connection, calls: Sequence[PageCall]) -> None:
+    """EXISTS of many pages of one server, which is no node of a cluster: groups of them in one request, and only those
+    of which it has some are asked for in smaller ones. Chains are there to one page, and absent from it on."""
+    groups = [calls[first : first + _MOST_AT_ONCE] for first in range(0, len(calls), _MOST_AT_ONCE)]
+    few: list[PageCall] = []
+    while groups:
+        replies = connection.ask([command(b"EXISTS", *[call.name for call in group]) for group in groups])
+        asked, groups = groups, []
+        for group, reply in zip(asked, replies, strict=True):
+            present = -1 if isinstance(reply, ErrorReply) else _integer(reply)
+            if present in (0, len(group)):
+                for call in group:
+                    call.finish(int(present > 0))
+            elif present < 0 or len(group) <= _FEW:
+                few += group
+            else:
+                half = len(group) // 2
+                groups += [group[:half], group[half:]]
+    if few:
+        ask_integers(connection, few, b"EXISTS")
 
 
 def read_again(connection: Connection, call: PageCall, most: int) -> None:

@@ -41,6 +41,7 @@ from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page
 from hicache_ext.storage.tiers.redis.page_calls import (
     PageCall,
     ask_integers,
+    ask_presence,
     read_again,
     read_pages,
     remove_bad,
@@ -276,16 +277,17 @@ class RedisPageStore(TierStore):
         """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
         # Before the server is asked: what is removed meanwhile would have been there and be no suspect any more.
         hidden = [self._bad_pages.hides(key) for key in keys]
-        counts = self._ask_integers(keys, deadline, b"EXISTS")
+        talk = partial(ask_integers, word=b"EXISTS") if self._topology.is_cluster else ask_presence
+        counts = self._ask_integers(keys, deadline, talk)
         return [count == 1 and not absent for count, absent in zip(counts, hidden, strict=True)]
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)
-        return sum(self._ask_integers(keys, self._deadline(), b"UNLINK"))
+        return sum(self._ask_integers(keys, self._deadline(), partial(ask_integers, word=b"UNLINK")))
 
-    def _ask_integers(self, keys: Sequence[bytes], deadline: float, word: bytes) -> list[int]:
+    def _ask_integers(self, keys: Sequence[bytes], deadline: float, talk: Talk) -> list[int]:
         calls = [PageCall(key, self._page_name(key)) for key in keys]
-        self._dispatch.run(calls, partial(ask_integers, word=word), deadline, None, hidden=0)
+        self._dispatch.run(calls, talk, deadline, None, hidden=0)
         failed = Counter(call.reason for call in calls if call.reason)
         if failed:
             self.metrics.add_many("error", failed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import errno
 import logging
+import math
 import os
 import stat
 import time
@@ -32,6 +33,7 @@ from hicache_ext.storage.tiers.file.pages.tree import ABSENT, BLOCK, occupied
 from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
+from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,11 @@ _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
 """Errors of open() that say: what has this page's name is nothing this tier can have written and may read."""
 
 
+_COMPILED_FROM = 32
+"""Keys in a look-up from which compiled code looks."""
+_LEADING_AT_ONCE = 1024
+
+
 class _Found(enum.Enum):
     """What has a page's name when the page is to be written."""
 
@@ -75,6 +82,9 @@ class PageFileStore(PathStore):
         # Headers of 128 bytes exclude O_DIRECT.
         self._read_flags, self._write_flags = flags_of(self._plan.read), flags_of(self._plan.write)
         self._directory = PageDirectory(path, self.name)
+        self._pages_text = str(self._directory.pages)
+        # Loaded now, and not in front of the first look-up.
+        compiled_code()
         self._resources.callback(self._directory.close)
         self._open_account()
         self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
@@ -212,10 +222,25 @@ class PageFileStore(PathStore):
     # -- presence --------------------------------------------------------------------------------------------------
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self._present(key) for key in keys]
+        code = compiled_code() if len(keys) >= _COMPILED_FROM else None
+        if code is None:
+            return [self._present(key) for key in keys]
+        # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
+        oldest = 0 if self._ttl is None else math.ceil(time.time() - self._ttl)
+        present: list[bool] = (
+            code.has_page_files(self._pages_text, keys, page_io.HEADER_LENGTH, oldest).astype(bool).tolist()
+        )
+        if self._unhealed:
+            paths = [self._directory.page_path(key) if known else "" for key, known in zip(keys, present, strict=True)]
+            present = [known and path not in self._unhealed for known, path in zip(present, paths, strict=True)]
+        return present
 
     def _lead(self, keys: Sequence[bytes]) -> int:
-        return next((position for position, key in enumerate(keys) if not self._present(key)), len(keys))
+        for first in range(0, len(keys), _LEADING_AT_ONCE):
+            present = self._has(keys[first : first + _LEADING_AT_ONCE])
+            if False in present:
+                return first + present.index(False)
+        return len(keys)
 
     def _present(self, key: bytes) -> bool:
         path = self._directory.page_path(key)
@@ -227,7 +252,7 @@ class PageFileStore(PathStore):
             # Not even used since. When it was written only the page itself tells: an expired page that was used lately
             # counts as present until it is read or swept.
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_size >= page_io.HEADER_LENGTH and path not in self._unhealed
+        return status.st_size >= page_io.HEADER_LENGTH and stat.S_ISREG(status.st_mode) and path not in self._unhealed
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -61,14 +61,16 @@ class PageTree:
         """Reads nothing yet."""
         self.path = path
         self.pages = path / "pages"
+        self._pages_text = str(self.pages)
         self.identities = path / "identities"
         self.temporary = path / "tmp"
         self.members_path = path / "members"
 
     def page_path(self, key: bytes) -> str:
         """The path of the page with this 48-byte key."""
-        identity, page_hash = key[:IDENTITY_LENGTH].hex(), key[IDENTITY_LENGTH:].hex()
-        return f"{self.pages}/{identity}/{page_hash[:2]}/{page_hash}.page"
+        text = key.hex()
+        page_hash = text[2 * IDENTITY_LENGTH :]
+        return f"{self._pages_text}/{text[: 2 * IDENTITY_LENGTH]}/{page_hash[:2]}/{page_hash}.page"
 
     def fan_out_directories(self) -> list[str]:
         """Paths of all directories that may hold pages."""

@@ -10,7 +10,9 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +33,7 @@ from hicache_ext.runtime.jit import Function, compiled_kernels
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import key_words
 from hicache_ext.storage.tiers.file.device_probe import Mode
-from hicache_ext.storage.tiers.file.pages.tree import BLOCK
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL, WAYS
@@ -90,18 +92,51 @@ class CompiledCode:
         self.read = compiled_runs.read_pages
         self.write = compiled_runs.write_pages
         self.check_headers = compiled_runs.check_headers
+        self._find_page_files = compiled_runs.find_page_files
         self._at_once = compiled_runs.AT_ONCE
         self.zeros = np.zeros(BLOCK, np.uint8)
         self.nowhere = np.zeros(BLOCK, np.uint8)
         self.zeros_at, self.nowhere_at = self.zeros.ctypes.data, self.nowhere.ctypes.data
         self.scratch = _Scratch(native_calls.HashState)
         self._check()
+        self._check_page_files()
         self.plain_kernels: Mapping[str, Function] = {}
         """The Python functions that the kernels replaced."""
         self.kernels = compiled_kernels(slot_code)
         _check_kernels(self.kernels)
         self.batch_kernels = compiled_kernels(batch_code)
         _check_batch_kernels(self.batch_kernels)
+
+    def has_page_files(self, pages: str, keys: Sequence[bytes], least: int, oldest: int) -> npt.NDArray[np.uint8]:
+        """For each key whether ``pages`` has a page file of at least ``least`` bytes, used at ``oldest`` (seconds) or
+        later."""
+        begin = os.fsencode(pages) + b"/"
+        path = np.frombuffer(bytearray(begin + bytes(100) + b".page\0"), np.uint8)
+        present, status = np.zeros(len(keys), np.uint8), np.zeros(32, np.int64)
+        of_pages = key_words(keys).view(np.uint8)
+        self._find_page_files(self.functions, of_pages, path, len(begin), status, least, oldest, present)
+        return present
+
+    def _check_page_files(self) -> None:
+        """Raises ImportError if page files are found elsewhere than PageTree has them."""
+        keys = [os.urandom(KEY_LENGTH) for _ in range(3)]
+        try:
+            with TemporaryDirectory(prefix="hicache-") as place:
+                tree = PageTree(Path(place))
+                for key in keys[:2]:
+                    path = Path(tree.page_path(key))
+                    path.parent.mkdir(parents=True)
+                    path.write_bytes(bytes(100))
+                os.utime(path, (5, 5))
+                found = [
+                    self.has_page_files(str(tree.pages), keys, least, oldest).tolist()
+                    for least, oldest in ((100, 0), (101, 0), (100, 6))
+                ]
+        except OSError:
+            # No place to try it: it is left out.
+            found = []
+        if found != [[1, 1, 0], [0, 0, 0], [1, 0, 0]]:
+            raise ImportError("it finds other page files: remove the files hicache_ext-*.compiled")
 
     def _check(self) -> None:
         """Raises ImportError if the compiled code writes or accepts other pages than envelope.py: numba's cache does

@@ -22,6 +22,7 @@ from hicache_ext.runtime.native_calls import (
     PREADV2,
     PWRITEV2,
     RESET,
+    STATX,
     UPDATE,
     call,
     call_for_two,
@@ -33,6 +34,7 @@ from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.tiers.file.slab.slot_code import SEAL, Words
 
 Unsigned = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
 Checksum = tuple[np.uint64, np.uint64]
 """Two words, low and high."""
 
@@ -347,3 +349,40 @@ def _check_headers(functions: Words, headers: Unsigned, start: int, second: int,
 check_headers = compiled("void(int64[::1], uint64[:, ::1], int64, int64, uint64[:, ::1], int64[::1])", _check_headers)
 """``(functions, headers, start, second, seals, valid)``: which headers, a row each, begin with these two words and
 agree with their checksum; the seals of those. Never raises."""
+
+_AT_FDCWD, _NO_FOLLOW = -100, 0x100
+_TYPE_SIZE_MTIME = 0x1 | 0x2 | 0x40 | 0x200
+_MODE_WORD, _SIZE_WORD, _MTIME_WORD = 3, 5, 14
+"""Of struct statx, in words."""
+
+
+@numba.njit(inline="always")  # type: ignore[untyped-decorator]
+def _hex(digit: int) -> int:
+    return digit + (48 if digit < 10 else 87)
+
+
+def _find_page_files(
+    functions: Words, keys: Bytes, path: Bytes, begin: int, status: Words, least: int, oldest: int, present: Bytes
+) -> None:
+    for page in range(len(keys)):
+        at = begin
+        for position in range(48):
+            if position == 16:
+                # The identity's directory; in it one that is named by the first byte of the page hash.
+                path[at], path[at + 3] = 47, 47
+                path[at + 1], path[at + 2] = _hex(keys[page, 16] >> 4), _hex(keys[page, 16] & 15)
+                at += 4
+            path[at], path[at + 1] = _hex(keys[page, position] >> 4), _hex(keys[page, position] & 15)
+            at += 2
+        answer = call(functions[STATX], _AT_FDCWD, path.ctypes.data, _NO_FOLLOW, _TYPE_SIZE_MTIME, status.ctypes.data)
+        is_file = (answer & 0xFFFFFFFF) == 0 and (status[_MODE_WORD] >> 32) & 0xF000 == 0x8000
+        present[page] = is_file and status[_SIZE_WORD] >= least and status[_MTIME_WORD] >= oldest
+
+
+find_page_files = compiled(
+    "void(int64[::1], uint8[:, ::1], uint8[::1], int64, int64[::1], int64, int64, uint8[::1])", _find_page_files
+)
+"""``(functions, keys, path, begin, status, least, oldest, present)``: of which ``keys``, a row of 48 bytes each, there
+is a page file of at least ``least`` bytes, used at ``oldest`` (seconds) or later. ``path`` is the caller's own: the
+directory of page files with a slash, ``begin`` bytes of it, and room for the rest, which ends in ``.page`` and zero;
+``status`` is memory for a struct statx. Never raises."""

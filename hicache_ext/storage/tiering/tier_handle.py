@@ -1,0 +1,441 @@
+"""A tier in use, and everything that is done for it beside SGLang's calls, for as long as it is in use.
+
+Reloads change the order of the tiers and their guards; what waits for a tier belongs to its handle and goes on:
+  - the queue of pages to be written to it, and that of pages to be promoted to it (write_behind.py);
+  - administration: clear() and register_identity() are carried out by a thread of the handle, in order, past the
+    guards, and again until they are. The caller need not wait: what is being cleared is hidden from this process;
+  - removals: pages that were on their way to the store when they were cleared or removed are hidden, and removed again
+    once their write has ended, until the store says that they are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from hicache_ext.errors import StoreClosedError
+from hicache_ext.page.copying import scatter
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.threads import call_within
+from hicache_ext.storage.contract.abilities import LooksUpFromMemory, clear_or_raise, layers
+from hicache_ext.storage.contract.base import leading
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.wrapper import DelegatingStore
+from hicache_ext.storage.guards.scheduler import must_answer_at_once
+from hicache_ext.storage.tiering.generations import StillWanted, always
+from hicache_ext.storage.tiering.promotion import PromotionQueue
+from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
+from hicache_ext.storage.tiering.write_behind import QueueSettings, WriteBehind
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+ADMINISTRATION_WAIT = 2.0
+"""Seconds for which clear(), to say what the store had, and register_identity() wait for the store. Not on SGLang's
+scheduler."""
+_ADMINISTRATION = Backoff(0.25, 10.0)
+_REMOVALS = Backoff(0.05, 2.0)
+_WRITES_END = 0.01
+"""Seconds before pages that are being written are looked at again."""
+_UNKNOWN = ("error", "timeout", "rejected", "failure")
+"""Events that a store counts when it does not know whether it has a page."""
+
+
+@runtime_checkable
+class LateWriter(Protocol):
+    """A guard that leaves calls behind: a write that it answered with TIMEOUT may reach the store later."""
+
+    def is_writing(self, keys: Collection[bytes]) -> bool: ...
+
+    def being_written(self) -> set[bytes]: ...
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """Something of administration."""
+
+    carry_out: Callable[[PageStore], int]
+    clears: bool = False
+    digests: set[bytes] | None = None
+    """Of a clear(), the identities that are absent until it is done; None: all."""
+    done: threading.Event = field(default_factory=threading.Event)
+    answer: int = 0
+
+
+class TierHandle(DelegatingStore):
+    """A PageStore: the tier, with what waits for it. Threads: any."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        *,
+        bare: PageStore | None = None,
+        queue: QueueSettings | None = None,
+        promotions: QueueSettings | None = None,
+        before_promotion: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``store`` with its guards, ``bare`` without them. Owns both: close() closes them."""
+        super().__init__(store)
+        self._bare = bare if bare is not None else store
+        self._guards_changed = 0
+        self.before_promotion = before_promotion
+        """Waits until promotions may go on [the queue's thread]."""
+        self._lock = threading.Lock()
+        self._hidden: set[bytes] = set()
+        self._work: list[Work] = []
+        self._carried_out: Work | None = None
+        """What the thread is at."""
+        self._clears_all = False
+        self._cleared: frozenset[bytes] = frozenset()
+        """Identities, or all, of which a clear() waits or is under way."""
+        self._former_writers: list[LateWriter] = []
+        """Of former guards: what they have left behind may still reach the store."""
+        self._closed = False
+        self._log = LimitedLog(logger, 60.0)
+        self.writes = WriteBehind(self, queue or QueueSettings(), queue="async", waits=True)
+        self.promotions = PromotionQueue(self, promotions or QueueSettings(), lambda: self.before_promotion())
+        self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
+        self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
+
+    def put_guards(self, store: PageStore) -> bool:
+        """Other guards around the same store: calls from now on go through them. False: it was closed meanwhile."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._former_writers = self._late_writers()
+            if isinstance(self.inner, MeasuredStore):
+                self.inner.inner = store
+            else:
+                self.inner = store
+            self._guards_changed += 1
+        return True
+
+    def configure(self, queue: QueueSettings, promotions: QueueSettings) -> None:
+        self.writes.configure(queue)
+        self.promotions.configure(promotions)
+
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        if not self._has_more_to_say():
+            return self._through(lambda store: store.get(batch))
+        results = [self._get_here(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
+        absent = [position for position, result in enumerate(results) if result is None]
+        if absent:
+            asked = batch.select(absent)
+            for position, result in zip(absent, self._through(lambda store: store.get(asked)), strict=True):
+                results[position] = result
+        self.metrics.add("get", "hit", sum(result is GetResult.HIT for result in results) - _hits(results, absent))
+        return [result or GetResult.MISS for result in results]
+
+    def _get_here(self, key: bytes, segments: Sequence[memoryview]) -> GetResult | None:
+        """The answer for a page that is queued or hidden; None: the store has to say."""
+        payload = self.writes.payload(key)
+        if self.hides(key):
+            return GetResult.MISS
+        if payload is None:
+            return GetResult.MISS if self._is_cleared(key) else None
+        if len(payload) != sum(segment.nbytes for segment in segments):
+            self.writes.forget(lambda queued: queued == key)
+            return GetResult.CORRUPT
+        scatter(memoryview(payload), segments)
+        return GetResult.HIT
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        """Write now. A page that waits to be written EXISTS; one that is being cleared or removed is REJECTED."""
+        if not self._has_more_to_say():
+            return self._through(lambda store: store.set(batch))
+        results: list[SetResult | None] = [
+            SetResult.REJECTED
+            if self.hides(key) or self._is_cleared(key)
+            else SetResult.EXISTS
+            if self.writes.payload(key) is not None
+            else None
+            for key in batch.keys
+        ]
+        absent = [position for position, result in enumerate(results) if result is None]
+        if absent:
+            asked = batch.select(absent)
+            for position, result in zip(absent, self._through(lambda store: store.set(asked)), strict=True):
+                results[position] = result
+        return [result or SetResult.ERROR for result in results]
+
+    def set_later(self, batch: PageBatch, still_wanted: StillWanted = always) -> list[SetResult]:
+        """Write in the background. STORED: this process finds the page from now on."""
+        if self._closed:
+            raise StoreClosedError(self.name)
+        return self.writes.offer(batch, range(len(batch)), still_wanted)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if not self._has_more_to_say():
+            return self._through(lambda store: store.contains(keys))
+        # First the queue: a page that leaves it meanwhile is in the store.
+        queued = [self.writes.payload(key) is not None for key in keys]
+        stored = self._through(lambda store: store.contains(keys))
+        return [
+            not self.hides(key) and (waits or (known and not self._is_cleared(key)))
+            for key, waits, known in zip(keys, queued, stored, strict=True)
+        ]
+
+    def count_leading(self, keys: Sequence[bytes]) -> int:
+        if not self._has_more_to_say():
+            return self.count_leading_stored(keys)
+        return leading(self.contains(keys))
+
+    def count_leading_stored(self, keys: Sequence[bytes]) -> int:
+        """As ``count_leading``, without what waits in this process: what others find."""
+        return self._through(lambda store: store.count_leading(keys))
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        wanted = set(keys)
+        here = self.writes.forget(wanted.__contains__) | self.promotions.forget(wanted.__contains__)
+        self._hide_late_writes(wanted.__contains__)
+        if not here:
+            return self._through(lambda store: store.remove(keys))
+        # A page that was queued and in the store is one page.
+        asked = list(dict.fromkeys(keys))
+        present = self._through(lambda store: store.contains(asked))
+        self._through(lambda store: store.remove(asked))
+        return sum(known or key in here for key, known in zip(asked, present, strict=True))
+
+    def _has_more_to_say(self) -> bool:
+        """Whether what the store answers is not all. Pages leave a queue once the store has them, so that this may be
+        looked at without a lock."""
+        return bool(self._hidden or self._clears_all or self._cleared or len(self.writes) or self._closed)
+
+    def _through(self, call: Callable[[PageStore], _T]) -> _T:
+        """A call on the store; again, if its guards were changed meanwhile."""
+        while True:
+            guards = self._guards_changed
+            try:
+                return call(self.inner)
+            except StoreClosedError:
+                if guards == self._guards_changed:
+                    raise
+
+    # -- administration --------------------------------------------------------------------------------------------
+
+    def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
+        self.wait_for(self.begin_register(digest, document))
+
+    def begin_register(self, digest: bytes, document: dict[str, Any]) -> Work:
+        """Does not wait."""
+
+        def register(store: PageStore) -> int:
+            store.register_identity(digest, document)
+            return 0
+
+        return self._have_done(Work(register))
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        return self.wait_for(self.begin_clear(digests))
+
+    def begin_clear(self, digests: Sequence[bytes] | None) -> Work:
+        """Hide these identities from this process, and have them removed from the store. Does not wait."""
+        chosen = None if digests is None else frozenset(digests)
+
+        def wanted(key: bytes) -> bool:
+            return chosen is None or key[:IDENTITY_LENGTH] in chosen
+
+        self._hide_late_writes(wanted)
+        queued = self.writes.forget(wanted) | self.promotions.forget(wanted)
+        work = Work(lambda store: _clear(store, work), clears=True, digests=None if digests is None else set(digests))
+        # Its pages leave with the queue, not with the store; who counts pages of both counts them once.
+        work.answer = len({key[:IDENTITY_LENGTH] for key in queued})
+        return self._have_done(work)
+
+    def forget_promotions(self, wanted: Callable[[bytes], bool]) -> None:
+        self.promotions.forget(wanted)
+
+    def wait_for(self, work: Work, deadline: float | None = None) -> int:
+        """The answer as far as it is known by ``deadline`` (time.monotonic()); on SGLang's scheduler now."""
+        if not must_answer_at_once():
+            work.done.wait(ADMINISTRATION_WAIT if deadline is None else max(0.0, deadline - time.monotonic()))
+        return work.answer
+
+    def _have_done(self, work: Work) -> Work:
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError(self.name)
+            last = self._work[-1] if self._work else None
+            if last is not None and last is not self._carried_out and last.clears and work.clears:
+                # One that has not begun does for both: clears of a tier that hangs must not pile up.
+                if last.digests is None or work.digests is None:
+                    last.digests = None
+                else:
+                    last.digests |= work.digests
+                last.answer = max(last.answer, work.answer)
+                work = last
+            else:
+                self._work = [*self._work, work]
+            self._note_clears()
+        if not self._administration.wake() and not must_answer_at_once():
+            # No thread to be had: better slow than never.
+            self._administer()
+        return work
+
+    def _note_clears(self) -> None:
+        """The lock is held."""
+        clears = [work.digests for work in self._work if work.clears]
+        self._clears_all = None in clears
+        self._cleared = frozenset().union(*[digests for digests in clears if digests is not None])
+
+    def _administer(self) -> Retry | None:
+        """Carry out what waits, in order. What fails is tried again, and so is what comes behind it."""
+        while self._work:
+            with self._lock:
+                work = self._carried_out = self._work[0]
+            try:
+                answer = work.carry_out(self._bare)
+            except StoreClosedError:
+                answer = 0
+            except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again
+                with self._lock:
+                    self._carried_out = None
+                self._administration_failed(error)
+                return RETRY
+            if work.clears:
+                self.forget_look_ups()
+            with self._lock:
+                work.answer = max(work.answer, answer)
+                self._work, self._carried_out = self._work[1:], None
+                self._note_clears()
+            work.done.set()
+            self.writes.go_on()
+        return None
+
+    def forget_look_ups(self) -> None:
+        """What guards remember of pages that are here or not."""
+        for layer in layers(self.inner):
+            if isinstance(layer, LooksUpFromMemory):
+                layer.forget_look_ups()
+
+    def _administration_failed(self, error: Exception) -> None:
+        words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
+        self._log.log(logging.WARNING, "administration", words, self.name, error)
+
+    def _is_cleared(self, key: bytes) -> bool:
+        """Whether a clear() of what the store has under ``key`` is under way."""
+        if not (self._clears_all or self._cleared):
+            return False
+        if not self._administration.running:
+            # There was no thread to be had when it began.
+            self._administration.wake()
+        return self._clears_all or key[:IDENTITY_LENGTH] in self._cleared
+
+    # -- what the queues ask ---------------------------------------------------------------------------------------
+
+    def write_queued(self, batch: PageBatch) -> list[SetResult]:
+        return self._through(lambda store: store.set(batch))
+
+    def may_write(self) -> bool:
+        return not (self._clears_all or self._cleared)
+
+    def hides(self, key: bytes) -> bool:
+        return key in self._hidden
+
+    def hide(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            before = len(self._hidden)
+            self._hidden = self._hidden | set(keys)
+            more = len(self._hidden) > before
+        if more:
+            self._removals.wake()
+
+    # -- removals --------------------------------------------------------------------------------------------------
+
+    def _hide_late_writes(self, wanted: Callable[[bytes], bool]) -> None:
+        for writer in self._late_writers():
+            self.hide([key for key in writer.being_written() if wanted(key)])
+
+    def _late_writers(self) -> list[LateWriter]:
+        former = [writer for writer in self._former_writers if writer.being_written()]
+        return [*former, *[layer for layer in layers(self.inner) if isinstance(layer, LateWriter)]]
+
+    def _remove_hidden(self) -> float | Retry | None:
+        """Remove the hidden pages whose writes have ended."""
+        hidden = list(self._hidden)
+        writers: list[Any] = [self.writes, self.promotions, *self._late_writers()]
+        ended = [key for key in hidden if not any(writer.is_writing([key]) for writer in writers)]
+        if ended and not self._is_gone(ended):
+            return RETRY
+        with self._lock:
+            self._hidden = self._hidden - set(ended)
+            left = bool(self._hidden)
+        return _WRITES_END if left else None
+
+    def _is_gone(self, keys: list[bytes]) -> bool:
+        """Remove pages; whether the store knows that it has none of them. It counts an event where it does not."""
+        try:
+            before = self._unknown()
+            self._through(lambda store: store.remove(keys))
+            present = self._through(lambda store: store.contains(keys))
+        except StoreClosedError:
+            return True
+        except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again
+            logger.debug("hicache_ext: tier %s: removing pages raised %r", self.name, error)
+            return False
+        return not any(present) and self._unknown() == before
+
+    def _unknown(self) -> int:
+        return sum(self.metrics.total(event) for event in _UNKNOWN)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def wait_until_written(self, timeout: float) -> bool:
+        """Whether all that waits for this tier was done within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        for queue in (self.writes, self.promotions):
+            if not queue.wait_until_written(max(0.0, deadline - time.monotonic())):
+                return False
+        while self._hidden or self._work:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def end_by(self, drain: float, longest: float) -> None:
+        """close(): write what waits until ``drain``, and return at ``longest`` in any case (time.monotonic())."""
+        self.writes.close(drain, longest)
+        self.promotions.close(drain, longest)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        while (self._work or self._hidden) and time.monotonic() < drain:
+            time.sleep(0.001)
+        for loop in (self._administration, self._removals):
+            loop.stop(max(0.0, longest - time.monotonic()))
+        if self._work or self._hidden:
+            logger.warning("hicache_ext: tier %s: closed before everything cleared was removed from it", self.name)
+        left = max(0.0, longest - time.monotonic())
+        try:
+            call = call_within(left, f"hicache-{self.name}-close", self.inner.close)
+        except RuntimeError:
+            self.inner.close()
+            return
+        if call is None:
+            logger.warning("hicache_ext: tier %s did not close in time; its threads end with it", self.name)
+        else:
+            call.result()
+
+    def close(self) -> None:
+        drain = time.monotonic() + self.writes.settings.drain
+        self.end_by(drain, drain + 1.0)
+
+
+def _clear(store: PageStore, work: Work) -> int:
+    # Nothing is added to it any more.
+    digests = work.digests
+    return clear_or_raise(store, None if digests is None else list(digests))
+
+
+def _hits(results: Sequence[GetResult | None], positions: Iterable[int]) -> int:
+    return sum(results[position] is GetResult.HIT for position in positions)
