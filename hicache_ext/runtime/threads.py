@@ -326,5 +326,6 @@ def call_within(
     pool = ThreadPool(name)
     call = pool.start(work, on_late_end)
     ended = call.ended_within(seconds)
-    pool.close(0)
+    # Of a call that has ended the thread has nothing left to do.
+    pool.close(None if ended else 0)
     return call if ended else None

@@ -317,7 +317,7 @@ def test_a_clear_of_the_scheduler_returns_at_once_and_is_carried_out_although_th
         begun = time.monotonic()
         store.clear([IDENTITY])
         store.register_identity(OTHER_IDENTITY, {"model": {"id": "m"}})
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < LONG / 3
     assert not any(store.contains(keys))
     assert store_pages(store, keys) == [SetResult.REJECTED] * 50
     assert pool.objects
@@ -603,7 +603,7 @@ def test_all_tiers_close_at_once_and_one_that_hangs_costs_the_bound_alone(
     held: Callable[..., Held], hangs: str
 ) -> None:
     """Four tiers at a second a call took 8.9 s, each its own deadline after the other."""
-    pools = [held(f"pool{number}") for number in range(4)]
+    pools = [held(f"pool{number}") for number in range(20)]
     store = TieredStore(
         pools, pools, settings=later(*[pool.name for pool in pools], store_queue=QueueSettings(drain=0.3))
     )
@@ -612,8 +612,8 @@ def test_all_tiers_close_at_once_and_one_that_hangs_costs_the_bound_alone(
     store_pages(store, page_keys(10))
     begun = time.monotonic()
     store.close()
-    # Far from the time for which the stores hang; alone, one drain and its second are 1.3.
-    assert time.monotonic() - begun < 2 * 1.3
+    # One after the other would take at least 20 drains and seconds.
+    assert time.monotonic() - begun < 20 * 1.3 / 2
     store.close()
 
 

@@ -103,9 +103,9 @@ def test_limits_and_guards_of_a_live_tier_change_without_opening_it_again(tier: 
 
 def test_a_reload_to_the_same_changes_nothing(tier: Callable[..., Section]) -> None:
     store = open_tiers(config({"disk": tier("disk")}))
-    before = store.current
+    before = store.arrangement
     assert store.reload(config({"disk": tier("disk")})) == []
-    assert store.current is before
+    assert store.arrangement is before
     store.close()
 
 
@@ -172,13 +172,13 @@ def test_a_store_that_closes_during_a_reload_loses_nothing_that_waits_to_be_writ
         return write(batch)
 
     bare.set = set_slowly  # type: ignore[method-assign]
-    before = store.current
+    before = store.arrangement
     assert set(store_pages(store, page_keys(100))) == {SetResult.STORED}  # more than the queue writes at once
     reloading = threading.Thread(
         target=store.reload, args=(config(both, store_policies={"far": "async"}, promote_to="off"),)
     )
     reloading.start()
-    eventually(lambda: store.current is not before)
+    eventually(lambda: store.arrangement is not before)
     closing = threading.Thread(target=store.close)
     closing.start()
     closing.join(0.2)
@@ -255,10 +255,10 @@ def test_a_new_tier_that_cannot_start_leaves_everything_as_it_was(tier: Callable
     (tmp_path / "bad").write_text("a file where the directory should be")
     store = open_tiers(config({"disk": tier("disk")}))
     store_pages(store, [KEY])
-    arrangement = store.current
+    arrangement = store.arrangement
     with pytest.raises(StoreSetupError, match="tier 'bad' cannot start"):
         store.reload(config({"good": tier("good"), "bad": tier("bad"), "disk": tier("disk", timeout="60s")}))
-    assert store.current is arrangement
+    assert store.arrangement is arrangement
     assert store.config == config({"disk": tier("disk")})
     assert_hits(store, [KEY])
     store.close()

@@ -630,7 +630,7 @@ class TieredStore:
             if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error is not None:
                 logger.error("hicache_ext: closing a tier", exc_info=end.error)
                 first = first or end.error
-        threads.close(0)
+        threads.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
         if first is not None:
             raise first
 
