@@ -245,7 +245,7 @@ class TwoTiers(OfDirectory):
 
     def __init__(self, directory: Path | None = None, *, far_in_the_background: bool = False) -> None:
         super().__init__(directory)
-        self._later = far_in_the_background
+        self._later = self.writes_later = far_in_the_background
         self._opened: list[TieredStore] = []
         self.raw = RawFiles(*[self.directory / name for name in _TIERS])
 
