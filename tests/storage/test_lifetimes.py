@@ -740,6 +740,23 @@ def test_a_page_offered_by_several_at_once_is_counted_once(held: Callable[..., H
     tier.close()
 
 
+def test_threads_of_the_prefetch_that_have_nothing_to_do_do_not_wake_each_other(held: Callable[..., Held]) -> None:
+    near, far = held("near"), held("far")
+    settings = later(prefetch=PrefetchSettings(buffer=1 << 20, streams=4))
+    store = TieredStore([near, far], [near], promote_to=near, settings=settings)
+    store.register_identity(IDENTITY, {"pool": {"segments": [1000]}})
+    keys = page_keys(5)
+    store_pages(far, keys)
+    assert store.count_leading(keys) == 5
+    eventually(lambda: store.prefetcher.inside(keys) == 5)
+    looks: list[None] = []
+    real = store.prefetcher._expire
+    store.prefetcher._expire = lambda now: (looks.append(None), real(now))[1]  # type: ignore[method-assign]
+    time.sleep(0.2)
+    assert len(looks) < 100
+    store.close()
+
+
 def test_the_plan_of_the_prefetch_is_bounded(held: Callable[..., Held]) -> None:
     """906,000 pages were planned, and look-ups waited for a second."""
     near, far = held("near"), held("far")

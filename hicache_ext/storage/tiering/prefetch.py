@@ -105,6 +105,8 @@ class Prefetcher:
         """Pages of each tier among ``_pages``."""
         self._wasted: dict[PageStore, list[int]] = {}
         """Sizes of pages dropped unread that are not counted yet."""
+        self._changed = False
+        """Pages were planned, staged or dropped, and nobody was woken yet."""
         self._plans: dict[PageStore, dict[bytes, PrefetchedPage]] = {}
         """What is to be fetched, by tier: each has threads of its own, so that one that hangs stops no other."""
         self._fetching: Counter[PageStore] = Counter()
@@ -137,6 +139,7 @@ class Prefetcher:
             for page in [page for page in self._pages.values() if page.source is source]:
                 self._drop(page)
             self._plans.pop(source, None)
+            self._changed = True
             self._dropped()
 
     # -- what is to come -------------------------------------------------------------------------------------------
@@ -173,6 +176,7 @@ class Prefetcher:
                     planned += size
             for source in sources:
                 self._start(source)
+            self._changed = self._changed or bool(sources)
             self._dropped()
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -268,7 +272,7 @@ class Prefetcher:
         """Drop everything, wait for fetches under way, but not beyond ``longest`` (time.monotonic()), end the threads.
         Idempotent."""
         with self._condition:
-            self._closing = True
+            self._closing = self._changed = True
             for page in list(self._pages.values()):
                 self._drop(page)
             self._dropped()
@@ -368,6 +372,7 @@ class Prefetcher:
         source.metrics.add_many("prefetch", {"fetched": len(fetched), "failed": len(pages) - len(fetched)})
         source.metrics.add("prefetch_bytes", "fetched", sum(fetched))
         with self._condition:
+            self._changed = True
             self._fetching[source] -= sum(page.size for page in pages)
             for page, target, result, checksum in zip(pages, memory, results, checksums, strict=True):
                 page.result = result
@@ -400,6 +405,7 @@ class Prefetcher:
         self._pages_of[page.source] -= 1
         self._used.pop(page.key, None)
         self._plans.get(page.source, {}).pop(page.key, None)
+        self._changed = True
         was, page.state = page.state, _State.GONE
         if was is _State.STAGED:
             self._release(page)
@@ -411,7 +417,11 @@ class Prefetcher:
         page.memory = None
 
     def _dropped(self) -> None:
-        """Once after all that was dropped or staged in one go: count it, and wake who waits."""
+        """Once after all that may have changed in one go: count it, and wake who waits. Threads that wait come here,
+        too: they must not wake each other for nothing."""
+        if not self._changed:
+            return
+        self._changed = False
         for source, sizes in self._wasted.items():
             source.metrics.add("prefetch", "wasted", len(sizes))
             source.metrics.add("prefetch_bytes", "wasted", sum(sizes))
