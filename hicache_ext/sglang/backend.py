@@ -139,7 +139,7 @@ class HiCacheExtBackend(BackendLifecycle):
             leading = len(names)
             for number, digest in enumerate(pool.digests):
                 if number:
-                    asked = asked.leading(leading).under(digest)
+                    asked = asked[:leading].under(digest)
                 with self._patience():
                     leading = self._store.count_leading(asked)
                 found += leading

@@ -226,6 +226,11 @@ class BadPages:
             self._start()
         logger.debug("tier %s: page %s arrived damaged (%s)", self._tier, key.hex(), reason)
 
+    @property
+    def hide_some(self) -> bool:
+        """Whether ``hides`` may be true of any key."""
+        return bool(self._suspects)
+
     def hides(self, key: bytes) -> bool:
         """Whether the page is absent for this process, because it could not be read."""
         if not self._suspects:

@@ -125,6 +125,11 @@ class Clearing:
             self._changed.wait_for(lambda: cleared._tried, seconds)
             return len(cleared.found)
 
+    @property
+    def hides_some(self) -> bool:
+        """Whether ``hides`` may be true of any key."""
+        return bool(self._waiting)
+
     def hides(self, key: bytes) -> bool:
         """Whether what is stored under ``key`` was cleared."""
         if not self._waiting:

@@ -110,14 +110,14 @@ class PageKeys(Sequence[bytes]):
     def __getitem__(self, which: int) -> bytes: ...
 
     @overload
-    def __getitem__(self, which: slice) -> list[bytes]: ...
+    def __getitem__(self, which: slice) -> PageKeys: ...
 
-    def __getitem__(self, which: int | slice) -> bytes | list[bytes]:
-        return self._all()[which]
+    def __getitem__(self, which: int | slice) -> bytes | PageKeys:
+        return PageKeys(self.identity, self.words[which]) if isinstance(which, slice) else self._all()[which]
 
-    def leading(self, count: int) -> PageKeys:
-        """The first ``count`` keys."""
-        return self if count == len(self.words) else PageKeys(self.identity, self.words[:count])
+    def chosen(self, positions: npt.NDArray[np.intp]) -> PageKeys:
+        """The keys at these positions."""
+        return PageKeys(self.identity, self.words[positions])
 
     def under(self, identity: bytes) -> PageKeys:
         """The keys of the same pages in another identity."""
@@ -149,6 +149,13 @@ def identities_of(keys: Sequence[bytes]) -> list[bytes]:
     if isinstance(keys, PageKeys):
         return [keys.identity]
     return list(dict.fromkeys([key[:IDENTITY_LENGTH] for key in keys]))
+
+
+def chosen_keys(keys: Sequence[bytes], positions: npt.NDArray[np.intp]) -> Sequence[bytes]:
+    """The keys at these positions, which rise: numbers stay numbers."""
+    if len(positions) == len(keys):
+        return keys
+    return keys.chosen(positions) if isinstance(keys, PageKeys) else [keys[i] for i in positions.tolist()]
 
 
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:

@@ -66,7 +66,8 @@ class NegativeCacheStore(DelegatingStore):
             return present
         with self._looking() as written:
             trouble = self._trouble()
-            for position, answer in zip(wanted, self.inner.contains([keys[i] for i in wanted]), strict=True):
+            asked = keys if len(wanted) == len(keys) else [keys[i] for i in wanted]
+            for position, answer in zip(wanted, self.inner.contains(asked), strict=True):
                 present[position] = answer
             if self._trouble() == trouble:
                 self._remember([keys[i] for i in wanted if not present[i]], written)
@@ -98,7 +99,7 @@ class NegativeCacheStore(DelegatingStore):
     def _known_absent(self, keys: Sequence[bytes]) -> list[bool]:
         now = self._clock()
         with self._lock:
-            return [self._absent.get(key, 0.0) > now for key in keys]
+            return [self._absent.get(key, 0.0) > now for key in keys] if self._absent else [False] * len(keys)
 
     @contextmanager
     def _looking(self) -> Iterator[tuple[_Keys, int]]:

@@ -19,6 +19,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.envelope import IDENTITY_LENGTH
@@ -33,6 +36,7 @@ from hicache_ext.storage.contract.store import (
     PageStore,
     SetResult,
     StoreInfo,
+    chosen_keys,
     counted,
     identities_of,
     identity_of,
@@ -365,43 +369,35 @@ class TieredStore:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._entered() as arrangement:
-            present = [False] * len(keys)
-            missing = list(range(len(keys)))
-            for number, tier in enumerate(arrangement.retrieve):
-                if not missing:
+            missing = np.arange(len(keys))
+            for number in range(len(arrangement.retrieve)):
+                if not len(missing):
                     break
-                wanted = [keys[position] for position in missing]
-                answers = self._call(tier, "contains", tier.contains, wanted, None)
-                if answers is None:
-                    continue
-                for position, known in zip(missing, answers, strict=True):
-                    present[position] = known
-                if number:
-                    self._places.remember([key for key, known in zip(wanted, answers, strict=True) if known], number)
-                missing = [position for position in missing if not present[position]]
-            return present
+                missing = missing[~self._known_in(number, chosen_keys(keys, missing), arrangement)]
+            present = np.ones(len(keys), np.bool_)
+            present[missing] = False
+            return present.tolist()
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """The leading run over all tiers; its pages in far tiers begin to be prefetched."""
         with self._entered() as arrangement:
             tier = arrangement.only_tier
             if tier is None:
-                return self._lead_over_several(list(keys), arrangement)
+                return self._lead_over_several(keys, arrangement)
             leading = self._call(tier, "exists", tier.count_leading, keys, 0) if keys else 0
             self._count_found(keys, {0: leading}, arrangement)
             return leading
 
-    def _lead_over_several(self, keys: list[bytes], arrangement: Arrangement) -> int:
+    def _lead_over_several(self, keys: Sequence[bytes], arrangement: Arrangement) -> int:
         still_wanted = self._generations.moment()
         places = self._find_leading(keys, arrangement)
-        self._count_found(keys, Counter(places), arrangement)
-        outer = [
-            (key, arrangement.retrieve[place], self._page_bytes.get(key[:IDENTITY_LENGTH], 0))
-            for key, place in zip(keys, places, strict=False)
-            if place >= arrangement.inner_tiers
-        ]
-        if outer:
-            self._prefetcher.announce(outer, still_wanted)
+        self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
+        outer = np.flatnonzero(places >= arrangement.inner_tiers).tolist()
+        if outer and arrangement.settings.prefetch.buffer:
+            tiers, sizes = arrangement.retrieve, self._page_bytes
+            # One by one: of a long chain only the beginning is planned.
+            pages = ((keys[page], tiers[places[page]], sizes.get(keys[page][:IDENTITY_LENGTH], 0)) for page in outer)
+            self._prefetcher.announce(pages, still_wanted)
         return len(places)
 
     def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int], arrangement: Arrangement) -> None:
@@ -429,32 +425,36 @@ class TieredStore:
         for metrics in (self._metrics, *(tier.metrics for tier in self._arrangement.retrieve)):
             metrics.add("chain_pages", "asked", pages)
 
-    def _find_leading(self, keys: Sequence[bytes], arrangement: Arrangement) -> list[int]:
+    def _find_leading(self, keys: Sequence[bytes], arrangement: Arrangement) -> npt.NDArray[np.intp]:
         """The number of the tier of each page of the leading run."""
-        if not arrangement.retrieve or not keys:
-            return []
-        places: dict[int, int] = {}
-        missing = list(range(len(keys)))
+        places = np.zeros(len(keys), np.intp)
+        missing = np.arange(len(keys))
         last = len(arrangement.retrieve) - 1
         for number, tier in enumerate(arrangement.retrieve):
-            wanted = [keys[position] for position in missing]
+            if not len(missing):
+                break
+            wanted = chosen_keys(keys, missing)
             if number == last:
                 # The first page that the last tier lacks ends the run: it need not look at those behind.
                 count = self._call(tier, "exists", tier.count_leading, wanted, 0)
-                found, rest = missing[:count], missing[count:]
+                known = np.arange(len(missing)) < count
+                self._remember_places(number, wanted, known)
             else:
-                answers = self._call(tier, "exists", tier.contains, wanted, [False] * len(wanted))
-                found = [position for position, known in zip(missing, answers, strict=True) if known]
-                rest = [position for position, known in zip(missing, answers, strict=True) if not known]
-            for position in found:
-                places[position] = number
-            if number and found:
-                self._places.remember([keys[position] for position in found], number)
-            missing = rest
-            if not missing:
-                break
-        leading = missing[0] if missing else len(keys)
-        return [places[position] for position in range(leading)]
+                known = self._known_in(number, wanted, arrangement)
+            places[missing[known]] = number
+            missing = missing[~known]
+        return places[: missing[0]] if len(missing) else places
+
+    def _known_in(self, number: int, keys: Sequence[bytes], arrangement: Arrangement) -> npt.NDArray[np.bool_]:
+        """Which keys one tier has."""
+        tier = arrangement.retrieve[number]
+        known = np.array(self._call(tier, "exists", tier.contains, keys, [False] * len(keys)), np.bool_)
+        self._remember_places(number, keys, known)
+        return known
+
+    def _remember_places(self, number: int, keys: Sequence[bytes], known: npt.NDArray[np.bool_]) -> None:
+        if number:
+            self._places.remember(chosen_keys(keys, np.flatnonzero(known)), number)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -699,7 +699,7 @@ def _leading_hits(results: Sequence[GetResult]) -> int:
 
 
 class _Places:
-    """The tier in which a page was last seen, if not the nearest. Bounded; the oldest are forgotten first."""
+    """The tier in which a page was last seen, if not the nearest. Bounded; those first seen are forgotten first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -707,9 +707,7 @@ class _Places:
 
     def remember(self, keys: Sequence[bytes], number: int) -> None:
         with self._lock:
-            for key in keys:
-                self._places[key] = number
-                self._places.move_to_end(key)
+            self._places.update(dict.fromkeys(keys, number))
             while len(self._places) > _REMEMBERED_PLACES:
                 self._places.popitem(last=False)
 

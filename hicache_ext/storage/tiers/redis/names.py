@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from binascii import hexlify
+from collections.abc import Sequence
 
-from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
+from hicache_ext.storage.contract.store import key_words
 
 
 def page_prefix(prefix: str) -> bytes:
@@ -16,6 +18,16 @@ def page_name(page_names: bytes, key: bytes) -> bytes:
     of one conversation over all nodes."""
     text = hexlify(key)
     return page_names + text[: 2 * IDENTITY_LENGTH] + b":" + text[2 * IDENTITY_LENGTH :]
+
+
+def page_names_of(page_names: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    """``page_name`` of each key."""
+    text = hexlify(key_words(keys).tobytes())
+    length, split = 2 * KEY_LENGTH, 2 * IDENTITY_LENGTH
+    return [
+        page_names + text[first : first + split] + b":" + text[first + split : first + length]
+        for first in range(0, len(text), length)
+    ]
 
 
 def page_key(page_names: bytes, name: bytes) -> bytes | None:

@@ -20,7 +20,7 @@ from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis.config import Endpoint
 from hicache_ext.storage.tiers.redis.connection import Connection
-from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, Status, command
+from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, Status, command, command_of_equals
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
@@ -72,7 +72,7 @@ class PageCall:
         self.segments = segments
         self.size = HEADER_LENGTH + payload
         self.result: Any = None
-        """GetResult, SetResult, or the integer answered; None while it is not known."""
+        """GetResult, SetResult, or what was answered; None while it is not known."""
         self.reason = ""
         """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
         self.redirect: tuple[str, int, Endpoint] | None = None
@@ -250,26 +250,35 @@ def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes)
             call.finish(_integer(reply))
 
 
-def ask_presence(connection: Connection, calls: Sequence[PageCall]) -> None:
-    """EXISTS of many pages of one server, which is no node of a cluster: groups of them in one request, and only those
-    of which it has some are asked for in smaller ones. Chains are there to one page, and absent from it on."""
-    groups = [calls[first : first + _MOST_AT_ONCE] for first in range(0, len(calls), _MOST_AT_ONCE)]
-    few: list[PageCall] = []
+def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Sequence[bytes]) -> None:
+    """EXISTS of many pages of one server, which is no node of a cluster; the one call's result is the ``bytearray`` of
+    ones and zeros. Groups of them in one request, and only those of which it has some are asked for in smaller ones:
+    chains are there to one page, and absent from it on."""
+    (call,) = calls
+    present = bytearray(len(names))
+    groups = [(first, names[first : first + _MOST_AT_ONCE]) for first in range(0, len(names), _MOST_AT_ONCE)]
     while groups:
-        replies = connection.ask([command(b"EXISTS", *[call.name for call in group]) for group in groups])
+        replies = connection.ask([command_of_equals(b"EXISTS", group) for _, group in groups])
         asked, groups = groups, []
-        for group, reply in zip(asked, replies, strict=True):
-            present = -1 if isinstance(reply, ErrorReply) else _integer(reply)
-            if present in (0, len(group)):
-                for call in group:
-                    call.finish(int(present > 0))
-            elif present < 0 or len(group) <= _FEW:
-                few += group
+        for (first, group), reply in zip(asked, replies, strict=True):
+            length = len(group)
+            if isinstance(reply, ErrorReply):
+                if length == 1:
+                    if _is_redirect(call, reply):
+                        return
+                    raise RefusedError(reply.code)
+                # A cluster that is not known as one yet, or a proxy that takes one key at a time.
+                part = 1
+            elif (count := _integer(reply)) == length:
+                present[first : first + length] = b"\1" * length
+                continue
+            elif count and length > 1:
+                part = 1 if length <= _FEW else length // 2
             else:
-                half = len(group) // 2
-                groups += [group[:half], group[half:]]
-    if few:
-        ask_integers(connection, few, b"EXISTS")
+                # Also what no server says of one page.
+                continue
+            groups += [(first + at, group[at : at + part]) for at in range(0, length, part)]
+    call.finish(present)
 
 
 def read_again(connection: Connection, call: PageCall, most: int) -> None:

@@ -37,7 +37,7 @@ from hicache_ext.storage.tiers.redis import hints
 from hicache_ext.storage.tiers.redis.clients import admin_client, short_call, tls_context
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.dispatch import Dispatch, Talk
-from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_prefix
+from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_names_of, page_prefix
 from hicache_ext.storage.tiers.redis.page_calls import (
     PageCall,
     ask_integers,
@@ -276,10 +276,26 @@ class RedisPageStore(TierStore):
     def _present(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
         # Before the server is asked: what is removed meanwhile would have been there and be no suspect any more.
-        hidden = [self._bad_pages.hides(key) for key in keys]
-        talk = partial(ask_integers, word=b"EXISTS") if self._topology.is_cluster else ask_presence
-        counts = self._ask_integers(keys, deadline, talk)
-        return [count == 1 and not absent for count, absent in zip(counts, hidden, strict=True)]
+        hidden: list[int] = []
+        if self._bad_pages.hide_some or self._clearing.hides_some:
+            hidden = [page for page, key in enumerate(keys) if self._bad_pages.hides(key) or self._clearing.hides(key)]
+        if self._topology.is_cluster:
+            ask = partial(ask_integers, word=b"EXISTS")
+            present = [count == 1 for count in self._ask_integers(keys, deadline, ask)]
+        else:
+            present = self._present_on_one(page_names_of(self._page_names, keys), deadline)
+        for page in hidden:
+            present[page] = False
+        return present
+
+    def _present_on_one(self, names: Sequence[bytes], deadline: float) -> list[bool]:
+        """There is one server: one call stands for all pages."""
+        call = PageCall(b"", names[0])
+        self._dispatch.run([call], partial(ask_presence, names=names), deadline, None)
+        if call.reason:
+            self.metrics.add("error", call.reason, len(names))
+            return [False] * len(names)
+        return [*map(bool, call.result)]
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)

@@ -31,7 +31,7 @@ from hicache_ext.page.envelope import (
 from hicache_ext.page.memory import addresses_of
 from hicache_ext.runtime.jit import Function, compiled_kernels
 from hicache_ext.runtime.vectored import IOV_MAX
-from hicache_ext.storage.contract.store import key_words
+from hicache_ext.storage.contract.store import identities_of, key_words
 from hicache_ext.storage.tiers.file.device_probe import Mode
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree
 from hicache_ext.storage.tiers.file.slab import slot_code
@@ -92,7 +92,7 @@ class CompiledCode:
         self.read = compiled_runs.read_pages
         self.write = compiled_runs.write_pages
         self.check_headers = compiled_runs.check_headers
-        self._find_page_files = compiled_runs.find_page_files
+        self._find_page_files, self._page_path = compiled_runs.find_page_files, compiled_runs.PAGE_PATH
         self._at_once = compiled_runs.AT_ONCE
         self.zeros = np.zeros(BLOCK, np.uint8)
         self.nowhere = np.zeros(BLOCK, np.uint8)
@@ -109,12 +109,30 @@ class CompiledCode:
 
     def has_page_files(self, pages: str, keys: Sequence[bytes], least: int, oldest: int) -> npt.NDArray[np.uint8]:
         """For each key whether ``pages`` has a page file of at least ``least`` bytes, used at ``oldest`` (seconds) or
-        later."""
-        begin = os.fsencode(pages) + b"/"
-        path = np.frombuffer(bytearray(begin + bytes(100) + b".page\0"), np.uint8)
-        present, status = np.zeros(len(keys), np.uint8), np.zeros(32, np.int64)
+        later. Raises OSError where the directory of an identity cannot be looked into."""
+        present = np.zeros(len(keys), np.uint8)
         of_pages = key_words(keys).view(np.uint8)
-        self._find_page_files(self.functions, of_pages, path, len(begin), status, least, oldest, present)
+        identities = identities_of(keys)
+        for identity in identities:
+            of_identity = slice(None)
+            if len(identities) > 1:
+                of_identity = (of_pages[:, :IDENTITY_LENGTH] == np.frombuffer(identity, np.uint8)).all(axis=1)
+            try:
+                directory = os.open(f"{pages}/{identity.hex()}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            try:
+                present[of_identity] = self._page_files_in(directory, of_pages[of_identity], least, oldest)
+            finally:
+                os.close(directory)
+        return present
+
+    def _page_files_in(
+        self, directory: int, keys: npt.NDArray[np.uint8], least: int, oldest: int
+    ) -> npt.NDArray[np.uint8]:
+        path, status = np.frombuffer(bytearray(self._page_path), np.uint8), np.zeros(32, np.int64)
+        present = np.zeros(len(keys), np.uint8)
+        self._find_page_files(self.functions, keys, directory, least, oldest, path, status, present)
         return present
 
     def _check_page_files(self) -> None:

@@ -350,7 +350,7 @@ check_headers = compiled("void(int64[::1], uint64[:, ::1], int64, int64, uint64[
 """``(functions, headers, start, second, seals, valid)``: which headers, a row each, begin with these two words and
 agree with their checksum; the seals of those. Never raises."""
 
-_AT_FDCWD, _NO_FOLLOW = -100, 0x100
+_NO_FOLLOW = 0x100
 _TYPE_SIZE_MTIME = 0x1 | 0x2 | 0x40 | 0x200
 _MODE_WORD, _SIZE_WORD, _MTIME_WORD = 3, 5, 14
 """Of struct statx, in words."""
@@ -362,27 +362,24 @@ def _hex(digit: int) -> int:
 
 
 def _find_page_files(
-    functions: Words, keys: Bytes, path: Bytes, begin: int, status: Words, least: int, oldest: int, present: Bytes
+    functions: Words, keys: Bytes, directory: int, least: int, oldest: int, path: Bytes, status: Words, present: Bytes
 ) -> None:
     for page in range(len(keys)):
-        at = begin
-        for position in range(48):
-            if position == 16:
-                # The identity's directory; in it one that is named by the first byte of the page hash.
-                path[at], path[at + 3] = 47, 47
-                path[at + 1], path[at + 2] = _hex(keys[page, 16] >> 4), _hex(keys[page, 16] & 15)
-                at += 4
-            path[at], path[at + 1] = _hex(keys[page, position] >> 4), _hex(keys[page, position] & 15)
-            at += 2
-        answer = call(functions[STATX], _AT_FDCWD, path.ctypes.data, _NO_FOLLOW, _TYPE_SIZE_MTIME, status.ctypes.data)
+        # A directory that is named by the first byte of the page hash, a slash, the page hash.
+        path[0], path[1] = _hex(keys[page, 16] >> 4), _hex(keys[page, 16] & 15)
+        for position in range(32):
+            digits = keys[page, 16 + position]
+            path[3 + 2 * position], path[4 + 2 * position] = _hex(digits >> 4), _hex(digits & 15)
+        answer = call(functions[STATX], directory, path.ctypes.data, _NO_FOLLOW, _TYPE_SIZE_MTIME, status.ctypes.data)
         is_file = (answer & 0xFFFFFFFF) == 0 and (status[_MODE_WORD] >> 32) & 0xF000 == 0x8000
         present[page] = is_file and status[_SIZE_WORD] >= least and status[_MTIME_WORD] >= oldest
 
 
 find_page_files = compiled(
-    "void(int64[::1], uint8[:, ::1], uint8[::1], int64, int64[::1], int64, int64, uint8[::1])", _find_page_files
+    "void(int64[::1], uint8[:, ::1], int64, int64, int64, uint8[::1], int64[::1], uint8[::1])", _find_page_files
 )
-"""``(functions, keys, path, begin, status, least, oldest, present)``: of which ``keys``, a row of 48 bytes each, there
-is a page file of at least ``least`` bytes, used at ``oldest`` (seconds) or later. ``path`` is the caller's own: the
-directory of page files with a slash, ``begin`` bytes of it, and room for the rest, which ends in ``.page`` and zero;
-``status`` is memory for a struct statx. Never raises."""
+"""``(functions, keys, directory, least, oldest, path, status, present)``: of which ``keys``, a row of 48 bytes each and
+all of one identity, whose ``directory`` (a descriptor) is given, there is a page file of at least ``least`` bytes, used
+at ``oldest`` (seconds) or later. ``path`` is the caller's own ``PAGE_PATH``, ``status`` is memory for a struct statx.
+Never raises."""
+PAGE_PATH = b"00/" + bytes(64) + b".page\0"
