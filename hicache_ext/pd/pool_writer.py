@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 
 from hicache_ext.pd.continuation import Continuation, Piece
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import SetResult
 
@@ -77,7 +77,7 @@ class PoolWriter:
         self._writes = writes
         self._jobs: deque[WriteJob] = deque()
         self._finished: deque[Finished] = deque()
-        self._last_log = 0.0
+        self._log = LimitedLog(logger, 1.0)
         self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
         # At once: a machine without threads shows at the start, and not when jobs keep host memory.
         self._loop.wake()
@@ -103,11 +103,9 @@ class PoolWriter:
             job = self._jobs.popleft()
             try:
                 finished = self._write(job)
-            except (Exception, SystemExit) as error:  # without this thread nothing is ever written again
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - without this thread nothing is ever written again
                 self._metrics.add("failure", type(error).__name__)
-                if time.monotonic() - self._last_log >= 1:
-                    self._last_log = time.monotonic()
-                    logger.exception("hicache_ext: a decode node's write failed")
+                self._log.log(logging.ERROR, "write", "hicache_ext: a decode node's write failed", exc_info=error)
                 finished = Finished(job, Outcome.FAILED, 0)
             self._finished.append(finished)
         return math.inf

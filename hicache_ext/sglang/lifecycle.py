@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +15,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
 from hicache_ext.kernels.selection import kernel_metrics
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.attached import attach, detach
@@ -52,7 +52,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._failures = TierMetrics("backend")
         self._reports = TierReports()
         self._also_counted: list[TierMetrics] = []
-        self._last_failure_log = 0.0
+        self._log = LimitedLog(logger, 1.0)
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
         self._found_all = False
@@ -175,10 +175,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def report_failure(self, call: str, error: BaseException) -> None:
         """Count trouble that SGLang must not see; log it with its traceback, at most once a second."""
         self._failures.add("failure", call)
-        now = time.monotonic()
-        if now - self._last_failure_log >= 1.0:
-            self._last_failure_log = now
-            logger.error("hicache_ext: %s failed and is answered as a miss: %s", call, error, exc_info=error)
+        words = "hicache_ext: %s failed and is answered as a miss: %s"
+        self._log.log(logging.ERROR, "failure", words, call, error, exc_info=error)
 
 
 def name_of(name: Any) -> str:

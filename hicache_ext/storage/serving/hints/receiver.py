@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.serving.hints.hint import decode
@@ -43,6 +44,7 @@ class HintReceiver:
         self._most_pages = most_pages
         self._interval = interval
         self.metrics = TierMetrics("hints", prefix="hints_")
+        self._failures = LimitedLog(logger, _LOG_INTERVAL)
         self._last_log = time.monotonic()
         self._last_logged: dict[str, int] = {}
         self._since: frozenset[str] | None = None
@@ -67,9 +69,9 @@ class HintReceiver:
                 break
             try:
                 self._take(hint)
-            except Exception:
+            except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
                 self.metrics.add("hint", "failed")
-                logger.exception("hicache_ext: following a hint")
+                self._failures.log(logging.ERROR, "follow", "hicache_ext: following a hint", exc_info=error)
         if time.monotonic() - self._last_log >= _LOG_INTERVAL:
             self._log()
         return self._interval

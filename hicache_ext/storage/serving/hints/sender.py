@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard
 from hicache_ext.storage.serving.hints.hint import Hint, encode
@@ -50,7 +51,7 @@ class HintSender:
         self._metrics = metrics
         self._in_pool = in_pool
         self._waiting: deque[tuple[float, Sequence[str]]] = deque(maxlen=_WAITING)
-        self._last_log = 0.0
+        self._log = LimitedLog(logger, 60.0)
         self._loop = BackgroundLoop("hicache-ext-hints", self._send_waiting)
 
     def announce(self, page_hashes: Sequence[str]) -> None:
@@ -77,9 +78,7 @@ class HintSender:
                 self._send(chosen[:present], len(page_hashes))
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may get through
                 self._metrics.add("hint", "failed")
-                if time.monotonic() - self._last_log >= 60:
-                    self._last_log = time.monotonic()
-                    logger.warning("hicache_ext: a hint was not sent: %s", error)
+                self._log.log(logging.WARNING, "send", "hicache_ext: a hint was not sent: %s", error)
         return math.inf
 
     def _send(self, chosen: tuple[bytes, ...], announced: int) -> None:
