@@ -69,6 +69,8 @@ class LaunchFacts:
     metrics: bool = False
     config_file: str | None = None
     """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
+    prefetch_policy: str | None = None
+    """What ends SGLang's wait for pages from storage."""
 
 
 def read_launch_facts() -> LaunchFacts:
@@ -106,6 +108,7 @@ def _facts_of_server() -> LaunchFacts:
         role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
         metrics=bool(resolved("enable_metrics")),
         config_file=_config_file(),
+        prefetch_policy=resolved("hicache_storage_prefetch_policy"),
     )
 
 

@@ -65,7 +65,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._hints = HintTraffic(self._config, storage_config, self._pools, lambda: self._store)
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
         attach(self)
-        self._warn_about_missing_hooks()
+        self._warn_at_start()
         logger.info(
             "hicache_ext: role %s, model %r revision %r epoch %s, tiers %s",
             self._config.role,
@@ -161,9 +161,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         tiers = self._store.tiers
         return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
 
-    def _warn_about_missing_hooks(self) -> None:
+    def _warn_at_start(self) -> None:
         if self._facts.model_path is None:
             return
+        if self._facts.prefetch_policy == "best_effort" and self._config.role != "decode":
+            logger.warning(
+                "hicache_ext: --hicache-storage-prefetch-policy best_effort: SGLang waits for no page, so that on an "
+                "idle server nothing comes from storage; timeout (its default) and wait_complete wait"
+            )
         unused = {ADAPTERS: not self._facts.lora, DECODE_WRITER: self._config.role == "prefill"}
         for sentence in not_in_force([feature for feature in FEATURES if not unused.get(feature)]).values():
             logger.warning("hicache_ext: %s", sentence)

@@ -12,8 +12,11 @@ from hicache_ext.storage.tiering.prefetch import PrefetchSettings
 from hicache_ext.storage.tiering.tiered import TieredStore, TieringSettings
 from hicache_ext.storage.tiering.write_behind import QueueSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
+from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
+from tests.storage.guards.hung import eventually as wait_until
 from tests.storage.test_tiered import Recording
+
+SIZE = 1000
 
 
 @pytest.fixture
@@ -168,3 +171,55 @@ def test_removed_and_cleared_pages_are_not_promoted_afterwards(tiered, near, far
     near.hold.set()
     assert tiered.wait_until_written(30)
     assert not near.inner.objects
+
+
+def opened_with_a_short_lifetime(near, far, lifetime):
+    store = open_tiers(near, far, prefetch=PrefetchSettings(buffer=1 << 20, lifetime=lifetime))
+    store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
+    return store
+
+
+def test_pages_that_came_too_late_for_their_request_are_nearer_for_the_next(near, far):
+    store = opened_with_a_short_lifetime(near, far, 0.2)
+    keys = page_keys(100)
+    store_pages(far.inner, keys)
+    assert store.count_leading(keys) == 100
+    wait_until(lambda: far.metrics.value("prefetch", "wasted") == 100)
+    assert store.wait_until_written(30)
+    assert_hits(near.inner, keys)
+    assert store.metrics.levels()["prefetch_buffer_bytes", ""] == 0
+    store.close()
+
+
+def test_pages_that_were_cleared_after_they_were_fetched_come_no_nearer(near, far):
+    """Cleared while a thread has taken them out of the buffer to give them away."""
+    store = opened_with_a_short_lifetime(near, far, 0.2)
+    keys = page_keys(8)
+    store_pages(far.inner, keys)
+    given = []
+    real = store._prefetcher._unread
+
+    def cleared_meanwhile(pages):
+        store.clear(None)
+        given.extend(pages)
+        real(pages)
+
+    store._prefetcher._unread = cleared_meanwhile
+    store.count_leading(keys)
+    wait_until(lambda: len(given) == 8)
+    assert store.wait_until_written(30)
+    assert not near.inner.objects
+    store.close()
+
+
+def test_a_page_damaged_in_the_buffer_is_not_promoted(near, far):
+    store = opened_with_a_short_lifetime(near, far, 1.0)
+    keys = page_keys(2)
+    store_pages(far.inner, keys)
+    store.count_leading(keys)
+    wait_until(lambda: store.prefetcher.inside(keys) == 2)
+    store.prefetcher._pages[keys[0]].memory[3] ^= 1
+    wait_until(lambda: far.metrics.value("prefetch", "wasted") == 2)
+    assert store.wait_until_written(30)
+    assert set(near.inner.objects) == {keys[1]}
+    store.close()

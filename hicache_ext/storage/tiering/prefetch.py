@@ -6,8 +6,9 @@ foreground read takes them from there, checked again. A foreground read never wa
 reads that page itself. It waits for a page that is being fetched, so that no bytes travel twice at a time.
 
 SGLang tells a backend neither of an abort nor that a hit was below its threshold. So an announced page has a lifetime;
-a page that nobody has read by then is dropped and counted as wasted. close(), clear() and remove() drop at once. Waste
-is bounded by the buffer per lifetime.
+a page that nobody has read by then is given to ``unread`` (it came too late for this request, and may serve the next
+from a nearer tier), dropped, and counted as wasted. close(), clear() and remove() drop at once. Waste is bounded by the
+buffer per lifetime.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from hicache_ext.errors import StoreClosedError
 from hicache_ext.page import envelope
 from hicache_ext.page.copying import scatter
 from hicache_ext.page.envelope import IDENTITY_LENGTH
@@ -76,6 +78,8 @@ class PrefetchedPage:
     wanted: int = 1
     """Announcements that have not read it yet."""
     used: bool = False
+    still_wanted: StillWanted = always
+    """Since it was announced."""
 
 
 class Prefetcher:
@@ -92,8 +96,12 @@ class Prefetcher:
         gate: IoPriority,
         metrics: TierMetrics,
         clock: Callable[[], float] = time.monotonic,
+        unread: Callable[[Sequence[PrefetchedPage]], None] | None = None,
     ) -> None:
+        """``unread`` takes pages that have their memory and that nobody has read in time [a thread of its own]; it may
+        use that memory until it returns."""
         self._settings = settings
+        self._unread = unread
         self._gate = gate
         self._metrics = metrics
         self._clock = clock
@@ -168,7 +176,7 @@ class Prefetcher:
                 if key in self._being_read or not 0 < size <= settings.buffer:
                     continue
                 if still_wanted(key[:IDENTITY_LENGTH]):
-                    page = PrefetchedPage(key, source, size, now + settings.lifetime)
+                    page = PrefetchedPage(key, source, size, now + settings.lifetime, still_wanted=still_wanted)
                     self._pages[key] = page
                     self._pages_of[source] += 1
                     self._plans.setdefault(source, {})[key] = page
@@ -302,6 +310,9 @@ class Prefetcher:
 
     def _fetch_what_is_planned(self, source: PageStore) -> None:
         while self._wait_for_work(source):
+            if late := self._take_late():
+                self._give_away(late)
+                continue
             self._gate.wait_for_quiet(_PATIENCE)
             with self._gate.fetch():
                 with self._condition:
@@ -314,14 +325,45 @@ class Prefetcher:
         with self._condition:
             while not self._closing and (plan := self._plans.get(source)) is not None:
                 now = self._clock()
-                self._expire(now)
+                some_are_late = self._expire(now)
                 fits = bool(plan) and self._fits(next(iter(plan.values())))
                 self._dropped()
-                if fits:
+                if fits or some_are_late:
                     return True
                 oldest = next(iter(self._pages.values()), None)
                 self._condition.wait(None if oldest is None else max(0.05, oldest.expires - now))
             return False
+
+    def _take_late(self) -> list[PrefetchedPage]:
+        """Some pages that were fetched and not read in time. Their bytes count until they are released."""
+        late: list[PrefetchedPage] = []
+        with self._condition:
+            now = self._clock()
+            for page in self._pages.values():
+                if page.expires > now or len(late) == _PAGES_AT_ONCE:
+                    break
+                if self._is_late(page, now):
+                    late.append(page)
+            for page in late:
+                self._forget(page)
+        return late
+
+    def _give_away(self, pages: list[PrefetchedPage]) -> None:
+        intact = [
+            page
+            for page in pages
+            if page.memory is not None and envelope.payload_checksum([memoryview(page.memory)]) == page.checksum
+        ]
+        try:
+            if self._unread is not None:
+                with contextlib.suppress(StoreClosedError):
+                    self._unread(intact)
+        finally:
+            with self._condition:
+                self._changed = True
+                for page in pages:
+                    self._release(page)
+                self._dropped()
 
     def _fits(self, page: PrefetchedPage) -> bool:
         buffer = self._settings.buffer
@@ -389,26 +431,39 @@ class Prefetcher:
 
     # -- under the lock --------------------------------------------------------------------------------------------
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: float) -> bool:
+        """Whether there are pages for ``unread``."""
+        late = False
         expired: list[PrefetchedPage] = []
         for page in self._pages.values():
             if page.expires > now:
                 break
-            if page.state is not _State.FETCHING:
+            if self._is_late(page, now):
+                late = True
+            elif page.state is not _State.FETCHING:
                 expired.append(page)
         for page in expired:
             self._drop(page)
+        return late
+
+    def _is_late(self, page: PrefetchedPage, now: float) -> bool:
+        """Whether it is for ``unread``. Until a thread gives it away it may be read."""
+        return self._unread is not None and page.expires <= now and page.state is _State.STAGED and not page.used
 
     def _drop(self, page: PrefetchedPage) -> None:
         """Forget a page in any state; the bytes of one that is being fetched are released when the fetch ends."""
+        if self._forget(page) is _State.STAGED:
+            self._release(page)
+
+    def _forget(self, page: PrefetchedPage) -> _State:
+        """The state that it was in. Its bytes are not released."""
         del self._pages[page.key]
         self._pages_of[page.source] -= 1
         self._used.pop(page.key, None)
         self._plans.get(page.source, {}).pop(page.key, None)
         self._changed = True
         was, page.state = page.state, _State.GONE
-        if was is _State.STAGED:
-            self._release(page)
+        return was
 
     def _release(self, page: PrefetchedPage) -> None:
         self._held -= page.size

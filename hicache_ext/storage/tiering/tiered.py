@@ -147,7 +147,9 @@ class TieredStore:
         """Identities whose pages are looked up as a chain, and not one by one."""
         self._gate = IoPriority()
         self._generations = Generations()
-        self._prefetcher = Prefetcher(arrangement.settings.prefetch, self._gate, self._metrics)
+        self._prefetcher = Prefetcher(
+            arrangement.settings.prefetch, self._gate, self._metrics, unread=self._promote_unread
+        )
         self._page_bytes: dict[bytes, int] = {}
         self._places = _Places()
         self._helpers = ThreadPool("hicache-tiers")
@@ -349,6 +351,15 @@ class TieredStore:
                 failed.append(position)
         if failed:
             self._walk(read, failed)
+
+    def _promote_unread(self, pages: Sequence[PrefetchedPage]) -> None:
+        """Pages that came too late for the request that they were fetched for [a thread of the prefetch]."""
+        arrangement = self._arrangement
+        target = arrangement.promote_to
+        for page in pages:
+            if target is not None and arrangement.order.get(id(page.source), 0) >= arrangement.inner_tiers:
+                batch = PageBatch([page.key], [[memoryview(page.memory or b"")]])
+                target.promotions.promote(batch, [0], page.still_wanted)
 
     def _count(
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
