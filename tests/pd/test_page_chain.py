@@ -11,6 +11,7 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 
 prepare_process()
 
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
@@ -70,3 +71,22 @@ def test_hashes_that_are_not_there_yet_are_refused() -> None:
     chain.extend(list(range(PAGE_SIZE)))
     with pytest.raises(IndexError):
         chain.hashes(0, 2)
+
+
+@pytest.mark.parametrize("eagle", [False, True], ids=["tokens", "eagle"])
+def test_pages_of_other_images_have_other_hashes_and_a_decode_node_finds_the_same(eagle: bool) -> None:
+    """SGLang puts 62-bit numbers, made of what an image shows, in the places of its tokens."""
+
+    def prompt(shown: bytes) -> list[int]:
+        image = MultimodalDataItem(modality=Modality.IMAGE)
+        image.set_identity(shown * 32)
+        return [*range(100, 120), *image.padding_sequence(3 * PAGE_SIZE), *range(200, 240)]
+
+    hashes = [prefill_hashes(prompt(shown), eagle=eagle, extra_key=None, cache_salt=None) for shown in (b"a", b"b")]
+    # The pages before the image are of both.
+    alike = [one == other for one, other in zip(*hashes, strict=True)]
+    assert alike == sorted(alike, reverse=True) and sum(alike) == 1
+    chain = page_chain(PAGE_SIZE, bigrams=eagle, extra_key=None, cache_salt=None)
+    pages = chain.pages_in(len(prompt(b"a")))
+    chain.extend(prompt(b"a")[chain.tokens_for(0, pages)])
+    assert chain.hashes(0, pages) == hashes[0]
