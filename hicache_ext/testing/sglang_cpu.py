@@ -133,13 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+_RANKS = {
+    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "tp"),
+    **dict.fromkeys(("--dp", "--dp-size", "--data-parallel-size"), "dp"),
+}
+
+
 def _bind_cores(arguments: Sequence[str]) -> None:
-    """Give each tensor-parallel rank a core: SGLang would give each a NUMA node, and refuses where there are fewer."""
-    ranks = 1
+    """Give each rank a core: SGLang would give each a NUMA node, and refuses where there are fewer."""
+    sizes = {"tp": 1, "dp": 1}
     for index, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
-        if flag in ("--tp", "--tp-size", "--tensor-parallel-size"):
-            ranks = int(value or arguments[index + 1])
+        if (kind := _RANKS.get(flag)) is not None:
+            sizes[kind] = int(value or arguments[index + 1])
+    # Under DP attention the replicas are among the tensor-parallel ranks.
+    ranks = sizes["tp"] * (1 if "--enable-dp-attention" in arguments else sizes["dp"])
     if ranks > 1:
         cores = sorted(os.sched_getaffinity(0))
         binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))

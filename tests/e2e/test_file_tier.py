@@ -18,6 +18,7 @@ from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
+from tests.e2e.modes import saw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -296,6 +297,7 @@ def test_storage_can_be_attached_cleared_and_detached_while_the_server_runs(
         again = server.generate(PROMPT)
     assert again.cached.storage == REUSABLE
     assert again.output_ids == cold.output_ids
+    saw("storage attached, detached and attached again while the server runs", again)
 
 
 def test_two_servers_share_a_directory_and_one_of_them_is_killed(

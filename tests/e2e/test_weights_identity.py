@@ -20,6 +20,7 @@ from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.e2e.conftest import file_tier_config
+from tests.e2e.modes import saw
 from tests.rigs.tiny_adapter import make_tiny_adapter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -64,6 +65,7 @@ def test_pages_of_different_adapter_weights_never_meet_and_those_of_equal_ones_d
         assert old.cached_tokens == 0
         restored = ask(server, "a")
         assert (restored.cached.storage, restored.output_ids) == (REUSABLE, old.output_ids)
+        saw("`--lora-paths`, a request with `lora_path`", restored)
         base = ask(server, None)
         assert base.cached_tokens == 0
         assert base.output_ids != old.output_ids

@@ -1,0 +1,126 @@
+"""What SGLang can be told that changes when and how it asks storage: a real server each, and a row of docs/modes.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.testing.server import SglangServer
+from tests.e2e.conftest import file_tier_config
+from tests.e2e.modes import saw
+from tests.e2e.test_file_tier import PROMPT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+OTHERS = [[(number * 37 + 7 * p * p + 3 * p) % 250 for p in range(640)] for number in range(1, 7)]
+
+
+@dataclass(frozen=True)
+class Mode:
+    name: str
+    arguments: Sequence[str] = ()
+    page_size: int = 16
+    tp: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
+    replicas: int = 1
+    """Servers behind the one address, which take turns."""
+
+
+def argument(mode: Mode) -> Any:
+    return pytest.param(mode, id=mode.name)
+
+
+MODES = [
+    Mode("`--page-size 1`", page_size=1),
+    Mode("`--page-size 64`", page_size=64),
+    Mode("`--hicache-host-memory-mode buffer_only`", ("--hicache-host-memory-mode", "buffer_only")),
+    Mode("`--hicache-storage-prefetch-policy timeout`", settings={"prefetch_policy": "timeout"}),
+    Mode("`--hicache-mem-layout layer_first`", settings={"mem_layout": "layer_first"}),
+    Mode(
+        "`--hicache-mem-layout page_first_direct`", settings={"mem_layout": "page_first_direct", "io_backend": "direct"}
+    ),
+    Mode("`--hicache-mem-layout page_head`", settings={"mem_layout": "page_head"}),
+    Mode("`--enable-priority-scheduling`", ("--enable-priority-scheduling",), request={"priority": 3}),
+    Mode("`--chunked-prefill-size 128`", ("--chunked-prefill-size", "128")),
+    Mode("`--disable-overlap-schedule`", ("--disable-overlap-schedule",)),
+    Mode("`--tp 2`", tp=2),
+    Mode("`--dp 2`", ("--dp", "2"), replicas=2),
+    Mode("`--tp 2 --dp 2 --enable-dp-attention`", ("--dp", "2", "--enable-dp-attention"), tp=2, replicas=2),
+]
+
+
+def serve(model: Path, directory: Path, mode: Mode, **more: Any) -> SglangServer:
+    settings = {
+        "tp": mode.tp,
+        "page_size": mode.page_size,
+        "storage_backend": "dynamic",
+        "extra_config": file_tier_config(directory / "l3"),
+        "extra_arguments": mode.arguments,
+        **mode.settings,
+        **more,
+    }
+    return SglangServer(model, log_file=directory / "server.log", **settings)
+
+
+@pytest.mark.parametrize("mode", [argument(mode) for mode in MODES])
+def test_a_prompt_comes_back_from_storage_with_the_answer_it_had(tiny_model: Path, tmp_path: Path, mode: Mode) -> None:
+    log = tmp_path / "server.log"
+    with serve(tiny_model, tmp_path, mode) as server:
+        cold = [server.generate(PROMPT, **mode.request) for _ in range(mode.replicas)]
+        server.flush_cache()
+        warm = [server.generate(PROMPT, **mode.request) for _ in range(mode.replicas)]
+    assert "is answered as a miss" not in log.read_text()
+    assert {answer.output_ids for answer in warm} == {cold[0].output_ids} == {answer.output_ids for answer in cold}
+    saw(mode.name, *warm)
+
+
+def test_a_server_that_writes_back_stores_what_leaves_the_device(tiny_model: Path, tmp_path: Path) -> None:
+    """Nothing is stored before the device is full, and a flush throws away what was not."""
+    mode = Mode(
+        "`--hicache-write-policy write_back`",
+        ("--hicache-write-policy", "write_back", "--max-total-tokens", "2048"),
+    )
+    with serve(tiny_model, tmp_path, mode) as server:
+        cold = server.generate(PROMPT)
+        for other in OTHERS:
+            server.generate(other)
+        server.flush_cache()
+        warm = server.generate(PROMPT)
+    assert warm.output_ids == cold.output_ids
+    saw(mode.name, warm)
+
+
+def test_with_best_effort_an_idle_server_takes_nothing_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    mode = Mode("`--hicache-storage-prefetch-policy best_effort`, idle", settings={"prefetch_policy": "best_effort"})
+    with serve(tiny_model, tmp_path, mode) as server:
+        cold = server.generate(PROMPT)
+        server.flush_cache()
+        warm = server.generate(PROMPT)
+    assert warm.output_ids == cold.output_ids
+    assert "on an idle server nothing comes from storage" in (tmp_path / "server.log").read_text()
+    saw(mode.name, warm)
+
+
+def test_with_best_effort_a_busy_server_takes_what_comes_while_a_request_waits(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    mode = Mode(
+        "`--hicache-storage-prefetch-policy best_effort`, one request at a time",
+        ("--max-running-requests", "1"),
+        settings={"prefetch_policy": "best_effort"},
+    )
+    with serve(tiny_model, tmp_path, mode) as server:
+        cold = server.generate(PROMPT)
+        server.flush_cache()
+        sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+        other = server.events("/generate", {"input_ids": OTHERS[0], "sampling_params": sampling, "stream": True}, 240)
+        next(other)
+        warm = server.generate(PROMPT)
+        assert list(other)
+    assert warm.output_ids == cold.output_ids
+    saw(mode.name, warm)
