@@ -6,8 +6,9 @@ WORKERS ?= 2
 BESIDE := -n $(WORKERS) --dist loadfile
 MODEL ?=
 DEMO_ARGUMENTS ?=
+RELEASE ?=
 
-.PHONY: help demo test test-fast test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
+.PHONY: help demo test test-fast test-release releases test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
 .PHONY: damages dying-devices power-loss
 .PHONY: decode-throughput pull-or-recompute clean
 
@@ -15,6 +16,8 @@ help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
 	@echo "make test       everything: lint, fast tests, real processes, real SGLang servers"
 	@echo "make test-fast  the tests that need no server, under three minutes"
+	@echo "make test-release RELEASE=0.5.24  everything that needs no server, and a file tier under real servers, with that SGLang"
+	@echo "make releases   the tests of storage with every tested SGLang, 40 minutes; writes the table in README.md"
 	@echo "make test-radosgw  the object tier against Ceph's S3 gateway (Debian: ceph-mon ceph-osd ceph-common radosgw)"
 	@echo "make test-gpu   copy engines on a real NVIDIA GPU, races and compute-sanitizer included; says so without one"
 	@echo "make lint       ruff and mypy"
@@ -44,6 +47,13 @@ test: lint
 
 test-fast: setup-test
 	$(PYTEST) $(BESIDE) -m "not slow"
+
+test-release: setup-test
+	@[ -n "$(RELEASE)" ] || { echo "name a release: make test-release RELEASE=0.5.24"; exit 2; }
+	.venv/bin/python -m tests.releases.run $(RELEASE) --tests everything servers pairs
+
+releases: setup-test
+	.venv/bin/python -m tests.releases.run --tests storage servers pairs --write
 
 test-radosgw: setup-test
 	$(PYTEST) tests/storage/remote/object/radosgw_suite.py

@@ -79,6 +79,8 @@ say "installing hicache-ext"
 if [ "$purpose" = test ]; then
   pip install -e '.[dev]'
   say "installing s3rver, the S3 server of the tests"
+  say "unpacking the other SGLang releases that the tests run with"
+  .venv/bin/python -m tests.releases.wheels all >/dev/null
   npm install --silent --no-fund --no-audit --prefix .venv/s3rver s3rver@3.7.1 >/dev/null 2>&1 ||
     fail "npm could not install s3rver 3.7.1; the tests of object stores need it"
 else

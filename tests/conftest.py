@@ -6,6 +6,7 @@ the run counts those; in continuous integration (CI=true) they fail it.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections import Counter
 
@@ -21,6 +22,17 @@ settings.load_profile("suite")
 MISSING = "missing: "
 
 _missing: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sglang-release", help="run with this SGLang instead of the installed one (tests/releases)")
+    # Now, and not when all options are read: the next conftest may ask for the release, or import SGLang.
+    words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    words.add_argument("--sglang-release")
+    if release := words.parse_known_args()[0].sglang_release:
+        from tests.releases.wheels import use_in_this_process
+
+        use_in_this_process(release)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,6 +13,7 @@ import sys
 from hicache_ext.cli.inputs import read_configuration
 from hicache_ext.config import check_document
 from hicache_ext.doctor.examination import Section, examine, worst
+from hicache_ext.doctor.sglang_names import table_as_text
 from hicache_ext.errors import ConfigError, ConfigErrors
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.diagnosis import Level
@@ -74,4 +75,6 @@ def _text(section: Section) -> str:
         lines.append(f"  {_MARKS[finding.level]} {finding.subject}: {finding.seen}")
         if finding.remedy:
             lines.append(f"          -> {finding.remedy}")
+    if section.rows:
+        lines.append(table_as_text(section.rows))
     return "\n".join([*lines, ""])

@@ -9,6 +9,7 @@ from typing import Any
 from hicache_ext.config import ExtraConfig, TierConfig
 from hicache_ext.doctor.installation import installation_findings
 from hicache_ext.doctor.settings import setting_findings
+from hicache_ext.doctor.sglang_names import feature_findings, table
 from hicache_ext.errors import ConfigError, StoreError
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import examine_tier
@@ -22,6 +23,8 @@ class Section:
 
     title: str
     findings: tuple[Finding, ...]
+    rows: Sequence[dict[str, str]] = ()
+    """A table that belongs to them."""
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
@@ -31,12 +34,14 @@ class Section:
                 {"subject": one.subject, "level": one.level.value, "seen": one.seen, "remedy": one.remedy}
                 for one in self.findings
             ],
+            **({"table": list(self.rows)} if self.rows else {}),
         }
 
 
 def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
     """One section after the other, as they are found; ``only`` names the tiers to look at (None: all)."""
     yield Section("installation", tuple(installation_findings()))
+    yield Section("what is used of SGLang", tuple(feature_findings()), table())
     yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
     for name, tier in checked.hicache_ext.tiers.items():
         if only is None or name in only:

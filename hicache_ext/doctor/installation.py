@@ -9,8 +9,8 @@ import platform
 from collections.abc import Iterator
 
 from hicache_ext import __version__
+from hicache_ext.doctor.sglang_names import release_finding
 from hicache_ext.packages import installed_version
-from hicache_ext.sglang.releases import TESTED_SGLANG
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.registry import broken_tier_types
 
@@ -21,7 +21,7 @@ def installation_findings() -> Iterator[Finding]:
     """What is installed. Imports neither torch nor SGLang."""
     yield Finding("hicache_ext", Level.OK, __version__)
     yield Finding("python", Level.OK, platform.python_version())
-    yield _sglang()
+    yield release_finding()
     torch = installed_version("torch")
     if torch is None:
         yield Finding("torch", Level.ERROR, "not installed", "install it with SGLang")
@@ -30,18 +30,6 @@ def installation_findings() -> Iterator[Finding]:
     yield _plugin()
     for error in broken_tier_types():
         yield Finding("tier types", Level.ERROR, str(error), "servers start without it while no tier is of that type")
-
-
-def _sglang() -> Finding:
-    found = installed_version("sglang")
-    if found == TESTED_SGLANG:
-        return Finding("sglang", Level.OK, found)
-    if found is None:
-        remedy = f"run the doctor where SGLang runs; pip install sglang=={TESTED_SGLANG}"
-        return Finding("sglang", Level.ERROR, "not installed here", remedy)
-    return Finding(
-        "sglang", Level.ERROR, f"{found}; tested is {TESTED_SGLANG} alone", f"pip install sglang=={TESTED_SGLANG}"
-    )
 
 
 def _plugin() -> Finding:

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
-    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -33,6 +32,7 @@ from hicache_ext.runtime.metrics import TransferSamples
 from hicache_ext.sglang.host_pool import HostPages, flat_buffers
 from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
 from hicache_ext.sglang.never_raise import all_false, all_none, answering, length, transfers_false
+from hicache_ext.sglang.releases import hit_policy
 from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
 
@@ -95,8 +95,8 @@ class HiCacheExtBackend(BackendLifecycle):
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
         for transfer in pool_transfers or []:
-            if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-                # Never gates the hit; a pool left out of the answer carries no verdict.
+            if hit_policy(transfer.hit_policy) == "none":
+                # A pool left out of the answer carries no verdict.
                 continue
             if not restorable:
                 break
@@ -112,11 +112,13 @@ class HiCacheExtBackend(BackendLifecycle):
         pool = self._pools.bound.get(name_of(transfer.name))
         if pool is None or pool.pages is None:
             return set()
-        if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+        if hit_policy(transfer.hit_policy) == "all_pages":
             leading, absent = self._leading(pool, keys)
             if absent:
                 self._store.count_absent(absent)
             return set(range(1, leading + 1))
+        if hit_policy(transfer.hit_policy) == "unknown":
+            return set()
         window = max(1, len(transfer.keys) if transfer.keys else 1)
         present = self._present(pool, keys)
         complete: set[int] = set()

@@ -22,6 +22,7 @@ from hicache_ext.page import batch_code
 from hicache_ext.page.identity import PoolIdentity
 from hicache_ext.page.memory import Addresses, PageMemory
 from hicache_ext.runtime.jit import is_compiled
+from hicache_ext.sglang.releases import format_facts, pool_fact
 
 _GEOMETRY_ATTRIBUTES = (
     "layer_num",
@@ -162,13 +163,12 @@ class HostPages:
         """The pool's part of the page identity."""
         geometry = []
         for attribute in _GEOMETRY_ATTRIBUTES:
-            value = getattr(self.pool, attribute, None)
+            value = pool_fact(self.pool, attribute)
             if isinstance(value, int) and attribute in _SPLIT_WITH_HEADS:
                 value //= self.parts
             if isinstance(value, int | str | torch.dtype) and not isinstance(value, bool):
                 geometry.append((attribute, str(value)))
-        for number, info in enumerate(getattr(self.pool, "_buffer_infos", ()) or ()):
-            geometry.append((f"buffer{number}", _describe_buffer_info(info)))
+        geometry += format_facts(self.pool)
         return PoolIdentity(
             name=self.name,
             kind=type(self.pool).__name__,
@@ -251,19 +251,3 @@ def _tensor_segments(tensor: torch.Tensor) -> list[memoryview] | None:
         return None
     size = tensor.numel() * tensor.element_size()
     return [memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")]
-
-
-def _describe_buffer_info(info: Any) -> str:
-    """Facts of SGLang's device buffer description that tell packed or scaled formats apart."""
-    facts = []
-    for attribute in ("head_dim", "v_head_dim", "kv_cache_dim", "packed_fp8", "dtype"):
-        value = getattr(info, attribute, None)
-        if value is not None:
-            facts.append(f"{attribute}={value}")
-    layout = getattr(getattr(info, "buffers", None), "layout", None)
-    if layout is not None:
-        facts.append(f"layout={getattr(layout, 'value', layout)}")
-    scales = getattr(info, "scales", None)
-    if scales is not None:
-        facts.append(f"scales={getattr(scales.layout, 'value', scales.layout)}")
-    return ",".join(facts)

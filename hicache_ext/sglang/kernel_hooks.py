@@ -32,6 +32,7 @@ from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Registration, device_rows, host_rows
 from hicache_ext.kernels.loader import Submission
 from hicache_ext.kernels.selection import Choice, Selector, make_selector
+from hicache_ext.sglang import releases
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,6 @@ _MHA_LAYOUTS: _Layouts = {
 _MLA_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first", "page_first_direct")}
 # SGLang backs layer-sharded MLA pools up layer by layer, which exists for fewer combinations.
 _MLA_SHARDED_BACKUP_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first",)}
-# Device buffers whose token t starts t rows after the first one; head-major and vectorised ones differ.
-_TOKEN_MAJOR_BUFFERS = ("nhd", "paged_nhd")
 # Where SGLang notes what it registered with the driver, call by call.
 _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 
@@ -134,8 +133,7 @@ def _dotted_name(pool_class: type) -> str:
 
 
 def _target_layers(pool: Any, kind: str) -> Container[int]:
-    layers: Container[int] = pool._target_layer_indices if kind == MLA else range(pool.target_layer_num)
-    return layers
+    return releases.mla_layers(pool)[0] if kind == MLA else range(pool.target_layer_num)
 
 
 def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str | None:
@@ -146,14 +144,9 @@ def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str
         return "pool_class"
     if pool.layout not in _MHA_LAYOUTS.get(io_backend, ()):
         return f"layout_{pool.layout}_{io_backend}"
-    if pool.head_dim != pool.v_head_dim:
+    if pool.head_dim != releases.pool_fact(pool, "v_head_dim"):
         return "asymmetric"
-    for info in pool._buffer_infos:
-        if info.scales is not None:
-            return "scales"
-        if info.transfer_buffers is not None or info.buffers.layout.value not in _TOKEN_MAJOR_BUFFERS:
-            return "device_layout"
-    return None
+    return releases.foreign_device_layout(pool)
 
 
 def _mla_refusal(pool: Any, io_backend: str, direction: Direction) -> str | None:
@@ -161,8 +154,8 @@ def _mla_refusal(pool: Any, io_backend: str, direction: Direction) -> str | None
     layouts = _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS
     if pool._is_dummy:
         return "no_buffer"
-    if pool._native_buffers is not None:
-        return "device_layout"
+    if (foreign := releases.foreign_device_layout(pool)) is not None:
+        return foreign
     if pool.layout not in layouts.get(io_backend, ()):
         return f"layout_{pool.layout}_{io_backend}"
     return None
@@ -188,8 +181,7 @@ class _Binding:
 
     def __init__(self, pool: Any) -> None:
         if _dotted_name(type(pool)) == MLA:
-            drafts = range(pool._device_layer_num, pool._device_layer_num + pool._draft_layer_num)
-            layer_ids = [*pool._target_layer_indices, *drafts]
+            layer_ids = [*releases.mla_layers(pool)[1]]
             layers: list[Sequence[LayerCopy]] = [[_mla_copy(pool, layer_id)] for layer_id in layer_ids]
         else:
             layer_ids = list(range(pool.layer_num))
@@ -291,9 +283,10 @@ def _bound(pool: Any) -> _Binding:
 
 
 def _buffers(pool: Any) -> tuple[Any, ...]:
-    if hasattr(pool, "device_kv_buffers"):
-        return pool.kv_buffer, *pool.device_kv_buffers
-    return pool.kv_buffer, *pool.device_k_buffers, *pool.device_v_buffers
+    if _dotted_name(type(pool)) == MLA:
+        return pool.kv_buffer, *releases.mla_device_buffers(pool)
+    k_buffers, v_buffers = releases.mha_device_buffers(pool)
+    return pool.kv_buffer, *k_buffers, *v_buffers
 
 
 def _registrations(pool: Any) -> Sequence[Registration]:
@@ -303,18 +296,20 @@ def _registrations(pool: Any) -> Sequence[Registration]:
 
 def _mha_copies(pool: Any, layer: int) -> Sequence[LayerCopy]:
     segment_bytes = pool.head_dim * pool.dtype.itemsize
+    k_buffers, v_buffers = releases.mha_device_buffers(pool)
     return [
         _layer_copy(pool, host_buffer, layer, device_buffers[layer], pool.head_num, segment_bytes)
         for host_buffer, device_buffers in (
-            (pool.k_buffer, pool.device_k_buffers),
-            (pool.v_buffer, pool.device_v_buffers),
+            (pool.k_buffer, k_buffers),
+            (pool.v_buffer, v_buffers),
         )
     ]
 
 
 def _mla_copy(pool: Any, layer_id: int) -> LayerCopy:
-    host_layer = pool._host_layer_by_controller[layer_id]
-    device_buffer = pool.device_kv_buffers[pool._buffer_index_by_layer[layer_id]]
+    _, host_layers, buffer_numbers = releases.mla_layers(pool)
+    host_layer = host_layers[layer_id]
+    device_buffer = releases.mla_device_buffers(pool)[buffer_numbers[layer_id]]
     return _layer_copy(pool, pool.kv_buffer, host_layer, device_buffer, 1, pool.token_stride_size)
 
 
@@ -339,7 +334,7 @@ def _layer_copy(
     device = device_rows(
         device_buffer,
         page_size=pool.page_size,
-        row_stride=pool.device_row_stride_bytes,
+        row_stride=releases.device_row_stride(pool),
         segment_bytes=segment_bytes,
     )
     return LayerCopy(host, device, pool.page_size, segments, segment_bytes)

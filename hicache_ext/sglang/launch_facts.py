@@ -30,7 +30,7 @@ _NAMES_OF_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype`` that say no more than the dtype they stand for."""
 
 _COMPUTE_ARGUMENTS = (
-    *("json_model_override_args", "torchao_config", "modelopt_quant", "model_loader_extra_config"),
+    *("json_model_override_args", "modelopt_quant", "model_loader_extra_config"),
     *("forward_hooks", "rl_quant_profile"),
 )
 """Launch arguments that change KV values although the weights are the same, beside dtype and quantisation, which the
@@ -66,6 +66,8 @@ class LaunchFacts:
     kv_cache_dtype: str | None = None
     compute: str = ""
     role: ServerRole = "both"
+    decode_offload: bool = False
+    """Whether a decode node writes what it has decoded."""
     metrics: bool = False
     config_file: str | None = None
     """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
@@ -106,6 +108,7 @@ def _facts_of_server() -> LaunchFacts:
         kv_cache_dtype=_kv_cache_dtype(_target_runner()) or resolved("kv_cache_dtype"),
         compute=_compute(),
         role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
+        decode_offload=bool(resolved("disaggregation_decode_enable_offload_kvcache")),
         metrics=bool(resolved("enable_metrics")),
         config_file=_config_file(),
         prefetch_policy=resolved("hicache_storage_prefetch_policy"),

@@ -14,17 +14,20 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
+from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.attached import attach, detach
+from hicache_ext.sglang.features import ADAPTERS, DECODE_WRITER, HOOKED, PREFILL_COST, STORAGE
 from hicache_ext.sglang.hint_traffic import HintTraffic
-from hicache_ext.sglang.hooks import ADAPTERS, DECODE_WRITER, FEATURES, not_in_force
+from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.launch_facts import read_launch_facts
 from hicache_ext.sglang.never_raise import answering
 from hicache_ext.sglang.prefill_cost import prefill_cost
-from hicache_ext.sglang.releases import check_sglang_version
+from hicache_ext.sglang.releases import installed_release, refuse_old_release, refuse_unsafe_offload, untested
+from hicache_ext.sglang.self_check import check_installed, lacking
 from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.guards.scheduler import answering_at_once
@@ -44,8 +47,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         """Raises ConfigError, StoreSetupError or UnsupportedError with one sentence: SGLang then does not start."""
-        check_sglang_version()
+        _refuse_unusable_release()
         self._facts = read_launch_facts()
+        if self._facts.decode_offload:
+            refuse_unsafe_offload()
+        self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
         self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
         self._pools = ServedPools(storage_config, self._config, self._facts, self._register_identity, self.clear)
@@ -169,8 +175,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 "hicache_ext: --hicache-storage-prefetch-policy best_effort: SGLang waits for no page, so that on an "
                 "idle server nothing comes from storage; timeout (its default) and wait_complete wait"
             )
-        unused = {ADAPTERS: not self._facts.lora, DECODE_WRITER: self._config.role == "prefill"}
-        for sentence in not_in_force([feature for feature in FEATURES if not unused.get(feature)]).values():
+        if not self._ranks_before_this and (sentence := untested(installed_release())) is not None:
+            logger.warning("%s", sentence)
+        unused = {
+            ADAPTERS: not self._facts.lora,
+            DECODE_WRITER: self._config.role != "decode",
+            PREFILL_COST: self._pull_rule is None,
+        }
+        for sentence in not_in_force([feature for feature in HOOKED if not unused.get(feature)]).values():
             logger.warning("hicache_ext: %s", sentence)
 
     def _patience(self) -> AbstractContextManager[None]:
@@ -186,6 +198,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
 def name_of(name: Any) -> str:
     return str(getattr(name, "value", name))
+
+
+def _refuse_unusable_release() -> None:
+    """Raises UnsupportedError for a release that is too old, or lacks something that storage needs."""
+    refuse_old_release()
+    if (words := lacking(check_installed(), STORAGE)) is not None:
+        remedy = "use another release; hicache-ext doctor shows all that is missing"
+        raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which storage needs", remedy)
 
 
 def _process_labels(config: HiCacheStorageConfig) -> dict[str, str]:

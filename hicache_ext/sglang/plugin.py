@@ -7,10 +7,10 @@ constructor checks that the hooks are in force (``hooks.not_in_force``).
 from __future__ import annotations
 
 from hicache_ext.sglang import hooks
-from hicache_ext.sglang.releases import check_sglang_version
+from hicache_ext.sglang.releases import refuse_old_release
 
 
 def register() -> None:
     """Register all hooks. Called by SGLang, once a process. Raises UnsupportedError for an SGLang that is too old."""
-    check_sglang_version()
+    refuse_old_release()
     hooks.register()

@@ -1,35 +1,257 @@
-"""What differs between releases of SGLang, and nothing else. Imports neither torch nor SGLang."""
+"""What differs between releases of SGLang, and nothing else. Imports neither torch nor SGLang before it has to.
+
+Which names a release must have is in used_names.py. Where a fact moved from one object to another, its function here
+finds it in every release; its name says what comes back.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
+import re
+from typing import Any, Literal
 
 from hicache_ext.errors import UnsupportedError
 
-logger = logging.getLogger(__name__)
+TESTED = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
+"""The releases that the tests run with, the oldest one first."""
 
-TESTED_SGLANG = "0.5.23"
-"""The release that all tests run with, and the oldest one that is served."""
+_VERSION = re.compile(r"(\d+)\.(\d+)\.?(\d*)")
 
 
-def check_sglang_version(installed: str | None = None) -> None:
-    """Refuse an SGLang that is known to be unsafe, warn about one that was not tested.
+def installed_release() -> str:
+    """The SGLang of this environment. Raises UnsupportedError without one."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedError("this environment", "SGLang is not installed in it", _remedy()) from None
 
-    Releases before the tested one left LoRA and cache_salt out of the page hashes in places, and lack the calls this
-    package answers. Raises UnsupportedError.
+
+def is_tested(release: str) -> bool:
+    """Whether the tests run with exactly this release; what stands behind a "+" is the name of a build."""
+    return release.split("+")[0] in TESTED
+
+
+def comes_with(release: str, since: str) -> bool:
+    """Whether ``release`` is ``since`` or newer."""
+    return _numbers(release) >= _numbers(since)
+
+
+def refuse_old_release(release: str | None = None) -> None:
+    """Raises UnsupportedError for a release that is older than the oldest tested one.
+
+    Releases before it lack calls that this package answers, and left LoRA and cache_salt out of page hashes in places.
     """
-    if installed is None:
-        installed = importlib.metadata.version("sglang")
-    if installed == TESTED_SGLANG:
-        return
-    if _numbers(installed) < _numbers(TESTED_SGLANG):
+    release = installed_release() if release is None else release
+    if not comes_with(release, TESTED[0]):
+        raise UnsupportedError(f"SGLang {release}", f"this package needs {TESTED[0]} or newer", _remedy())
+
+
+def refuse_unsafe_offload(release: str | None = None) -> None:
+    """Raises UnsupportedError for a decode node whose SGLang may store other requests' KV under a page's hash."""
+    release = installed_release() if release is None else release
+    if not comes_with(release, "0.5.21"):
         raise UnsupportedError(
-            f"SGLang {installed}", f"this package needs {TESTED_SGLANG}", f"pip install sglang=={TESTED_SGLANG}"
+            f"--disaggregation-decode-enable-offload-kvcache of SGLang {release}",
+            "a request that is retracted gives its memory away while a copy of it is still under way",
+            "leave it out, or use 0.5.21 or newer",
         )
-    logger.warning("hicache_ext was tested with SGLang %s; this is %s", TESTED_SGLANG, installed)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    release = version.split("+")[0].split(".post")[0]
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in release.split(".")[:3])
+def untested(release: str) -> str | None:
+    """The warning for a release that was not tested; None for one that was."""
+    if is_tested(release):
+        return None
+    return (
+        f"hicache_ext was tested with SGLang {', '.join(TESTED)}; this is {release}. It has all that storage needs."
+        " Its pages are kept apart from those of other releases"
+    )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    found = _VERSION.match(release)
+    return tuple(int(number or 0) for number in found.groups()) if found else (0, 0, 0)
+
+
+def _remedy() -> str:
+    return f"pip install sglang=={TESTED[-1]}"
+
+
+# -- what storage calls hand over --------------------------------------------------------------------------------------
+
+
+def hit_policy(policy: Any) -> Literal["all_pages", "trailing_pages", "none", "unknown"]:
+    """What of a pool's pages must be there for a prefix to be restored.
+
+    "none": BLOCK_GROUPS, since 0.5.22; it never gates a hit. "unknown": a policy of a release to come.
+    """
+    value = getattr(policy, "value", policy)
+    if value == "all_pages" or value == "trailing_pages":
+        return "all_pages" if value == "all_pages" else "trailing_pages"
+    return "none" if value == "block_groups" else "unknown"
+
+
+def dcp_shard(config: Any, pool: Any) -> tuple[int, int]:
+    """(rank, size) under decode context parallelism. Until 0.5.22 only the host pool knows them, and SGLang refuses a
+    storage backend beside it at start."""
+    if hasattr(config, "dcp_size"):
+        return config.dcp_rank, config.dcp_size
+    return getattr(pool, "dcp_rank", 0), getattr(pool, "dcp_size", 1)
+
+
+# -- host pools --------------------------------------------------------------------------------------------------------
+
+
+def pool_fact(pool: Any, name: str) -> Any:
+    """An attribute of a host pool; until 0.5.21 a plain MHA pool leaves ``v_head_dim`` to its device pool."""
+    value = getattr(pool, name, None)
+    if value is None and name == "v_head_dim" and getattr(pool, "head_dim", None) is not None:
+        return getattr(getattr(pool, "device_pool", None), name, None)
+    return value
+
+
+def format_facts(pool: Any, release: str | None = None) -> list[tuple[str, str]]:
+    """What tells packed, scaled or reordered formats of a host pool's pages apart, beside its attributes.
+
+    The same for the same bytes, whichever tested release describes them. What an untested release writes is its own:
+    nobody has compared its bytes with those of the others.
+    """
+    facts = [(f"buffer{number}", text) for number, text in enumerate(_buffer_facts(pool))]
+    release = installed_release() if release is None else release
+    return facts if is_tested(release) else [*facts, ("sglang", release)]
+
+
+def _buffer_facts(pool: Any) -> list[str]:
+    if hasattr(pool, "_buffer_infos"):
+        return [_facts_of_info(info) for info in pool._buffer_infos or ()]
+    of_mha = any(kind.__name__ == "MHATokenToKVPoolHost" for kind in type(pool).__mro__)
+    return [_facts_of_device_pool(one) for one in _device_pools(pool)] if of_mha else []
+
+
+def _facts_of_info(info: Any) -> str:
+    """Since 0.5.23: SGLang's MHABufferInfo."""
+    facts = []
+    for attribute in ("head_dim", "v_head_dim", "kv_cache_dim", "packed_fp8", "dtype"):
+        value = getattr(info, attribute, None)
+        if value is not None:
+            facts.append(f"{attribute}={value}")
+    layout = getattr(getattr(info, "buffers", None), "layout", None)
+    if layout is not None:
+        facts.append(f"layout={getattr(layout, 'value', layout)}")
+    scales = getattr(info, "scales", None)
+    if scales is not None:
+        facts.append(f"scales={getattr(scales.layout, 'value', scales.layout)}")
+    return ",".join(facts)
+
+
+def _facts_of_device_pool(device_pool: Any) -> str:
+    """Until 0.5.22, from the device pool of an MHA host pool; for a plain one the same text as since."""
+    facts = [
+        *(f"{name}={getattr(device_pool, name, None)}" for name in ("head_dim", "v_head_dim")),
+        f"dtype={getattr(device_pool, 'store_dtype', None)}",
+        f"layout={getattr(device_pool, 'kv_cache_layout', 'nhd')}",
+    ]
+    kind = type(device_pool).__name__
+    if kind != "MHATokenToKVPool" or _is_quantized(device_pool):
+        facts.append(f"pool={kind},quantized={_is_quantized(device_pool)}")
+    return ",".join(facts)
+
+
+def _device_pools(pool: Any) -> tuple[Any, ...]:
+    """Until 0.5.22: the device pools behind a host pool, the target's first."""
+    target = getattr(pool, "device_pool", None)
+    return () if target is None else (target, *getattr(pool, "mtp_draft_device_pools", ()))
+
+
+def _is_quantized(device_pool: Any) -> bool:
+    asked = getattr(device_pool, "is_quantized_kv_cache", None)
+    return bool(asked()) if callable(asked) else False
+
+
+# -- device buffers, for copy engines ----------------------------------------------------------------------------------
+
+
+def mha_device_buffers(pool: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """K and V buffers on the device, layer by layer, those of drafts last."""
+    if hasattr(pool, "device_k_buffers"):
+        return tuple(pool.device_k_buffers), tuple(pool.device_v_buffers)
+    pools = _device_pools(pool)
+    return tuple(b for one in pools for b in one.k_buffer), tuple(b for one in pools for b in one.v_buffer)
+
+
+def mla_device_buffers(pool: Any) -> tuple[Any, ...]:
+    """Latent buffers on the device, likewise."""
+    if hasattr(pool, "device_kv_buffers"):
+        return tuple(pool.device_kv_buffers)
+    return tuple(b for one in _device_pools(pool) for b in one.kv_buffer)
+
+
+def mla_layers(pool: Any) -> tuple[list[int], dict[int, int], dict[int, int]]:
+    """The controller's numbers of the target layers that this rank owns; then for these, and for the drafts behind
+    them, the layer in the host pool and the number of the buffer on the device."""
+    if hasattr(pool, "_host_layer_by_controller"):
+        return list(pool._target_layer_indices), pool._host_layer_by_controller, pool._buffer_index_by_layer
+    same = {layer: layer for layer in range(pool.layer_num)}
+    return list(range(pool.target_layer_num)), same, same
+
+
+def device_row_stride(pool: Any) -> int:
+    """Bytes from a token's row on the device to the next one's."""
+    stride = getattr(pool, "device_row_stride_bytes", None)
+    return int(pool.token_stride_size if stride is None else stride)
+
+
+def foreign_device_layout(pool: Any) -> str | None:
+    """Why the device buffers are not rows of tokens, as a metric label; None where they are."""
+    if hasattr(pool, "_buffer_infos"):
+        for info in pool._buffer_infos:
+            if info.scales is not None:
+                return "scales"
+            if info.transfer_buffers is not None or info.buffers.layout.value not in ("nhd", "paged_nhd"):
+                return "device_layout"
+        return None
+    if hasattr(pool, "_native_buffers"):
+        return None if pool._native_buffers is None else "device_layout"
+    for one in _device_pools(pool):
+        if _is_quantized(one):
+            return "scales"
+        if getattr(one, "layer_shard_enabled", False):
+            return "layer_shard"
+        buffers = one.kv_buffer if hasattr(one, "kv_buffer") else (*one.k_buffer, *one.v_buffer)
+        if getattr(one, "kv_cache_layout", "nhd") != "nhd" or any(b.dim() != 3 or b.stride(-1) != 1 for b in buffers):
+            return "device_layout"
+        if not hasattr(pool, "device_row_stride_bytes") and not all(b.is_contiguous() for b in buffers):
+            return "device_layout"
+    return None
+
+
+# -- what SGLang does with host pools, for tests -----------------------------------------------------------------------
+
+
+def end_registration(backend: Any) -> None:
+    """Tell a storage backend that all host pools are registered, where SGLang does: since 0.5.23."""
+    told = getattr(backend, "on_host_pools_registered", None)
+    if told is not None:
+        told()
+
+
+def mha_host_arguments(device_pool: Any, tokens: int) -> tuple[Any, dict[str, Any]]:
+    """What the constructor of MHATokenToKVPoolHost takes of its device pool: first argument and keywords."""
+    if not hasattr(device_pool, "_mha_buffer_info"):
+        return device_pool, {}
+    return device_pool._mha_buffer_info(), _host_range(device_pool, tokens)
+
+
+def mla_host_arguments(device_pool: Any, tokens: int, layers: int) -> tuple[Any, dict[str, Any]]:
+    """Likewise of MLATokenToKVPoolHost."""
+    if not hasattr(device_pool, "get_device_pool_infos"):
+        return device_pool, {}
+    facts = {**_host_range(device_pool, tokens), "layer_shard_enabled": False, "target_layer_num": layers}
+    return device_pool.get_device_pool_infos()[0].buffer_info, facts
+
+
+def _host_range(device_pool: Any, tokens: int) -> dict[str, Any]:
+    return {
+        "device_capacity_tokens": tokens,
+        "start_layer": device_pool.start_layer,
+        "end_layer": device_pool.end_layer,
+    }

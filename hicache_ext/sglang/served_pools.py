@@ -20,10 +20,12 @@ from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.sglang import weights_hooks
-from hicache_ext.sglang.hooks import ADAPTERS, not_in_force
+from hicache_ext.sglang.features import ADAPTERS
+from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.host_pool import HostPages, has_page_bytes
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
+from hicache_ext.sglang.releases import dcp_shard, pool_fact
 
 logger = logging.getLogger(__name__)
 
@@ -215,10 +217,10 @@ class ServedPools:
         common = Shard(
             pp=(ranks.pp_rank, ranks.pp_size),
             cp=(ranks.attn_cp_rank, ranks.attn_cp_size),
-            dcp=(ranks.dcp_rank, ranks.dcp_size),
+            dcp=dcp_shard(ranks, pool),
         )
         replicated = ranks.is_mla_model and name != PoolName.MAMBA.value
-        if replicated and ranks.tp_size > 1 and getattr(pool, "v_head_dim", None) is not None:
+        if replicated and ranks.tp_size > 1 and pool_fact(pool, "v_head_dim") is not None:
             raise UnsupportedError(
                 f"host pool {name!r} ({type(pool).__name__})",
                 "its heads differ per TP rank, but SGLang writes the pools of this model from rank 0 only",

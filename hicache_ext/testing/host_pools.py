@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hicache_ext.sglang.releases import mha_host_arguments, mla_host_arguments
+
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
@@ -43,8 +45,9 @@ def mha_pools(
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     on_gpu = device != "cpu"
+    tokens = pages * page_size
     device_pool = MHATokenToKVPool(
-        size=pages * page_size,
+        size=tokens,
         page_size=page_size,
         dtype=dtype,
         head_num=heads,
@@ -53,8 +56,9 @@ def mha_pools(
         device=device,
         enable_memory_saver=False,
     )
+    source, facts = mha_host_arguments(device_pool, tokens)
     host = MHATokenToKVPoolHost(
-        device_pool._mha_buffer_info(),
+        source,
         1.0,
         0,
         page_size,
@@ -62,9 +66,7 @@ def mha_pools(
         pin_memory=on_gpu,
         device="cpu",
         allocator_type=allocator,
-        device_capacity_tokens=pages * page_size,
-        start_layer=0,
-        end_layer=layers,
+        **facts,
     )
     if not on_gpu:
         fill_with_noise(host)
@@ -85,8 +87,9 @@ def mla_pools(
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+    tokens = pages * page_size
     device = MLATokenToKVPool(
-        size=pages * page_size,
+        size=tokens,
         page_size=page_size,
         dtype=dtype,
         kv_lora_rank=kv_lora_rank,
@@ -95,19 +98,16 @@ def mla_pools(
         device="cpu",
         enable_memory_saver=False,
     )
+    source, facts = mla_host_arguments(device, tokens, layers)
     host = MLATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info,
+        source,
         1.0,
         0,
         page_size,
         layout,
         pin_memory=False,
         device="cpu",
-        device_capacity_tokens=pages * page_size,
-        start_layer=0,
-        end_layer=layers,
-        layer_shard_enabled=False,
-        target_layer_num=layers,
+        **facts,
     )
     fill_with_noise(host)
     return Pools(host, device)

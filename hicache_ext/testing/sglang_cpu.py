@@ -1,4 +1,4 @@
-"""Unmodified SGLang 0.5.23 on a machine without a GPU.
+"""Unmodified SGLang, any release of ``releases.TESTED``, on a machine without a GPU.
 
 ``python -m hicache_ext.testing.sglang_cpu ARGUMENTS`` takes the arguments of ``sglang.launch_server`` and runs that
 server. On a machine with a GPU it hands over and changes nothing. Without one it mends, in every process of the server,
@@ -10,6 +10,7 @@ missing on CPU                              mended by
 torchvision's operators (a CUDA build)      declaring the two schemas that its import needs
 ``sgl_kernel``                              a stub module with the one function that is called
 pinned host memory                          HiCache host pools, PD transfers and LoRA are told not to pin
+Triton, for token slots (until 0.5.21)      plain torch (cpu_allocation.py)
 host <-> device copy operations             the reference engine, through ``hicache_ext.sglang.kernel_hooks``
 CPU engine switch, CUDA events in PD        environment variables (only where unset)
 ==========================================  ==========================================================================
@@ -30,6 +31,7 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import runpy
 import sys
@@ -40,8 +42,10 @@ from typing import Any
 
 import torch
 
-from hicache_ext.sglang.hooks import COPIES, not_in_force, register
+from hicache_ext.sglang.features import COPIES
+from hicache_ext.sglang.hooks import not_in_force, register
 from hicache_ext.sglang.kernel_hooks import has_accelerator
+from hicache_ext.testing.cpu_allocation import allocate_without_triton
 
 MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
 
@@ -235,6 +239,7 @@ def _register_hooks() -> None:
         importlib.import_module(name).register()
     for target, hook in (
         ("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinned_host_pool),
+        ("sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.__init__", allocate_without_triton),
         (
             "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
             _without_pinned_page_indices,
@@ -245,7 +250,12 @@ def _register_hooks() -> None:
 
 
 def _without_pinned_host_pool(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, {**kwargs, "pin_memory": False}
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+    # SGLang passes it by its name or by its place, as the release likes.
+    given = inspect.signature(HostKVCache.__init__).bind(*args, **kwargs)
+    given.arguments["pin_memory"] = False
+    return given.args, given.kwargs
 
 
 def _without_pinned_page_indices(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.sglang.releases import end_registration
 from hicache_ext.testing.host_pools import make_storage_config
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.backend.test_conformance import extra_config
@@ -35,7 +36,7 @@ def open_backend(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         if kv_pool is not None:
             backend.register_mem_pool_host(kv_pool)
             backend.register_mem_host_pool_v2(kv_pool, PoolName.KV)
-            backend.on_host_pools_registered()
+            end_registration(backend)
         return backend
 
     yield open_

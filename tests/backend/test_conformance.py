@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.testing.conformance.storage_backend import StorageBackendTests
 from hicache_ext.testing.sglang_cpu import prepare_process
 
@@ -64,6 +65,11 @@ HICACHE_FILE_FAILS = {
     "test_clear_leaves_other_models_alone": "deletes every file of the directory",
     "test_clear_leaves_strangers_files_alone": "deletes every file of the directory",
 }
+
+if not comes_with(installed_release(), "0.5.23"):
+    unsaid = "does not say which prefixes can be restored until 0.5.22"
+    HICACHE_FILE_FAILS["test_a_prefix_with_its_sidecar_missing_is_not_restorable"] = unsaid
+    HICACHE_FILE_FAILS["test_a_trailing_pool_is_restorable_only_where_its_window_is_whole"] = unsaid
 
 
 class TestSglangHiCacheFile(StorageBackendTests):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from hicache_ext.errors import UnsupportedError
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import mha_pools, page_indices
 
@@ -219,13 +218,3 @@ def test_a_read_through_a_smaller_target_is_a_miss_and_removes_nothing_it_should
     assert backend.batch_set(["a", "b"], [torch.ones(8), torch.ones(8)])
     assert [found is not None for found in backend.batch_get(["a", "b"], [torch.zeros(8), None])] == [True, False]
     assert backend.exists("b")
-
-
-def test_a_version_that_is_too_old_is_refused_and_a_newer_one_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    from hicache_ext.sglang.releases import check_sglang_version
-
-    check_sglang_version("0.5.23")
-    with pytest.raises(UnsupportedError, match=r"SGLang 0\.5\.9 cannot be served: this package needs 0\.5\.23"):
-        check_sglang_version("0.5.9")
-    check_sglang_version("0.5.24.post1")
-    assert "was tested with SGLang 0.5.23; this is 0.5.24.post1" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ import yaml
 
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.doctor import installation
+from hicache_ext.doctor import installation, sglang_names
+from hicache_ext.sglang import features, releases, self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
@@ -155,11 +157,50 @@ def test_what_sglang_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["configuration"]["allocator"]["level"] == "ok"
 
 
-@pytest.mark.parametrize(("version", "level"), [("0.5.23", "ok"), ("0.5.22", "error"), (None, "error")])
-def test_sglang_must_be_the_tested_one(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
-    monkeypatch.setattr(installation, "installed_version", lambda package: version)
-    found = {finding.subject: finding for finding in installation.installation_findings()}
-    assert found["sglang"].level.value == level
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("0.5.23", "ok"), ("0.5.20", "ok"), ("0.5.19", "error"), ("0.5.24", "warning"), (None, "error")],
+)
+def test_sglang_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
+    def found_version(package: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(releases.importlib.metadata, "version", found_version)
+    assert sglang_names.release_finding().level.value == level
+
+
+def test_every_name_of_sglang_that_is_used_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "pages"}
+    file = write(tmp_path, {"disk": tier})
+    main(["doctor", file])
+    lines = capsys.readouterr().out.splitlines()
+    for use in used_names.USED:
+        owner = use.owner.removeprefix("sglang.srt.")
+        of_owner = [line for line in lines if f" {owner}: " in line and all(name in line for name in use.names)]
+        rows = [line for line in of_owner if use.features[0].name in line or "every hook" in line]
+        assert rows, use
+        assert all(line.split()[0] == "yes" or line.startswith(("  not before", "  NO")) for line in rows)
+
+
+def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = [
+        used_names.Use("sglang.srt.managers.scheduler.Scheduler", ("no_such",), (features.PREFILL_COST,)),
+        used_names.Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("keys", "gone"), (features.STORAGE,)),
+    ]
+    checked = tuple(self_check.check(self_check.Sources.installed(), "0.5.99", gone))
+    monkeypatch.setattr(sglang_names, "check_installed", lambda: checked)
+    found = {one.subject: one for one in sglang_names.feature_findings()}
+    assert found["storage"].level.value == "error" and "PoolTransfer.gone" in found["storage"].seen
+    assert (
+        found["cost of prefill"].level.value == "warning" and "off, since SGLang lacks" in found["cost of prefill"].seen
+    )
+    assert [row["found"] for row in sglang_names.table() if row["of SGLang"].endswith(("no_such", "keys", "gone"))] == [
+        "NO",
+        "NO",
+        "yes",
+    ]
 
 
 def test_a_plugin_that_sglang_is_told_not_to_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,15 @@ from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ServerError
 from hicache_ext.page.hashes import page_hashes
+from hicache_ext.sglang.features import DECODE_WRITER
 from tests.e2e.conftest import file_tier_config
+from tests.releases.needs import needs
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.network_namespace import NetworkNamespace, missing_for_namespaces
 from tests.rigs.pd_pair import PdPair
 from tests.rigs.redis_servers import RedisServer, redis_program
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, needs(DECODE_WRITER)]
 
 PAGE_SIZE = 16
 PROMPT = [(11 * position * position + 5 * position) % 250 for position in range(640)]

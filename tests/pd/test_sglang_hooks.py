@@ -1,4 +1,4 @@
-"""The hooks on SGLang's manager: they fit SGLang 0.5.23, refuse what would be useless, and never end a scheduler."""
+"""The hooks on SGLang's manager: they fit this SGLang, refuse what would be useless, and never end a scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from hicache_ext.config.pd import WriteConfig  # noqa: E402
 from hicache_ext.errors import UnsupportedError  # noqa: E402
 from hicache_ext.pd.stopwatch import Stopwatch  # noqa: E402
 from hicache_ext.sglang import pd_hooks as sglang_hooks  # noqa: E402
-from hicache_ext.sglang.hooks import DECODE_WRITER, HOOKS  # noqa: E402
+from hicache_ext.sglang.features import DECODE_WRITER  # noqa: E402
+from hicache_ext.sglang.hooks import HOOKS  # noqa: E402
+from tests.releases.needs import needs  # noqa: E402
 
 
 class BrokenWriter:
@@ -32,6 +34,7 @@ def manager(**attributes: Any) -> Any:
     return SimpleNamespace(_hicache_ext_stopwatch=Stopwatch(), **attributes)
 
 
+@needs(DECODE_WRITER)
 def test_every_method_that_the_scheduler_calls_and_that_moves_pages_is_hooked() -> None:
     """A new release that calls another method of the manager must be looked at."""
     scheduler_side = {"offload_kv_cache", "check_offload_progress", "drain_before_retraction", "release_host_resources"}

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from hicache_ext.sglang.releases import end_registration
 from hicache_ext.testing.host_pools import Pools, make_storage_config, mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
 
@@ -50,7 +51,7 @@ class Driver:
 
         backend.register_mem_pool_host(pools.host)
         backend.register_mem_host_pool_v2(pools.host, PoolName.KV)
-        backend.on_host_pools_registered()
+        end_registration(backend)
 
     def write(self, keys: Sequence[str], pages: Sequence[int]) -> bool:
         """Back up host pages under keys; what SGLang takes for success."""

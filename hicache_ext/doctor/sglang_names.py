@@ -1,0 +1,88 @@
+"""What the self-check finds in the installed SGLang: a verdict per feature, and the table of every name.
+
+Reads SGLang's sources; imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hicache_ext.errors import UnsupportedError
+from hicache_ext.sglang.features import FEATURES, STORAGE, Feature
+from hicache_ext.sglang.releases import TESTED, installed_release, is_tested, refuse_old_release, untested
+from hicache_ext.sglang.self_check import Checked, check_installed, lacking
+from hicache_ext.storage.contract.diagnosis import Finding, Level
+
+_HEADS = ("found", "needed by", "kind", "of SGLang")
+
+
+def release_finding() -> Finding:
+    """Whether this release is served."""
+    remedy = f"pip install sglang=={TESTED[-1]}"
+    try:
+        release = installed_release()
+        refuse_old_release(release)
+    except UnsupportedError as error:
+        return Finding("sglang", Level.ERROR, str(error), remedy)
+    if is_tested(release):
+        return Finding("sglang", Level.OK, release)
+    return Finding("sglang", Level.WARNING, untested(release) or release, f"tested are {', '.join(TESTED)}")
+
+
+def feature_findings() -> Iterator[Finding]:
+    """One line for each feature; none where SGLang is not installed."""
+    checked = _checked()
+    for feature in FEATURES if checked else ():
+        words = lacking(checked, feature)
+        names = sum(len(one.use.names) for one in checked if one.expected and feature in one.use.features)
+        if words is None:
+            yield Finding(feature.name, Level.OK, f"SGLang has all {names} names that it uses")
+        elif feature is STORAGE:
+            yield Finding(feature.name, Level.ERROR, f"SGLang lacks {words}: {feature.loss}", "use another release")
+        else:
+            yield Finding(feature.name, Level.WARNING, f"off, since SGLang lacks {words}: {feature.loss}")
+
+
+def table() -> list[dict[str, str]]:
+    """Every name that is used: whether it was found, what needs it, its kind; names of one owner in a row."""
+    return [row for one in _checked() for row in _rows(one)]
+
+
+def table_as_text(rows: Sequence[dict[str, str]]) -> str:
+    widths = [max(len(head), *(len(row[head]) for row in rows)) for head in _HEADS]
+    lines = [_HEADS, *(tuple(row[head] for head in _HEADS) for row in rows)]
+    texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(f"  {text.rstrip()}" for text in texts)
+
+
+def _checked() -> tuple[Checked, ...]:
+    try:
+        return check_installed()
+    except UnsupportedError:
+        return ()
+
+
+def _rows(one: Checked) -> Iterator[dict[str, str]]:
+    """One for what was found of an owner's names, one for what was not."""
+    use = one.use
+    lost = {
+        name for name in use.names for text in one.missing if text.split(" ")[0] in (f"{use.owner}.{name}", use.owner)
+    }
+    kind = f"hook {use.hook}" if use.hook else "signature" if use.takes or use.only else "name"
+    parameters = f"({', '.join(use.takes)})" if use.takes or use.only else ""
+    for names, found in (
+        ([name for name in use.names if name in lost], "NO" if one.expected else f"not before {use.since}"),
+        ([name for name in use.names if name not in lost], "yes"),
+    ):
+        if names:
+            yield {
+                "found": found,
+                "kind": kind,
+                "needed by": _features(use.features),
+                "of SGLang": f"{use.owner.removeprefix('sglang.srt.')}: {', '.join(names)}{parameters}",
+            }
+
+
+def _features(features: Sequence[Feature]) -> str:
+    hooked = [feature for feature in FEATURES if feature is not STORAGE]
+    return "every hook" if list(features) == hooked else ", ".join(feature.name for feature in features)

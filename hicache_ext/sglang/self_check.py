@@ -1,0 +1,259 @@
+"""Looks up what this package uses of SGLang (used_names.py) in the sources of the installed release.
+
+It reads the sources instead of importing them: that works where SGLang cannot be imported (no GPU, another release
+beside the installed one), sees what objects only have once they are made (``self.x = ...``), and changes nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from hicache_ext.sglang.features import FEATURES, STORAGE, Feature
+from hicache_ext.sglang.releases import comes_with, installed_release
+from hicache_ext.sglang.used_names import LAUNCH_ARGUMENTS, USED, Use
+
+_ARGUMENT_FIELDS = "sglang.srt.arg_groups.fields"
+_DUTIES = "sglang.srt.mem_cache.hicache_storage.HiCacheStorage"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """``missing`` has one text per name that is not there, or not as it is used."""
+
+    use: Use
+    expected: bool
+    """Whether this release must have it."""
+    missing: tuple[str, ...]
+
+    @property
+    def found(self) -> bool:
+        return not self.missing
+
+    def lacks(self, feature: Feature) -> bool:
+        return self.expected and not self.found and feature in self.use.features
+
+
+@cache
+def check_installed() -> tuple[Checked, ...]:
+    """Of the release that a server in this environment runs. Raises UnsupportedError where there is none."""
+    return tuple(check(Sources.installed(), installed_release()))
+
+
+def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterator[Checked]:
+    """Each of ``used``, then what SGLang asks of a backend beyond that."""
+    for use in used:
+        yield Checked(use, not use.since or comes_with(release, use.since), tuple(_missing(sources, use)))
+    answered = {name for use in used if use.owner == _DUTIES for name in use.names}
+    if duties := sorted(sources.abstract_methods(_DUTIES) - answered):
+        unanswered = tuple(f"{name}, which this package does not answer" for name in duties)
+        yield Checked(Use(_DUTIES, tuple(duties), (STORAGE,)), True, unanswered)
+
+
+def lacking(checked: Collection[Checked], feature: Feature) -> str | None:
+    """What this release lacks of what ``feature`` needs, as words for a sentence; None where it lacks nothing."""
+    texts = [text for one in checked if one.lacks(feature) for text in one.missing]
+    return None if not texts else texts[0] + (f" and {len(texts) - 1} more" if len(texts) > 1 else "")
+
+
+def features_off(checked: Collection[Checked]) -> dict[Feature, str]:
+    """The features that this release cannot have, each with what it lacks."""
+    return {feature: words for feature in FEATURES if (words := lacking(checked, feature)) is not None}
+
+
+def _missing(sources: Sources, use: Use) -> Iterator[str]:
+    known = sources.launch_arguments() if use.owner == LAUNCH_ARGUMENTS else sources.names_of(use.owner)
+    if known is None:
+        yield use.owner
+        return
+    for name in use.names:
+        if name not in known:
+            yield f"{use.owner}.{name}"
+    if (use.takes or use.only) and use.names[0] in known:
+        parameters = sources.parameters(use.owner, use.names[0])
+        if parameters is None:
+            yield f"{use.target} as a function"
+            return
+        lost = [name for name in use.takes if name not in parameters.names and not parameters.any_keyword]
+        new = [name for name in parameters.names if name not in use.takes] if use.only else []
+        if lost or new:
+            changes = [*(f"without {name}" for name in lost), *(f"with {name}" for name in new)]
+            yield f"{use.target} as it is used (it is {', '.join(changes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    names: tuple[str, ...]
+    any_keyword: bool
+
+
+class Sources:
+    """The sources of one release of SGLang, parsed as they are asked for."""
+
+    def __init__(self, package: Path) -> None:
+        """``package``: the directory ``sglang``."""
+        self._package = package
+        self._modules: dict[str, ast.Module | None] = {}
+        self._imports: dict[str, list[tuple[str, str, str]]] = {}
+        self._own: dict[ast.ClassDef, set[str]] = {}
+        self._classes: dict[str, tuple[str, ast.ClassDef] | None] = {}
+
+    @classmethod
+    def installed(cls) -> Sources:
+        """Those that ``import sglang`` would import here."""
+        specification = importlib.util.find_spec("sglang")
+        places = list(specification.submodule_search_locations or ()) if specification is not None else []
+        return cls(Path(places[0]) if places else Path("/nonexistent"))
+
+    def names_of(self, owner: str) -> set[str] | None:
+        """What a module or class defines, members of base classes and of instances included."""
+        if (module := self._module(owner)) is not None:
+            return {name for name, _ in _definitions(module)} | {name for name, *_ in self._imports_of(module, owner)}
+        return self._members(owner, set())
+
+    def launch_arguments(self) -> set[str]:
+        """The fields of every class that declares launch arguments."""
+        directory = self._path(_ARGUMENT_FIELDS)
+        trees = [self._module(f"{_ARGUMENT_FIELDS}.{file.stem}") for file in sorted(directory.glob("*.py"))]
+        classes = [node for tree in trees if tree for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        return {name for one in classes for name in _own_members(one)}
+
+    def parameters(self, owner: str, name: str) -> _Parameters | None:
+        """Of a function without its ``self``; of a class that generates its constructor, its fields."""
+        function = self._function(owner, name, set())
+        if function is None:
+            members = self._members(owner, set()) if name == "__init__" else None
+            return None if members is None else _Parameters(tuple(sorted(members)), False)
+        arguments = function.args
+        named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        if self._module(owner) is None and not any("staticmethod" in ast.unparse(d) for d in function.decorator_list):
+            named = named[1:]
+        return _Parameters(tuple(named), arguments.kwarg is not None)
+
+    def abstract_methods(self, owner: str) -> set[str]:
+        found = self._class(owner)
+        return {
+            node.name
+            for node in (found[1].body if found else ())
+            if isinstance(node, ast.FunctionDef)
+            and any("abstractmethod" in ast.unparse(decorator) for decorator in node.decorator_list)
+        }
+
+    def _path(self, module: str) -> Path:
+        return self._package.joinpath(*module.split(".")[1:])
+
+    def _module(self, name: str) -> ast.Module | None:
+        if name not in self._modules:
+            path = self._path(name)
+            file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+            self._modules[name] = ast.parse(file.read_bytes()) if file is not None else None
+        return self._modules[name]
+
+    def _imports_of(self, tree: ast.Module, module: str) -> list[tuple[str, str, str]]:
+        if module not in self._imports:
+            self._imports[module] = list(_imports(tree, module))
+        return self._imports[module]
+
+    def _own_of(self, one: ast.ClassDef) -> set[str]:
+        if one not in self._own:
+            self._own[one] = _own_members(one)
+        return self._own[one]
+
+    def _class(self, owner: str) -> tuple[str, ast.ClassDef] | None:
+        """A class by its dotted name, and the module that defines it: an import is followed."""
+        if owner not in self._classes:
+            self._classes[owner] = None  # a circle of imports ends here
+            module, _, name = owner.rpartition(".")
+            tree = self._module(module) if module.startswith("sglang") else None
+            for defined, node in _definitions(tree) if tree is not None else ():
+                if defined == name and isinstance(node, ast.ClassDef):
+                    self._classes[owner] = (module, node)
+            if self._classes[owner] is None and tree is not None:
+                for imported, source, original in self._imports_of(tree, module):
+                    if imported == name and original:
+                        self._classes[owner] = self._class(f"{source}.{original}")
+        return self._classes[owner]
+
+    def _bases(self, owner: str) -> Iterator[str]:
+        found = self._class(owner)
+        if found is not None:
+            for base in found[1].bases:
+                # Of Generic[X] the part in front.
+                yield f"{found[0]}.{ast.unparse(base.value if isinstance(base, ast.Subscript) else base)}"
+
+    def _members(self, owner: str, seen: set[str]) -> set[str] | None:
+        found = self._class(owner)
+        if found is None or owner in seen:
+            return None
+        seen.add(owner)
+        members = set(self._own_of(found[1]))
+        for base in self._bases(owner):
+            members |= self._members(base, seen) or set()
+        return members
+
+    def _function(self, owner: str, name: str, seen: set[str]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        if (module := self._module(owner)) is not None:
+            nodes = [node for defined, node in _definitions(module) if defined == name]
+            return next((n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)), None)
+        found = self._class(owner)
+        if found is None or owner in seen:
+            return None
+        seen.add(owner)
+        for node in found[1].body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+                return node
+        return next((f for base in self._bases(owner) if (f := self._function(base, name, seen)) is not None), None)
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """What a module defines at its top, also inside ``if`` and ``try``."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
+            pending += list(ast.iter_child_nodes(node))
+        else:
+            for name in _assigned(node):
+                yield name, node
+
+
+def _imports(tree: ast.Module, module: str) -> Iterator[tuple[str, str, str]]:
+    """(name here, module, name there) of the imports of a module; the name there is "" for a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            parent = module.rsplit(".", node.level)[0] if node.level else ""
+            source = ".".join(part for part in (parent, node.module or "") if part)
+            for alias in node.names:
+                yield alias.asname or alias.name, source, alias.name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.asname or alias.name, alias.name, ""
+
+
+def _own_members(one: ast.ClassDef) -> set[str]:
+    members: set[str] = set()
+    for node in one.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            members.add(node.name)
+            members |= {
+                inner.attr
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Attribute)
+                and isinstance(inner.ctx, ast.Store)
+                and isinstance(inner.value, ast.Name)
+                and inner.value.id == "self"
+            }
+        else:
+            members.update(_assigned(node))
+    return members
+
+
+def _assigned(node: ast.AST) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]

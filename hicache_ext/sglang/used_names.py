@@ -1,0 +1,225 @@
+"""Every name, signature and hook of SGLang that this package uses: one list.
+
+The self-check (self_check.py) looks them up in the installed release, ``hicache-ext doctor`` prints what it found, and
+hooks.py takes its hooks from here. Imports neither torch nor SGLang.
+
+A name that a feature needs and a release lacks switches the feature off there; without ``since``, in every release.
+With ``since``, older releases do without it (releases.py says how), and only those from there on must have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hicache_ext.sglang.features import (
+    ADAPTERS,
+    COPIES,
+    DECODE_WRITER,
+    HOOKED,
+    MODEL_WEIGHTS,
+    PREFILL_COST,
+    STORAGE,
+    WEIGHTS_UPDATES,
+    Feature,
+)
+
+HookKind = Literal["before", "after", "around"]
+
+LAUNCH_ARGUMENTS = "sglang.srt.server_args.ServerArgs"
+"""Owner of the launch arguments, which SGLang declares in many classes (``srt/arg_groups/fields``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """``names`` of ``owner``, a dotted class or module of SGLang.
+
+    ``takes``: parameters that the function (``names`` is one then) must have, beside ``self``; with ``only`` it may
+    have no others. ``hook``: SGLang's HookType, where this package hooks it.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    features: tuple[Feature, ...]
+    takes: tuple[str, ...] = ()
+    only: bool = False
+    since: str = ""
+    hook: HookKind | None = None
+
+    @property
+    def target(self) -> str:
+        """The dotted name of a hooked function."""
+        return f"{self.owner}.{self.names[0]}"
+
+
+def _names(owner: str, names: str, *features: Feature, since: str = "") -> Use:
+    return Use(f"sglang.srt.{owner}", tuple(names.split()), features, since=since)
+
+
+def _call(owner: str, name: str, takes: str, *features: Feature, only: bool = False) -> Use:
+    """A function that we call; ``only``: one of ours that SGLang calls."""
+    return Use(f"sglang.srt.{owner}", (name,), features, tuple(takes.split()), only=only)
+
+
+def _hook(kind: HookKind, owner: str, name: str, feature: Feature, takes: str | None = None, since: str = "") -> Use:
+    """``takes``: all parameters, where our function takes no others; None where it passes on whatever comes."""
+    parameters = tuple((takes or "").split())
+    return Use(f"sglang.srt.{owner}", (name,), (feature,), parameters, takes is not None, since, kind)
+
+
+_STORAGE = "mem_cache.hicache_storage"
+_HOST_POOL = "mem_cache.pool_host"
+_MHA, _MLA = f"{_HOST_POOL}.mha.MHATokenToKVPoolHost", f"{_HOST_POOL}.mla.MLATokenToKVPoolHost"
+_UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "managers.scheduler.Scheduler"
+_RUNNER = "model_executor.model_runner.ModelRunner"
+_LORA = "lora.lora_manager.LoRAManager"
+_REQUEST = "managers.schedule_batch.Req"
+_OFFLOAD = "disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
+_CONTROLLER = "managers.cache_controller"
+_COPY = "device_pool host_indices device_indices"
+
+USED: tuple[Use, ...] = (
+    # What SGLang calls: our methods take these parameters and no others.
+    _call(f"{_STORAGE}.HiCacheStorage", "register_mem_pool_host", "mem_pool_host", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "register_mem_host_pool_v2", "host_pool host_pool_name", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "batch_exists", "keys extra_info", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "batch_exists_v2", "keys pool_transfers extra_info", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "batch_get_v1", "keys host_indices extra_info", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "batch_set_v1", "keys host_indices extra_info", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "batch_get_v2", "transfers extra_info", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "batch_set_v2", "transfers extra_info", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "exists", "key", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "get", "key target_location target_sizes", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "batch_get", "keys target_locations target_sizes", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "set", "key value target_location target_sizes", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "batch_set", "keys values target_locations target_sizes", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "clear", "", STORAGE, only=True),
+    _call(f"{_STORAGE}.HiCacheStorage", "get_stats", "", STORAGE, only=True),
+    # What it hands over.
+    _names(
+        f"{_STORAGE}.HiCacheStorageConfig",
+        "tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size is_mla_model model_name tp_lcm_size extra_config",
+        STORAGE,
+    ),
+    _names(f"{_STORAGE}.HiCacheStorageConfig", "dp_rank", STORAGE, since="0.5.21"),
+    _names(f"{_STORAGE}.HiCacheStorageConfig", "dcp_rank dcp_size", STORAGE, since="0.5.23"),
+    _names(_STORAGE, "HiCacheStorageExtraInfo", STORAGE),
+    _names(f"{_STORAGE}.PoolName", "KV MAMBA", STORAGE),
+    _names(f"{_STORAGE}.PoolHitPolicy", "ALL_PAGES TRAILING_PAGES", STORAGE),
+    _names(f"{_STORAGE}.PoolHitPolicy", "BLOCK_GROUPS", STORAGE, since="0.5.22"),
+    _names(f"{_STORAGE}.PoolTransfer", "name host_indices keys hit_policy", STORAGE),
+    _names(f"{_STORAGE}.PoolTransferResult", "kv_hit_pages extra_pool_hit_pages restorable_prefix_pages", STORAGE),
+    _names(
+        "observability.metrics_collector.StorageMetrics",
+        "prefetch_pgs backup_pgs prefetch_bandwidth backup_bandwidth",
+        STORAGE,
+    ),
+    _names(f"{_HOST_POOL}.base.HostKVCache", "page_size size layout dtype kv_buffer dcp_rank dcp_size", STORAGE),
+    _call(_MHA, "get_page_buffer_meta", "indices", STORAGE, only=True),
+    _call(_MHA, "get_split_heads_page_buffer_meta", "indices split_factor", STORAGE, only=True),
+    _call(_MLA, "get_page_buffer_meta", "indices", STORAGE, only=True),
+    # What the identity of pages and the role of the server are read from. A name that is gone would read as "not set".
+    _names("runtime_context", "get_server_args get_memory get_model get_spec", STORAGE),
+    _call("arg_groups.arg_utils", "namespace_of", "cls", STORAGE, only=True),
+    Use(
+        LAUNCH_ARGUMENTS,
+        (
+            *("model_path", "revision", "load_format", "enable_lora", "kv_cache_dtype", "dtype", "quantization"),
+            *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
+            *("disaggregation_mode", "enable_metrics", "hicache_storage_backend"),
+            *("hicache_storage_backend_extra_config", "enable_hierarchical_cache"),
+            *("disaggregation_decode_enable_offload_kvcache", "enable_weights_cpu_backup"),
+            *("json_model_override_args", "modelopt_quant", "model_loader_extra_config"),
+            *("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file"),
+            *("forward_hooks", "rl_quant_profile", "weight_cache_mode", "modelopt_checkpoint_restore_path"),
+        ),
+        (STORAGE,),
+    ),
+    _names("plugins.hook_registry", "HookType", *HOOKED),
+    _call("plugins.hook_registry.HookRegistry", "register", "target hook hook_type", *HOOKED),
+    *(
+        _hook("before", _UPDATER, f"update_weights_from_{source}", WEIGHTS_UPDATES)
+        for source in ("disk", "distributed", "tensor", "ipc")
+    ),
+    # Between begin and end somebody else may write the weights, with no call at all (P2P, RDMA).
+    _hook("before", _UPDATER, "begin_weight_update", WEIGHTS_UPDATES, since="0.5.21"),
+    _hook("before", _UPDATER, "end_weight_update", WEIGHTS_UPDATES, since="0.5.21"),
+    _hook("before", _UPDATER, "release_memory_occupation", WEIGHTS_UPDATES),
+    _names(_UPDATER, "tp_cpu_group", WEIGHTS_UPDATES),
+    _names("managers.io_struct.ReleaseMemoryOccupationReqInput", "tags", WEIGHTS_UPDATES),
+    _hook("after", _SCHEDULER, "flush_cache", WEIGHTS_UPDATES),
+    _hook("around", _RUNNER, "load_model", MODEL_WEIGHTS),
+    # SGLang can load weights while it does other things at the start.
+    _hook("after", _RUNNER, "finalize_startup_weight_load", MODEL_WEIGHTS),
+    _names(_RUNNER, "model_config is_draft_worker kv_cache_dtype kv_cache_dtype_str", MODEL_WEIGHTS),
+    _names("configs.model_config.ModelConfig", "model_path revision dtype quantization", MODEL_WEIGHTS),
+    _hook("after", _LORA, "init_state", ADAPTERS),
+    _hook("after", _LORA, "load_lora_weights", ADAPTERS),
+    _hook("after", _LORA, "load_lora_weights_from_tensors", ADAPTERS),
+    _names(_LORA, "loras lora_refs target_modules memory_pool", ADAPTERS),
+    _names("lora.lora.LoRAAdapter", "config layers embedding_layers added_tokens_embeddings", ADAPTERS),
+    _names("lora.lora.LoRALayer", "weights", ADAPTERS),
+    _names("lora.lora_config.LoRAConfig", "hf_config added_tokens_config", ADAPTERS),
+    _names("lora.lora_registry.LoRARef", "lora_id lora_name", ADAPTERS),
+    _hook("after", _REQUEST, "__init__", ADAPTERS),
+    _names(_REQUEST, "lora_id extra_key", ADAPTERS),
+    *(
+        use
+        for pool in (_MHA, _MLA)
+        for use in (
+            _hook("around", pool, "load_to_device_per_layer", COPIES, f"{_COPY} layer_id io_backend is_draft"),
+            _hook("around", pool, "backup_from_device_all_layer", COPIES, f"{_COPY} io_backend"),
+        )
+    ),
+    _names(_MHA, "k_buffer v_buffer layer_num target_layer_num head_num head_dim", COPIES),
+    _names(_MHA, "device_k_buffers device_v_buffers", COPIES, since="0.5.22"),
+    _names(_MHA, "v_head_dim", COPIES, since="0.5.22"),
+    _names(_MHA, "_buffer_infos", COPIES, since="0.5.23"),
+    _names(_MLA, "kv_buffer layer_num target_layer_num token_stride_size dcp_rank dcp_size _is_dummy", COPIES),
+    _names(_MLA, "device_kv_buffers", COPIES, since="0.5.22"),
+    _names(_MLA, "_native_buffers _layer_shard_enabled _target_layer_indices", COPIES, since="0.5.23"),
+    _names(_MLA, "_host_layer_by_controller _buffer_index_by_layer", COPIES, since="0.5.23"),
+    _names(f"{_HOST_POOL}.base.HostKVCache", "device_row_stride_bytes", COPIES, since="0.5.22"),
+    _names(f"{_HOST_POOL}.base.HostKVCache", "pin_memory", COPIES),
+    _hook("around", _OFFLOAD, "__init__", DECODE_WRITER),
+    _hook("around", _OFFLOAD, "offload_kv_cache", DECODE_WRITER, "req"),
+    _hook("around", _OFFLOAD, "check_offload_progress", DECODE_WRITER, ""),
+    # Without it memory that a copy still reads may be given to another request.
+    _hook("around", _OFFLOAD, "drain_before_retraction", DECODE_WRITER, ""),
+    _hook("around", _OFFLOAD, "release_host_resources", DECODE_WRITER, ""),
+    _names(
+        _OFFLOAD,
+        "kv_cache req_to_token_pool page_size cache_controller decode_host_mem_pool ongoing_offload tp_group"
+        " tp_world_size _mark_offload_started _mark_offload_finished _has_inflight_offload _release_finished_req",
+        DECODE_WRITER,
+    ),
+    _names(
+        f"{_CONTROLLER}.HiCacheController",
+        "write_queue ack_write_queue start_writing storage_backend storage_host_pool backup_skip",
+        DECODE_WRITER,
+    ),
+    _call(f"{_CONTROLLER}.CacheOperation", "__init__", "host_indices device_indices node_id", DECODE_WRITER),
+    _names(f"{_CONTROLLER}.CacheOperation", "node_ids", DECODE_WRITER),
+    _names(f"{_CONTROLLER}.HiCacheAck", "finish_event node_ids", DECODE_WRITER),
+    _names(
+        "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController",
+        "parse_storage_backend_extra_config",
+        DECODE_WRITER,
+    ),
+    _names("runtime_context", "get_context", DECODE_WRITER),
+    _names("speculative.spec_info.SpeculativeAlgorithm", "from_string is_eagle", DECODE_WRITER),
+    _names("mem_cache.memory_pool", "DSATokenToKVPool MHATokenToKVPool MLATokenToKVPool", DECODE_WRITER),
+    _names("mem_cache.memory_pool.ReqToTokenPool", "req_to_token", DECODE_WRITER),
+    _call("mem_cache.radix_cache.RadixKey", "__init__", "extra_key is_bigram cache_salt", DECODE_WRITER),
+    _call("mem_cache.utils", "get_storage_hash_str", "page_size", DECODE_WRITER),
+    _names(
+        _REQUEST,
+        "origin_input_ids output_ids finished kv sampling_params finished_reason extra_key cache_salt",
+        DECODE_WRITER,
+    ),
+    _hook("around", _SCHEDULER, "run_batch", PREFILL_COST),
+    _hook("around", _SCHEDULER, "process_batch_result", PREFILL_COST),
+    _names("managers.schedule_batch.ScheduleBatch", "reqs forward_mode extend_num_tokens", PREFILL_COST),
+    _names("model_executor.forward_batch_info.ForwardMode", "is_extend", PREFILL_COST),
+)

@@ -1,0 +1,299 @@
+"""Which releases of SGLang are served, and what each costs: the gate, the list of used names, the self-check."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hicache_ext.testing.sglang_cpu import prepare_process
+
+prepare_process()
+
+from hicache_ext.errors import UnsupportedError  # noqa: E402
+from hicache_ext.sglang import hooks, lifecycle, releases, self_check  # noqa: E402
+from hicache_ext.sglang.features import (  # noqa: E402
+    ADAPTERS,
+    COPIES,
+    DECODE_WRITER,
+    FEATURES,
+    MODEL_WEIGHTS,
+    STORAGE,
+    WEIGHTS_UPDATES,
+)
+from hicache_ext.sglang.host_pool import HostPages  # noqa: E402
+from hicache_ext.sglang.launch_facts import LaunchFacts  # noqa: E402
+from hicache_ext.sglang.self_check import Sources, check, features_off  # noqa: E402
+from hicache_ext.sglang.used_names import USED, Use  # noqa: E402
+from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys  # noqa: E402
+from hicache_ext.testing.host_pools import mha_pools, mla_pools, page_indices  # noqa: E402
+from tests.releases.wheels import ROOT, package_of  # noqa: E402
+
+MANAGER = "srt/disaggregation/decode_kvcache_offload_manager.py"
+STORAGE_ABC = "srt/mem_cache/hicache_storage.py"
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.19", "0.5.19.post3", "0.4.21"])
+def test_a_release_that_is_too_old_is_refused_with_one_sentence(release: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"SGLang {release} cannot be served: this package needs 0\.5\.20"):
+        releases.refuse_old_release(release)
+
+
+@pytest.mark.parametrize("release", ["0.5.24", "0.5.23.post1", "0.6.0rc1", "0.5.24.dev12+gabc", "1.0", "0.5.20rc1"])
+def test_a_release_that_was_not_tested_is_served_with_a_warning(release: str) -> None:
+    releases.refuse_old_release(release)
+    assert f"this is {release}." in (releases.untested(release) or "")
+
+
+@pytest.mark.parametrize("release", [*releases.TESTED, "0.5.23+cu130"])
+def test_a_tested_release_is_served_without_a_word(release: str) -> None:
+    releases.refuse_old_release(release)
+    assert releases.untested(release) is None
+
+
+def test_a_decode_node_that_would_copy_memory_given_away_is_refused() -> None:
+    """0.5.20 has no drain_before_retraction: what a copy still reads may be another request's by then."""
+    with pytest.raises(UnsupportedError, match=r"kvcache of SGLang 0\.5\.20 cannot be served: a request that is"):
+        releases.refuse_unsafe_offload("0.5.20")
+    releases.refuse_unsafe_offload("0.5.21")
+
+
+# -- the list and the check --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", releases.TESTED)
+def test_every_tested_release_has_all_that_its_features_need(release: str) -> None:
+    off = features_off(list(check(Sources(package_of(release)), release)))
+    assert set(off) == ({DECODE_WRITER} if release == "0.5.20" else set())
+    assert all("drain_before_retraction" in words for words in off.values())
+
+
+def test_names_that_came_later_are_marked_with_the_release_they_came_with() -> None:
+    """A mark that is too new hides that an older release lacks the name; one too old, that it need not have it."""
+    for use in (use for use in USED if use.since):
+        first = next(
+            release for release in releases.TESTED if not list(self_check._missing(Sources(package_of(release)), use))
+        )
+        assert use.since == first, use
+
+
+def test_nothing_of_sglang_is_used_that_the_list_does_not_name() -> None:
+    """Every module of SGLang that this package imports from, and every name that it imports, is on the list."""
+    listed = {use.owner for use in USED} | {f"{use.owner}.{name}" for use in USED for name in use.names}
+    unlisted = set()
+    for file in (ROOT / "hicache_ext" / "sglang").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
+                unlisted |= {f"{node.module}.{alias.name}" for alias in node.names} - listed
+    assert not unlisted
+
+
+@pytest.fixture
+def next_release(tmp_path: Path) -> Callable[..., dict[Any, str]]:
+    """``next_release(file, old, new)``: what is off in a release in which a file was changed so."""
+    copy = tmp_path / "sglang"
+
+    def ignore(directory: str, names: list[str]) -> set[str]:
+        return {name for name in names if not name.endswith(".py") and not (Path(directory) / name).is_dir()}
+
+    shutil.copytree(package_of(releases.TESTED[-1]) / "srt", copy / "srt", ignore=ignore)
+
+    def changed(file: str, old: str, new: str) -> dict[Any, str]:
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new))
+        return features_off(list(check(Sources(copy), "0.5.99")))
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "feature", "words"),
+    [
+        (STORAGE_ABC, "    is_mla_model:", "    replicated:", STORAGE, "HiCacheStorageConfig.is_mla_model"),
+        (STORAGE_ABC, "dcp_rank: int = 0", "dcp: int = 0", STORAGE, "HiCacheStorageConfig.dcp_rank"),
+        (STORAGE_ABC, "TRAILING_PAGES =", "LAST_PAGES =", STORAGE, "PoolHitPolicy.TRAILING_PAGES"),
+        (
+            STORAGE_ABC,
+            "    @abstractmethod\n    def exists(",
+            "    @abstractmethod\n    def touch(self, key: str) -> bool: ...\n\n    @abstractmethod\n    def exists(",
+            STORAGE,
+            "touch, which this package does not answer",
+        ),
+        (
+            STORAGE_ABC,
+            "    def batch_set_v2(\n        self,\n",
+            "    def batch_set_v2(\n        self,\n        priority: int,\n",
+            STORAGE,
+            "HiCacheStorage.batch_set_v2 as it is used (it is with priority)",
+        ),
+        ("srt/arg_groups/fields/lora.py", "enable_lora:", "lora:", STORAGE, "ServerArgs.enable_lora"),
+        (MANAGER, "self.ongoing_offload", "self.offloads", DECODE_WRITER, "ongoing_offload"),
+        (MANAGER, "def offload_kv_cache(self, req)", "def offload_kv_cache(self, req, now)", DECODE_WRITER, "with now"),
+        ("srt/mem_cache/pool_host/mha.py", "_buffer_infos", "_infos", COPIES, "MHATokenToKVPoolHost._buffer_infos"),
+        (
+            "srt/managers/scheduler_components/weight_updater.py",
+            "def begin_weight_update",
+            "def open_weight_update",
+            WEIGHTS_UPDATES,
+            "begin_weight_update",
+        ),
+        ("srt/lora/lora_manager.py", "def load_lora_weights(", "def load_adapter(", ADAPTERS, "load_lora_weights"),
+    ],
+)
+def test_a_name_that_goes_costs_the_feature_that_needs_it_and_no_other(
+    next_release: Callable[..., dict[Any, str]], file: str, old: str, new: str, feature: Any, words: str
+) -> None:
+    off = next_release(file, old, new)
+    assert list(off) == [feature]
+    assert words in off[feature]
+
+
+def test_a_release_that_lacks_what_storage_needs_is_refused_with_one_sentence(
+    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("a_name", "another"), (STORAGE,))
+    checked = tuple(check(Sources.installed(), releases.installed_release(), [*USED, gone]))
+    monkeypatch.setattr(lifecycle, "check_installed", lambda: checked)
+    with pytest.raises(UnsupportedError) as refused:
+        open_backend()
+    assert "it lacks sglang.srt.mem_cache.hicache_storage.PoolTransfer.a_name and 1 more, which storage needs" in str(
+        refused.value
+    )
+
+
+def test_where_there_is_no_sglang_nothing_is_found() -> None:
+    assert set(features_off(list(check(Sources(Path("/nonexistent")), "0.5.23")))) == set(FEATURES)
+
+
+# -- the identity of pages ---------------------------------------------------------------------------------------------
+
+
+def described(make: Callable[..., Any], layout: str) -> Any:
+    return HostPages(make(layout=layout).host, "kv").describe("bfloat16")
+
+
+PAGES = {
+    (mha_pools, "layer_first"): "8ddde3de7a2a9257",
+    (mha_pools, "page_first"): "a9141bea9dc9b885",
+    (mha_pools, "page_first_direct"): "37746462c40e0b13",
+    (mha_pools, "page_head"): "f887398d8b11fd2e",
+    (mla_pools, "layer_first"): "3456074636a6f02c",
+    (mla_pools, "page_first"): "5ec8232c14a95c32",
+    (mla_pools, "page_first_direct"): "9b5af76da68c7746",
+}
+"""Pool and layout -> the digest of a page's identity and bytes."""
+
+
+@pytest.mark.parametrize(("make", "layout"), PAGES, ids=[f"{make.__name__} {layout}" for make, layout in PAGES])
+def test_a_page_has_one_identity_and_equal_bytes_in_all_tested_releases(make: Callable[..., Any], layout: str) -> None:
+    """This test runs with each of them, and the digest stands here. The content goes in through SGLang's own code."""
+    pool = make(layout=layout).host
+    content = pool.get_data_page(0)
+    pool.set_from_flat_data_page(3 * pool.page_size, torch.arange(content.numel(), dtype=torch.int16).view(pool.dtype))
+    pages = HostPages(pool, "kv")
+    digest = hashlib.sha256(repr(pages.describe("bfloat16")).encode())
+    for segment in pages.buffers_of([3])[0]:
+        digest.update(segment)
+    assert digest.hexdigest()[:16] == PAGES[make, layout], pages.describe("bfloat16")
+
+
+def test_pages_of_an_untested_release_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = mha_pools().host
+    assert releases.format_facts(pool, "0.5.24") == [*releases.format_facts(pool, "0.5.23"), ("sglang", "0.5.24")]
+    tested = described(mha_pools, "page_first")
+    monkeypatch.setattr(releases, "installed_release", lambda: "0.5.24")
+    assert described(mha_pools, "page_first") != tested
+
+
+def test_formats_that_only_the_device_pool_tells_are_told_apart() -> None:
+    """Until 0.5.22 the host pool of a quantised or head-major device pool is of the plain class."""
+
+    def host(**facts: Any) -> Any:
+        plain = {"head_num": 2, "head_dim": 32, "v_head_dim": 32, "store_dtype": "torch.bfloat16"}
+        device_pool = type("MHATokenToKVPool", (), {**plain, "kv_cache_layout": "nhd", **facts})()
+        return type("MHATokenToKVPoolHost", (), {"device_pool": device_pool})()
+
+    seen = [
+        releases.format_facts(host(**facts), "0.5.22")
+        for facts in (
+            {},
+            {"kv_cache_layout": "hnd"},
+            {"is_quantized_kv_cache": lambda self: True},
+            {"v_head_dim": 64},
+        )
+    ]
+    assert seen[0] == [("buffer0", "head_dim=32,v_head_dim=32,dtype=torch.bfloat16,layout=nhd")]
+    assert len({str(facts) for facts in seen}) == len(seen)
+
+
+def test_a_policy_of_a_release_to_come_is_not_taken_for_one_of_today() -> None:
+    policies = [releases.hit_policy(SimpleNamespace(value=name)) for name in ("block_groups", "every_other_page")]
+    assert policies == ["none", "unknown"]
+
+
+def test_the_shard_under_dcp_comes_from_the_pool_where_the_config_lacks_it() -> None:
+    pool = SimpleNamespace(dcp_rank=1, dcp_size=2)
+    assert releases.dcp_shard(SimpleNamespace(), pool) == (1, 2)
+    assert releases.dcp_shard(SimpleNamespace(dcp_rank=0, dcp_size=4), pool) == (0, 4)
+    assert releases.dcp_shard(SimpleNamespace(), None) == (0, 1)
+
+
+# -- what a server says ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve(open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A backend in a process that is told it is a server."""
+
+    def serve_(role: str = "both", **ranks: Any) -> Any:
+        facts = LaunchFacts(model_path="/model", role=role)  # type: ignore[arg-type]
+        monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: facts)
+        ours: dict[str, Any] = {"model": {"fingerprint": "these weights"}, "role": role}
+        return open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours, **ranks)
+
+    return serve_
+
+
+def test_an_untested_release_is_warned_about_once(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifecycle, "installed_release", lambda: "0.5.99")
+    for rank in range(2):
+        serve(tp_rank=rank, tp_size=2)
+    assert caplog.text.count("this is 0.5.99. It has all that storage needs") == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "off"),
+    [
+        ("both", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES}),
+        ("prefill", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES}),
+        ("decode", {WEIGHTS_UPDATES, MODEL_WEIGHTS, COPIES, DECODE_WRITER}),
+    ],
+)
+def test_without_plug_ins_pages_are_stored_and_what_is_off_is_said_once(
+    serve: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    role: str,
+    off: set[Any],
+) -> None:
+    monkeypatch.setattr(hooks, "_is_hooked", lambda target: False)
+    backend = serve(role)
+    keys, indices = page_keys(2, "plug-ins"), page_indices(PAGE_SIZE, [1, 2])
+    assert backend.batch_set_v1(keys, indices) == [True, True]
+    assert backend.batch_get_v1(keys, page_indices(PAGE_SIZE, [4, 5])) == [True, True]
+    said = {feature for feature in FEATURES if f": {feature.loss}" in caplog.text}
+    assert said == off
+    assert all(caplog.text.count(f": {feature.loss}") == 1 for feature in off)
