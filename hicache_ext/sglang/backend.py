@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
@@ -29,19 +28,19 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.metrics import TransferSamples
-from hicache_ext.sglang.host_pool import HostPages, flat_buffers
+from hicache_ext.sglang import page_moves
+from hicache_ext.sglang.copied_pages import AnyPages
+from hicache_ext.sglang.host_pool import flat_buffers
 from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
 from hicache_ext.sglang.never_raise import all_false, all_none, answering, length, transfers_false
 from hicache_ext.sglang.releases import hit_policy
 from hicache_ext.sglang.served_pools import KV, BoundPool
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
+from hicache_ext.storage.contract.store import PageBatch, PageKeys, SetResult
 
 _FIRST_LOOK_UP = 8
 _LOOK_UP_PORTION = 2048
 """Keys of a chain converted and looked up at once: each time costs some 50 us on the way to the tier. The first time
 only a few: most chains that end do so at once."""
-
-_GOOD = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
 
 
 class HiCacheExtBackend(BackendLifecycle):
@@ -170,7 +169,7 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move_pages(KV, keys, host_indices, self._store.get, self._prefetched)
+        return self._move_pages(KV, keys, host_indices, page_moves.read, self._prefetched)
 
     @answering(all_false)
     def batch_set_v1(
@@ -179,29 +178,27 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._move_pages(KV, keys, host_indices, self._store.set, self._backed_up)
+        return self._move_pages(KV, keys, host_indices, page_moves.write, self._backed_up)
 
     @answering(transfers_false)
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
-        return self._move_transfers(transfers, self._store.get, self._prefetched)
+        return self._move_transfers(transfers, page_moves.read, self._prefetched)
 
     @answering(transfers_false)
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
-        return self._move_transfers(transfers, self._store.set, self._backed_up)
+        return self._move_transfers(transfers, page_moves.write, self._backed_up)
 
     def _move_transfers(
-        self, transfers: list[PoolTransfer], move: Callable[[PageBatch], list[Any]], samples: TransferSamples
+        self, transfers: list[PoolTransfer], move: page_moves.Move, samples: TransferSamples
     ) -> dict[Any, list[bool]]:
         return {transfer.name: self._move_transfer(transfer, move, samples) for transfer in transfers}
 
     @answering(lambda transfer, *_: [False] * length(transfer.keys))
-    def _move_transfer(
-        self, transfer: PoolTransfer, move: Callable[[PageBatch], list[Any]], samples: TransferSamples
-    ) -> list[bool]:
+    def _move_transfer(self, transfer: PoolTransfer, move: page_moves.Move, samples: TransferSamples) -> list[bool]:
         """Never raises by itself: the other transfers of the call are answered with what became of them."""
         name, keys = name_of(transfer.name), transfer.keys or []
         return self._move_pages(name, keys, transfer.host_indices, move, samples)
@@ -211,7 +208,7 @@ class HiCacheExtBackend(BackendLifecycle):
         name: str,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
-        move: Callable[[PageBatch], list[Any]],
+        move: page_moves.Move,
         samples: TransferSamples,
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; which of them went well."""
@@ -220,42 +217,26 @@ class HiCacheExtBackend(BackendLifecycle):
             return [False] * len(keys)
         if pool.pages is None:
             return [True] * len(keys)
-        batch, owners = self._batch(pool, pool.pages, keys, host_indices)
+        asked, moved = self._timed(pool, pool.pages, keys, host_indices, move, samples)
+        return asked.per_page(len(keys), moved.went_well())
+
+    def _timed(
+        self,
+        pool: BoundPool,
+        pages: AnyPages,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        move: page_moves.Move,
+        samples: TransferSamples,
+    ) -> tuple[page_moves.Asked, page_moves.Moved]:
+        asked, complaint = page_moves.asked_pages(pool, pages, keys, host_indices)
+        if complaint is not None:
+            self.report_failure("host_indices", ValueError(complaint))
         started = time.perf_counter()
-        moved = _went_well(move(batch))
+        moved = move(self._store, asked)
         seconds = time.perf_counter() - started
-        samples.record(len(keys), batch.bytes_of(True, moved), seconds)
-        return moved if owners is None else _per_page(len(keys), len(pool.digests), owners, moved)
-
-    def _batch(
-        self, pool: BoundPool, pages: HostPages, keys: Sequence[str], host_indices: torch.Tensor | None
-    ) -> tuple[PageBatch, list[int] | None]:
-        """The batch of all parts of all sound pages, and for each of its entries the page it belongs to.
-
-        None instead where entries and pages are the same, as they mostly are.
-        """
-        numbers, sound = pages.page_numbers(host_indices, len(keys))
-        owners = None
-        if sound is not None:
-            given = host_indices.numel() if host_indices is not None else "no"
-            wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
-            self.report_failure("host_indices", ValueError(f"{given} indices for {wanted}"))
-            owners = np.flatnonzero(sound).tolist()
-            numbers, keys = numbers[sound], [keys[page] for page in owners]
-        of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        parts = len(pool.digests)
-        if parts == 1:
-            return PageBatch(of_first, pages.memory_of(numbers), [pages.page_bytes] * len(keys)), owners
-        buffers = [pages.memory_of(numbers, part) for part in range(parts)]
-        store_keys = [
-            key for page in zip(*[of_first.under(digest) for digest in pool.digests], strict=True) for key in page
-        ]
-        sizes = [pages.part_bytes(part) for part in range(parts)] * len(keys)
-        # The parts of a page one after the other, as its keys.
-        of_parts = [segments for page in zip(*buffers, strict=True) for segments in page]
-        return PageBatch(store_keys, of_parts, sizes), [
-            page for page in (range(len(keys)) if owners is None else owners) for _ in range(parts)
-        ]
+        samples.record(len(keys), moved.bytes_moved(), seconds)
+        return asked, moved
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 
@@ -287,14 +268,9 @@ class HiCacheExtBackend(BackendLifecycle):
         pool = self._pools.usable(KV)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
-        batch, owners = self._batch(pool, pool.pages, keys, host_indices)
-        started = time.perf_counter()
-        results = self._store.set(batch)
-        seconds = time.perf_counter() - started
-        stored = sum(size for size, result in zip(batch.sizes, results, strict=True) if result.durable)
-        self._backed_up.record(len(keys), stored, seconds)
+        asked, moved = self._timed(pool, pool.pages, keys, host_indices, page_moves.write, self._backed_up)
         worst: list[SetResult | None] = [None] * len(keys)
-        for owner, result in zip(range(len(keys)) if owners is None else owners, results, strict=True):
+        for owner, result in zip(asked.owner_of_each(), moved.results, strict=True):
             before = worst[owner]
             if before is None or not result.durable:
                 worst[owner] = result
@@ -352,7 +328,7 @@ class HiCacheExtBackend(BackendLifecycle):
         digest = self._pools.flat_pool().digests[0]
         buffers = flat_buffers(len(keys), tensors, sizes)
         batch = PageBatch([digest + page_hash_bytes(keys[position]) for position in buffers], [*buffers.values()])
-        for position, ok in zip(buffers, _went_well(move(batch)), strict=True):
+        for position, ok in zip(buffers, page_moves.went_well(move(batch)), strict=True):
             if ok and tensors is not None:
                 done[position] = tensors[position]
         return done
@@ -361,18 +337,3 @@ class HiCacheExtBackend(BackendLifecycle):
 def _probe_keys(pool: BoundPool, keys: Sequence[str], count: int) -> list[bytes]:
     """Store keys of the first ``count`` pages, of their first parts."""
     return [pool.digests[0] + page_hash_bytes(key) for key in keys[:count]]
-
-
-def _went_well(results: list[Any]) -> list[bool]:
-    """Which pages were read, or are stored."""
-    if results and results.count(results[0]) == len(results):
-        return [results[0] in _GOOD] * len(results)
-    return [result in _GOOD for result in results]
-
-
-def _per_page(pages: int, parts: int, owners: Sequence[int], succeeded: Sequence[bool]) -> list[bool]:
-    """A page succeeded when all its parts did; pages without entries did not."""
-    good = [0] * pages
-    for owner, ok in zip(owners, succeeded, strict=True):
-        good[owner] += ok
-    return [count == parts for count in good]

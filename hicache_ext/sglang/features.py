@@ -23,8 +23,9 @@ MODEL_WEIGHTS = Feature("weights at the start", "weights are identified by their
 ADAPTERS = Feature("LoRA adapters", "adapters cannot be told apart", by_halves=True)
 COPIES = Feature("copy engines", "copies between host and device stay with SGLang's own path")
 DECODE_WRITER = Feature("decode writer", "a decode node writes as SGLang does")
+DRAFTS = Feature("drafts of every rank", "rank 0 alone writes the draft of an MLA model, whose heads differ per rank")
 PREFILL_COST = Feature("cost of prefill", "pull or recompute does not know what a prefill takes")
 
-HOOKED = (WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, PREFILL_COST)
+HOOKED = (WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST)
 """Those that change functions of SGLang, through its plug-ins."""
 FEATURES = (STORAGE, *HOOKED)

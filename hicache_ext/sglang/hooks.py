@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hicache_ext.sglang import adapters, kernel_hooks, model_weights, pd_hooks, prefill_cost, weights_hooks
+from hicache_ext.sglang import adapters, draft_hooks, kernel_hooks, model_weights, pd_hooks, prefill_cost, weights_hooks
 from hicache_ext.sglang.features import COPIES, HOOKED, Feature
 from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.sglang.self_check import check_installed, features_off
@@ -54,6 +54,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "DecodeKVCacheOffloadManager.check_offload_progress": pd_hooks.around_check,
     "DecodeKVCacheOffloadManager.drain_before_retraction": pd_hooks.around_drain,
     "DecodeKVCacheOffloadManager.release_host_resources": pd_hooks.around_release,
+    "HybridCacheController.should_backup": draft_hooks.around_should_backup,
     "Scheduler.run_batch": prefill_cost.around_run,
     "Scheduler.process_batch_result": prefill_cost.around_result,
 }

@@ -2,8 +2,8 @@
 
 A host pool answers ``get_page_buffer_meta(indices)`` with the addresses and sizes of the contiguous runs of each page.
 In all of SGLang's pools these addresses are linear in the page number; that is measured once at registration, so that a
-batch costs slices instead of SGLang's Python loops. A pool without addresses, or with others, is refused with one
-sentence. Reasons: docs/decisions/page-addresses.md.
+batch costs slices instead of SGLang's Python loops. Pages of a pool without addresses, or with others, are copied
+(copied_pages.py). Reasons: docs/decisions/page-addresses.md.
 """
 
 from __future__ import annotations
@@ -67,44 +67,29 @@ class _Part(NamedTuple):
     page_bytes: int
 
 
-class HostPages:
-    """The memory of the pages of one host pool. Thread-safe; valid as long as the pool's buffers are.
+class PoolPages:
+    """The pages of one host pool by number, and what they are. Thread-safe.
 
-    ``parts`` is how many objects a page is stored as: 1, or the number of head groups where SGLang splits heads so that
-    deployments of different TP can share (page_head layout with tp_lcm_size).
+    ``page_bytes`` is the payload of a page; ``parts`` is how many objects it is stored as.
     """
 
-    def __init__(self, pool: Any, name: str, parts: int = 1) -> None:
-        """Raises UnsupportedError for a pool that cannot be served."""
+    parts = 1
+    page_bytes = 0
+
+    def __init__(self, pool: Any, name: str) -> None:
+        """Raises UnsupportedError for a pool without pages."""
         self.name = name
         self.pool = pool
-        self.parts = parts
         self.page_size = int(pool.page_size)
         self._page_count = int(pool.size) // self.page_size
         self._tokens = np.arange(self.page_size)
-        self._runs = self._measure_runs()
-        # The memory belongs to the pool, which is kept alive by self.pool.
-        self._memory = [
-            memoryview(
-                (ctypes.c_ubyte * (run.stride * (self._page_count - 1) + run.size)).from_address(run.address)
-            ).cast("B")
-            for run in self._runs
-        ]
-        self._runs_per_part = len(self._runs) // parts
-        self._parts = [self._part(begin) for begin in range(0, len(self._runs), self._runs_per_part)]
-        self.page_bytes = sum([run.size for run in self._runs])
-
-    def _part(self, begin: int) -> _Part:
-        runs = self._runs[begin : begin + self._runs_per_part]
-        addresses, strides, sizes = (
-            np.array([getattr(run, name) for run in runs], np.int64) for name in ("address", "stride", "size")
-        )
-        return _Part(addresses, strides, sizes, sum([run.size for run in runs]))
+        if self._page_count < 1:
+            raise UnsupportedError(f"host pool {name!r}", "it has no pages")
 
     @property
     def segment_sizes(self) -> tuple[int, ...]:
         """Sizes in bytes of the segments of one stored object."""
-        return tuple(run.size for run in self._runs[: self._runs_per_part])
+        return (self.page_bytes,)
 
     def page_numbers(
         self, host_indices: torch.Tensor | None, pages: int
@@ -128,6 +113,62 @@ class HostPages:
         if not pages or (aligned.all() and numbers.min() >= 0 and numbers.max() < self._page_count):
             return numbers, None
         return numbers, aligned.all(axis=1) & (numbers >= 0) & (numbers < self._page_count)
+
+    def describe(self, logical_dtype: str) -> PoolIdentity:
+        """The pool's part of the page identity."""
+        geometry = []
+        for attribute in _GEOMETRY_ATTRIBUTES:
+            value = pool_fact(self.pool, attribute)
+            if isinstance(value, int) and attribute in _SPLIT_WITH_HEADS:
+                value //= self.parts
+            if isinstance(value, int | str | torch.dtype) and not isinstance(value, bool):
+                geometry.append((attribute, str(value)))
+        geometry += format_facts(self.pool)
+        return PoolIdentity(
+            name=self.name,
+            kind=type(self.pool).__name__,
+            dtype=logical_dtype,
+            layout=str(getattr(self.pool, "layout", "")),
+            page_size=self.page_size,
+            segments=self.segment_sizes,
+            geometry=tuple(geometry),
+        )
+
+
+class HostPages(PoolPages):
+    """The memory of the pages of one host pool; valid as long as the pool's buffers are.
+
+    ``parts`` is 1, or the number of head groups where SGLang splits heads so that deployments of different TP can share
+    (page_head layout with tp_lcm_size).
+    """
+
+    def __init__(self, pool: Any, name: str, parts: int = 1) -> None:
+        """Raises UnsupportedError for a pool that does not tell where its pages are."""
+        super().__init__(pool, name)
+        self.parts = parts
+        self._runs = self._measure_runs()
+        # The memory belongs to the pool, which is kept alive by self.pool.
+        self._memory = [
+            memoryview(
+                (ctypes.c_ubyte * (run.stride * (self._page_count - 1) + run.size)).from_address(run.address)
+            ).cast("B")
+            for run in self._runs
+        ]
+        self._runs_per_part = len(self._runs) // parts
+        self._parts = [self._part(begin) for begin in range(0, len(self._runs), self._runs_per_part)]
+        self.page_bytes = sum([run.size for run in self._runs])
+
+    def _part(self, begin: int) -> _Part:
+        runs = self._runs[begin : begin + self._runs_per_part]
+        addresses, strides, sizes = (
+            np.array([getattr(run, name) for run in runs], np.int64) for name in ("address", "stride", "size")
+        )
+        return _Part(addresses, strides, sizes, sum([run.size for run in runs]))
+
+    @property
+    def segment_sizes(self) -> tuple[int, ...]:
+        """Sizes in bytes of the segments of one stored object."""
+        return tuple(run.size for run in self._runs[: self._runs_per_part])
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers_of`` these pages, made lazily."""
@@ -159,29 +200,7 @@ class HostPages:
         """Payload bytes of one stored object of a page."""
         return self._parts[part].page_bytes
 
-    def describe(self, logical_dtype: str) -> PoolIdentity:
-        """The pool's part of the page identity."""
-        geometry = []
-        for attribute in _GEOMETRY_ATTRIBUTES:
-            value = pool_fact(self.pool, attribute)
-            if isinstance(value, int) and attribute in _SPLIT_WITH_HEADS:
-                value //= self.parts
-            if isinstance(value, int | str | torch.dtype) and not isinstance(value, bool):
-                geometry.append((attribute, str(value)))
-        geometry += format_facts(self.pool)
-        return PoolIdentity(
-            name=self.name,
-            kind=type(self.pool).__name__,
-            dtype=logical_dtype,
-            layout=str(getattr(self.pool, "layout", "")),
-            page_size=self.page_size,
-            segments=self.segment_sizes,
-            geometry=tuple(geometry),
-        )
-
     def _measure_runs(self) -> list[_Run]:
-        if self._page_count < 1:
-            raise UnsupportedError(f"host pool {self.name!r}", "it has no pages")
         first = self._ask(0)
         last_page = self._page_count - 1
         strides = [0] * len(first)
@@ -219,12 +238,14 @@ class HostPages:
         return [(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
 
 
-def has_page_bytes(pool: Any) -> bool:
-    """False for a logical anchor, which owns page numbers and no memory (DeepSeek V4)."""
+def is_logical_anchor(pool: Any) -> bool:
+    """Whether a pool owns page numbers and no memory, so that its sidecars are all there is (DeepSeek V4)."""
     if getattr(pool, "kv_buffer", pool) is not None:
-        return True
-    ask = getattr(pool, "get_page_buffer_meta", None)
-    return ask is not None and ask(torch.arange(int(pool.page_size), dtype=torch.int64)) is not None
+        return False
+    try:
+        return pool.get_page_buffer_meta(torch.arange(int(pool.page_size), dtype=torch.int64)) is None
+    except Exception:  # noqa: BLE001 - a pool whose memory is elsewhere or missing; that is told where it is measured
+        return False
 
 
 def flat_buffers(count: int, tensors: Sequence[Any] | None, sizes: Sequence[Any] | None) -> dict[int, list[memoryview]]:

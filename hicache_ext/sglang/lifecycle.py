@@ -20,7 +20,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.attached import attach, detach
-from hicache_ext.sglang.features import ADAPTERS, DECODE_WRITER, HOOKED, PREFILL_COST, STORAGE
+from hicache_ext.sglang.features import ADAPTERS, DECODE_WRITER, DRAFTS, HOOKED, PREFILL_COST, STORAGE
 from hicache_ext.sglang.hint_traffic import HintTraffic
 from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.launch_facts import read_launch_facts
@@ -90,7 +90,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._pools.bind(name_of(host_pool_name), host_pool)
+        self._pools.bind_beside(name_of(host_pool_name), host_pool)
 
     def _register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._patience():
@@ -116,6 +116,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         ``nonce`` must be equal on all ranks of this deployment and different for every update of any deployment.
         """
         self._pools.advance_weights_epoch(nonce)
+
+    def writes_on_every_rank(self, pool: str) -> bool:
+        """Whether this rank's pages of a pool are no other rank's [backup thread]."""
+        return self._pools.on_every_rank(pool)
 
     def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
         """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""
@@ -161,6 +165,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def _export_sources(self) -> list[TierMetrics]:
         self._failures.set_level("serving", "", float(not self._pools.unavailable))
+        for pool in list(self._pools.bound) + list(self._pools.unserved):
+            self._failures.set_level("unserved_pool", pool, float(pool in self._pools.unserved))
         beside = [self._failures, kernel_metrics, *self._also_counted, *self._hints.metrics]
         if self._pull_rule is not None:
             beside.append(self._pull_rule.metrics)
@@ -180,6 +186,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         unused = {
             ADAPTERS: not self._facts.lora,
             DECODE_WRITER: self._config.role != "decode",
+            DRAFTS: True,  # told where a pool needs it
             PREFILL_COST: self._pull_rule is None,
         }
         for sentence in not_in_force([feature for feature in HOOKED if not unused.get(feature)]).values():

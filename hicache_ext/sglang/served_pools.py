@@ -20,9 +20,10 @@ from hicache_ext.config import HicacheExtConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.sglang import weights_hooks
-from hicache_ext.sglang.features import ADAPTERS
+from hicache_ext.sglang.copied_pages import AnyPages, CopiedPages, pages_of
+from hicache_ext.sglang.features import ADAPTERS, DRAFTS
 from hicache_ext.sglang.hooks import not_in_force
-from hicache_ext.sglang.host_pool import HostPages, has_page_bytes
+from hicache_ext.sglang.host_pool import is_logical_anchor
 from hicache_ext.sglang.launch_facts import LaunchFacts, logical_dtype
 from hicache_ext.sglang.model_weights import ModelWeights, records_directory, weights_of_server
 from hicache_ext.sglang.releases import dcp_shard, pool_fact
@@ -37,7 +38,7 @@ class BoundPool:
     """A registered host pool: its memory and, per part, its identity."""
 
     name: str
-    pages: HostPages | None
+    pages: AnyPages | None
     """None for a logical anchor, which has no bytes to store."""
     identities: tuple[PageIdentity, ...]
     digests: tuple[bytes, ...]
@@ -57,6 +58,8 @@ class ServedPools:
     ) -> None:
         """``ranks`` is SGLang's HiCacheStorageConfig. Raises UnsupportedError where the weights cannot be read."""
         self.bound: dict[str, BoundPool] = {}
+        self.unserved: dict[str, str] = {}
+        """Pools that SGLang registered and that cannot be served, with the reason."""
         self.flat: BoundPool | None = None
         self.suspended_because = None if weights_hooks.caches_are_flushed() else weights_hooks.NOT_FLUSHED
         self.closed = False
@@ -81,7 +84,7 @@ class ServedPools:
     @property
     def unavailable(self) -> bool:
         """Whether nothing may be stored or served."""
-        return self.closed or not self.identified or self.suspended_because is not None
+        return self.closed or not self.identified or self.suspended_because is not None or bool(self.unserved)
 
     def usable(self, name: str) -> BoundPool | None:
         """A registered pool under the identity of now; None where nothing may be stored or served.
@@ -90,16 +93,33 @@ class ServedPools:
         """
         return None if self.unavailable else self.bound.get(name)
 
+    def bind_beside(self, name: str, pool: Any) -> None:
+        """A host pool beside the first, at any time. Never raises: SGLang registers some when it already serves.
+
+        One that cannot be served is named in the log and in the metrics. As long as it is there nothing is stored or
+        served: SGLang restores no prefix without all of its pools, so the others would be kept for nothing.
+        """
+        try:
+            self.bind(name, pool)
+        except Exception as error:  # noqa: BLE001 - a pool of a kind that nobody knows may raise anything
+            reason = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+            self.bound.pop(name, None)
+            if self.unserved.get(name) != reason:
+                logger.error("hicache_ext: nothing is stored or served, for lack of pool %s: %s", name, reason)
+            self.unserved[name] = reason
+        else:
+            self.unserved.pop(name, None)
+
     def bind(self, name: str, pool: Any) -> None:
         """A host pool of SGLang. Raises UnsupportedError for one that cannot be served."""
         bound = self.bound.get(name)
         if bound is not None and bound.pages is not None and bound.pages.pool is pool:
             return
-        if not has_page_bytes(pool):
+        if is_logical_anchor(pool):
             self.bound[name] = BoundPool(name, None, (), ())
             return
         parts = self._head_parts(name, pool)
-        pages = HostPages(pool, name, parts)
+        pages = pages_of(pool, name, parts)
         stored = str(getattr(pool, "dtype", torch.uint8)).removeprefix("torch.")
         dtype = logical_dtype(stored, self._facts.kv_cache_dtype, self._config.kv_dtype)
         if dtype is None:
@@ -110,18 +130,24 @@ class ServedPools:
             )
         shards = self._shards(name, pool, parts)
         logger.info(
-            "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments",
+            "hicache_ext: pool %s, %s, %s, %d bytes a page in %d segments%s",
             name,
             dtype,
             getattr(pool, "layout", "?"),
             pages.page_bytes,
             len(pages.segment_sizes) * parts,
+            ", through copies" if isinstance(pages, CopiedPages) else "",
         )
         with self._lock:
             self.bound[name] = bound = self._under_model(name, pages, pages.describe(dtype), shards)
             identified = self.identified
         if identified:
             self._register(bound)
+
+    def on_every_rank(self, name: str) -> bool:
+        """Whether each tensor-parallel rank has its own pages in this pool."""
+        bound = self.bound.get(name)
+        return bound is not None and any(identity.shard.tp[1] > 1 for identity in bound.identities)
 
     def flat_pool(self) -> BoundPool:
         """The identity of pages that come as one flat tensor (``interface_v1`` off): another byte order than v1."""
@@ -191,9 +217,7 @@ class ServedPools:
                 self.bound[name] = self._under_model(name, bound.pages, bound.identities[0].pool, shards)
         return list(self.bound.values()) if self.identified else []
 
-    def _under_model(
-        self, name: str, pages: HostPages | None, pool: PoolIdentity, shards: Sequence[Shard]
-    ) -> BoundPool:
+    def _under_model(self, name: str, pages: AnyPages | None, pool: PoolIdentity, shards: Sequence[Shard]) -> BoundPool:
         """A pool whose pages are of the weights as they are known now; its identities are yet to be registered."""
         identities = tuple(PageIdentity(self.model, pool, shard) for shard in shards)
         return BoundPool(name, pages, identities, tuple(identity.digest() for identity in identities))
@@ -221,11 +245,14 @@ class ServedPools:
         )
         replicated = ranks.is_mla_model and name != PoolName.MAMBA.value
         if replicated and ranks.tp_size > 1 and pool_fact(pool, "v_head_dim") is not None:
-            raise UnsupportedError(
-                f"host pool {name!r} ({type(pool).__name__})",
-                "its heads differ per TP rank, but SGLang writes the pools of this model from rank 0 only",
-                "use --tp 1, or no draft model, or no storage backend",
-            )
+            missing = not_in_force([DRAFTS])
+            if name == KV or missing:
+                raise UnsupportedError(
+                    f"host pool {name!r} ({type(pool).__name__})",
+                    missing.get(DRAFTS, "its heads differ per TP rank, but SGLang writes them from rank 0 only"),
+                    "use --tp 1, or no draft model, or no storage backend",
+                )
+            replicated = False
         if replicated:
             return [common]
         lcm = ranks.tp_lcm_size

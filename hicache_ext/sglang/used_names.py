@@ -16,6 +16,7 @@ from hicache_ext.sglang.features import (
     ADAPTERS,
     COPIES,
     DECODE_WRITER,
+    DRAFTS,
     HOOKED,
     MODEL_WEIGHTS,
     PREFILL_COST,
@@ -77,6 +78,7 @@ _LORA = "lora.lora_manager.LoRAManager"
 _REQUEST = "managers.schedule_batch.Req"
 _OFFLOAD = "disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager"
 _CONTROLLER = "managers.cache_controller"
+_HYBRID = "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _COPY = "device_pool host_indices device_indices"
 
 USED: tuple[Use, ...] = (
@@ -116,6 +118,9 @@ USED: tuple[Use, ...] = (
         STORAGE,
     ),
     _names(f"{_HOST_POOL}.base.HostKVCache", "page_size size layout dtype kv_buffer dcp_rank dcp_size", STORAGE),
+    _names(f"{_HOST_POOL}.base.HostKVCache", "get_dummy_flat_data_page", STORAGE),
+    _call(f"{_HOST_POOL}.base.HostKVCache", "get_data_page", "index", STORAGE),
+    _call(f"{_HOST_POOL}.base.HostKVCache", "set_from_flat_data_page", "index data_page", STORAGE, only=True),
     _call(_MHA, "get_page_buffer_meta", "indices", STORAGE, only=True),
     _call(_MHA, "get_split_heads_page_buffer_meta", "indices split_factor", STORAGE, only=True),
     _call(_MLA, "get_page_buffer_meta", "indices", STORAGE, only=True),
@@ -203,7 +208,7 @@ USED: tuple[Use, ...] = (
     _names(f"{_CONTROLLER}.CacheOperation", "node_ids", DECODE_WRITER),
     _names(f"{_CONTROLLER}.HiCacheAck", "finish_event node_ids", DECODE_WRITER),
     _names(
-        "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController",
+        _HYBRID,
         "parse_storage_backend_extra_config",
         DECODE_WRITER,
     ),
@@ -218,6 +223,7 @@ USED: tuple[Use, ...] = (
         "origin_input_ids output_ids finished kv sampling_params finished_reason extra_key cache_salt",
         DECODE_WRITER,
     ),
+    _hook("around", _HYBRID, "should_backup", DRAFTS, "transfer"),
     _hook("around", _SCHEDULER, "run_batch", PREFILL_COST),
     _hook("around", _SCHEDULER, "process_batch_result", PREFILL_COST),
     _names("managers.schedule_batch.ScheduleBatch", "reqs forward_mode extend_num_tokens", PREFILL_COST),

@@ -117,7 +117,7 @@ def test_until_the_weights_are_identified_nothing_is_stored_or_served(
     assert backend.batch_set_v1(KEYS, INDICES) == [True, True]
     assert backend.batch_exists(KEYS) == 2
     assert serving(backend) == 1
-    assert len(list((tmp_path / "l3" / "identities").glob("*"))) == 1
+    assert wait_until(lambda: len(list((tmp_path / "l3" / "identities").glob("*"))) == 1)
 
 
 def test_servers_of_equal_weights_share_pages_and_those_of_others_do_not(

@@ -137,33 +137,13 @@ def test_a_logical_anchor_leaves_the_verdict_to_its_sidecars(open_backend: Calla
     assert backend.batch_exists_v2(KEYS, [PoolTransfer(name=PoolName.DEEPSEEK_V4_C4)]).kv_hit_pages == 3
 
 
-def test_heads_that_only_rank_0_would_write_are_refused(open_backend: Callable[..., Any]) -> None:
-    backend = open_backend(mla_pools(page_size=PAGE_SIZE).host, is_mla_model=True, tp_rank=1, tp_size=2)
-    with pytest.raises(UnsupportedError, match=r"host pool 'draft'.*writes the pools of this model from rank 0 only"):
-        backend.register_mem_host_pool_v2(mha_pools(page_size=PAGE_SIZE).host, "draft")
-
-
-def test_a_pool_without_page_buffers_is_refused_with_one_sentence(open_backend: Callable[..., Any]) -> None:
+def test_a_layout_without_pages_is_refused_with_one_sentence(open_backend: Callable[..., Any]) -> None:
     host = mha_pools(page_size=PAGE_SIZE).host
     host.layout = "page_unified"
     with pytest.raises(UnsupportedError) as refused:
         open_backend(host)
     assert str(refused.value) == (
         "host pool 'kv' (MHATokenToKVPoolHost, layout page_unified) cannot be served: it exposes no page buffers "
+        "(ValueError: Unsupported layout: page_unified), and it gives no flat pages "
         "(ValueError: Unsupported layout: page_unified); choose another --hicache-mem-layout"
     )
-
-
-def test_a_pool_whose_addresses_are_not_linear_is_refused(
-    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = mha_pools(page_size=PAGE_SIZE).host
-    honest = host.get_page_buffer_meta
-
-    def shuffled(host_indices: torch.Tensor) -> Any:
-        addresses, sizes = honest(host_indices)
-        return [address + (64 if int(host_indices[0]) > PAGE_SIZE else 0) for address in addresses], sizes
-
-    monkeypatch.setattr(host, "get_page_buffer_meta", shuffled)
-    with pytest.raises(UnsupportedError, match="do not follow from the page number"):
-        open_backend(host)
