@@ -15,6 +15,7 @@ EXTRAS = {
     "transformers": "sglang",
     "tokenizers": "sglang",
     "safetensors": "sglang",
+    "zmq": "sglang",
     "mooncake": "mooncake",
     "redis": "redis",
     "obstore": "object",

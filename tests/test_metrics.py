@@ -248,6 +248,7 @@ _PREFIXES = {
     "storage/tiering/pulling/": "pull_",
     "storage/serving/hints/sender": "pd_write_",
     "storage/serving/hints/": "hints_",
+    "storage/serving/events/": "events_",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
+from hicache_ext.config.events import EventsConfig
 from hicache_ext.config.kernels import KernelsConfig
 from hicache_ext.config.pd import HintsConfig, PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
@@ -235,6 +236,11 @@ class HicacheExtConfig(ConfigModel):
     kernels: KernelsConfig = KernelsConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
     background: BackgroundConfig = BackgroundConfig()
+    events: Annotated[
+        EventsConfig | None,
+        Field(description="tell KV-aware routers which pages come and go in the tiers; left out: off"),
+        Allowed("a mapping with endpoint, replay_endpoint, topic or interval"),
+    ] = None
     roles: Annotated[
         dict[ServerRole, RoleConfig],
         Field(

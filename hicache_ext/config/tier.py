@@ -49,6 +49,9 @@ class TierConfig(ConfigModel):
     carries_hints: ClassVar[bool] = False
     """Whether its store is a board for the hints between decode and prefill nodes (contract/hint_board.py)."""
 
+    lists_pages: ClassVar[bool] = False
+    """Whether its store can tell cheaply which pages it holds (contract/abilities.py), so that events can."""
+
     keeps_identities: ClassVar[bool] = False
     """Whether the documents of its identities are kept beside its pages, where tools find them."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hicache_ext.config import ExtraConfig
+from hicache_ext.config import ExtraConfig, HicacheExtConfig
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.tiering.tier_use import tier_use
 
@@ -36,6 +36,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
         )
     else:
         yield Finding("allocator", Level.OK, checked.allocator)
+    yield _events(config)
     for line in tier_use(config).lines():
         yield Finding("tiers", Level.OK, line)
     for name in config.tiers:
@@ -45,3 +46,16 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
             )
         elif name not in config.retrieve_locations and config.role != "decode":
             yield Finding("tiers", Level.NOTE, f"tier {name} is written and never read by this node", "")
+
+
+def _events(config: HicacheExtConfig) -> Finding:
+    """What KV-aware routers learn of the tiers."""
+    if config.events is None:
+        seen = "KV-aware routers learn nothing of the tiers, and SGLang's /get_hicache_l3_cache_layout answers disabled"
+        return Finding("events", Level.OK, f"off: {seen} (docs/kv-events.md)")
+    where = f"at {config.events.endpoint}, replay at {config.events.replay_endpoint}"
+    silent = [name for name in config.retrieve_locations if not config.tiers[name].lists_pages]
+    if silent:
+        seen = f"{where}; nothing is told of {', '.join(silent)}: they do not say which pages they hold"
+        return Finding("events", Level.NOTE, seen, "docs/kv-events.md says what a router does about them")
+    return Finding("events", Level.OK, where)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hicache_ext.errors import UnsupportedError
-from hicache_ext.sglang.features import FEATURES, STORAGE, Feature
+from hicache_ext.sglang.features import FEATURES, HOOKED, STORAGE, Feature
 from hicache_ext.sglang.releases import TESTED, installed_release, is_tested, refuse_old_release, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
 from hicache_ext.storage.contract.diagnosis import Finding, Level
@@ -84,5 +84,4 @@ def _rows(one: Checked) -> Iterator[dict[str, str]]:
 
 
 def _features(features: Sequence[Feature]) -> str:
-    hooked = [feature for feature in FEATURES if feature is not STORAGE]
-    return "every hook" if list(features) == hooked else ", ".join(feature.name for feature in features)
+    return "every hook" if tuple(features) == HOOKED else ", ".join(feature.name for feature in features)

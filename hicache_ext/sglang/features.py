@@ -24,8 +24,9 @@ ADAPTERS = Feature("LoRA adapters", "adapters cannot be told apart", by_halves=T
 COPIES = Feature("copy engines", "copies between host and device stay with SGLang's own path")
 DECODE_WRITER = Feature("decode writer", "a decode node writes as SGLang does")
 DRAFTS = Feature("drafts of every rank", "rank 0 alone writes the draft of an MLA model, whose heads differ per rank")
+EVENTS = Feature("KV events", "routers are told nothing")
 PREFILL_COST = Feature("cost of prefill", "pull or recompute does not know what a prefill takes")
 
 HOOKED = (WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST)
 """Those that change functions of SGLang, through its plug-ins."""
-FEATURES = (STORAGE, *HOOKED)
+FEATURES = (STORAGE, *HOOKED, EVENTS)

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config
-from hicache_ext.errors import UnsupportedError
+from hicache_ext.errors import HicacheExtError, UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
@@ -23,6 +23,7 @@ from hicache_ext.sglang.attached import attach, detach
 from hicache_ext.sglang.features import ADAPTERS, DECODE_WRITER, DRAFTS, HOOKED, PREFILL_COST, STORAGE
 from hicache_ext.sglang.hint_traffic import HintTraffic
 from hicache_ext.sglang.hooks import not_in_force
+from hicache_ext.sglang.kv_events import kv_events
 from hicache_ext.sglang.launch_facts import read_launch_facts
 from hicache_ext.sglang.never_raise import answering
 from hicache_ext.sglang.prefill_cost import prefill_cost
@@ -69,6 +70,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
         self._pull_rule = PullRule.of(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
         self._hints = HintTraffic(self._config, storage_config, self._pools, lambda: self._store)
+        try:
+            self._events = kv_events(self._config, storage_config, self._pools, lambda: self._store)
+        except HicacheExtError:
+            self._hints.close()
+            if self._config_file is not None:
+                self._config_file.close()
+            self._store.close()
+            raise
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
         attach(self)
         self._warn_at_start()
@@ -154,6 +163,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._pools.closed = True
         detach(self)
         self._hints.close()
+        if self._events is not None:
+            self._events.close()
         if self._config_file is not None:
             self._config_file.close()
         self._store.close()
@@ -170,6 +181,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         beside = [self._failures, kernel_metrics, *self._also_counted, *self._hints.metrics]
         if self._pull_rule is not None:
             beside.append(self._pull_rule.metrics)
+        if self._events is not None:
+            beside.append(self._events.metrics)
         tiers = self._store.tiers
         return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
 

@@ -17,6 +17,7 @@ from hicache_ext.sglang.features import (
     COPIES,
     DECODE_WRITER,
     DRAFTS,
+    EVENTS,
     HOOKED,
     MODEL_WEIGHTS,
     PREFILL_COST,
@@ -226,6 +227,14 @@ USED: tuple[Use, ...] = (
     _hook("around", _HYBRID, "should_backup", DRAFTS, "transfer"),
     _hook("around", _SCHEDULER, "run_batch", PREFILL_COST),
     _hook("around", _SCHEDULER, "process_batch_result", PREFILL_COST),
+    _names("disaggregation.kv_events", "AllBlocksCleared KVEventBatch", EVENTS),
+    _names("disaggregation.kv_events.StorageMedium", "DISK EXTERNAL", EVENTS),
+    _names("disaggregation.kv_events.BlockRemoved", "block_hashes medium", EVENTS),
+    _names(
+        "disaggregation.kv_events.BlockStored",
+        "block_hashes parent_block_hash token_ids block_size lora_id medium",
+        EVENTS,
+    ),
     _names("managers.schedule_batch.ScheduleBatch", "reqs forward_mode extend_num_tokens", PREFILL_COST),
     _names("model_executor.forward_batch_info.ForwardMode", "is_extend", PREFILL_COST),
 )

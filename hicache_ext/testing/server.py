@@ -49,7 +49,7 @@ class SglangServer(SglangClient):
     Args:
         model: directory of the model, see :func:`hicache_ext.testing.tiny_model.make_tiny_model`.
         log_file: where standard output and error of all processes go; truncated at start.
-        tp: tensor-parallel size.
+        tp, dp: tensor-parallel and data-parallel size.
         page_size: tokens per page.
         hierarchical_cache: whether HiCache is on; the other cache arguments mean nothing without it.
         mem_layout, io_backend, hicache_ratio: SGLang's ``--hicache-mem-layout``, ``--hicache-io-backend``,
@@ -73,6 +73,7 @@ class SglangServer(SglangClient):
         *,
         log_file: str | os.PathLike[str],
         tp: int = 1,
+        dp: int = 1,
         page_size: int = 16,
         hierarchical_cache: bool = True,
         mem_layout: str = "page_first",
@@ -95,8 +96,11 @@ class SglangServer(SglangClient):
         self._process: subprocess.Popen[bytes] | None = None
         self.arguments = [
             *("--model-path", os.fspath(model), "--host", _HOST, "--port", str(self.port)),
-            *("--nccl-port", str(free_port()), "--tp-size", str(tp), "--page-size", str(page_size)),
+            *("--tp-size", str(tp), "--dp-size", str(dp), "--page-size", str(page_size)),
         ]
+        if dp == 1:
+            # Each replica needs one of its own, which SGLang then chooses.
+            self.arguments += ["--nccl-port", str(free_port())]
         if hierarchical_cache:
             self.arguments += [
                 *("--enable-hierarchical-cache", "--hicache-ratio", str(hicache_ratio)),

@@ -237,3 +237,17 @@ def test_a_trial_removes_what_it_wrote() -> None:
     store = MemoryPageStore()
     assert [finding.level.value for finding in try_store(store)] == ["ok", "ok", "ok"]
     assert store.objects == {}
+
+
+def test_the_doctor_says_what_routers_learn_of_the_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB"}
+    _, found = findings(capsys, [write(tmp_path, {"disk": disk}), "--tier", "disk"])
+    assert found["configuration"]["events"]["level"] == "ok"
+    assert "/get_hicache_l3_cache_layout answers disabled" in found["configuration"]["events"]["seen"]
+    events = {"endpoint": "tcp://*:5657", "replay_endpoint": "tcp://*:5757"}
+    file = tmp_path / "hicache.yaml"
+    tiers = {"disk": disk, "pool": {"type": "memory"}}
+    file.write_text(yaml.safe_dump(ExtraConfig.around({"tiers": tiers, "events": events})))
+    _, found = findings(capsys, [str(file), "--tier", "disk"])
+    assert found["configuration"]["events"]["level"] == "note"
+    assert "nothing is told of pool:" in found["configuration"]["events"]["seen"]

@@ -27,8 +27,8 @@ class Mode:
     tp: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
-    replicas: int = 1
-    """Servers behind the one address, which take turns."""
+    dp: int = 1
+    """Replicas, which take turns."""
 
 
 def argument(mode: Mode) -> Any:
@@ -49,14 +49,15 @@ MODES = [
     Mode("`--chunked-prefill-size 128`", ("--chunked-prefill-size", "128")),
     Mode("`--disable-overlap-schedule`", ("--disable-overlap-schedule",)),
     Mode("`--tp 2`", tp=2),
-    Mode("`--dp 2`", ("--dp", "2"), replicas=2),
-    Mode("`--tp 2 --dp 2 --enable-dp-attention`", ("--dp", "2", "--enable-dp-attention"), tp=2, replicas=2),
+    Mode("`--dp 2`", dp=2),
+    Mode("`--tp 2 --dp 2 --enable-dp-attention`", ("--enable-dp-attention",), tp=2, dp=2),
 ]
 
 
 def serve(model: Path, directory: Path, mode: Mode, **more: Any) -> SglangServer:
     settings = {
         "tp": mode.tp,
+        "dp": mode.dp,
         "page_size": mode.page_size,
         "storage_backend": "dynamic",
         "extra_config": file_tier_config(directory / "l3"),
@@ -71,9 +72,9 @@ def serve(model: Path, directory: Path, mode: Mode, **more: Any) -> SglangServer
 def test_a_prompt_comes_back_from_storage_with_the_answer_it_had(tiny_model: Path, tmp_path: Path, mode: Mode) -> None:
     log = tmp_path / "server.log"
     with serve(tiny_model, tmp_path, mode) as server:
-        cold = [server.generate(PROMPT, **mode.request) for _ in range(mode.replicas)]
+        cold = [server.generate(PROMPT, **mode.request) for _ in range(mode.dp)]
         server.flush_cache()
-        warm = [server.generate(PROMPT, **mode.request) for _ in range(mode.replicas)]
+        warm = [server.generate(PROMPT, **mode.request) for _ in range(mode.dp)]
     assert "is answered as a miss" not in log.read_text()
     assert {answer.output_ids for answer in warm} == {cold[0].output_ids} == {answer.output_ids for answer in cold}
     saw(mode.name, *warm)

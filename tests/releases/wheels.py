@@ -43,14 +43,16 @@ def environment_of(release: str) -> dict[str, str]:
     package = package_of(release).parent
     front = [str(package)] if package.is_relative_to(_BESIDE) else []
     before = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and not _beside(entry)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*front, *before, str(ROOT)])}
+    # SGLang compiles its page hash under one name in every release: two at once would compile in turns, for ever.
+    extensions = {"TORCH_EXTENSIONS_DIR": str(_BESIDE / "extensions" / release)} if front else {}
+    return {**os.environ, **extensions, "PYTHONPATH": os.pathsep.join([*front, *before, str(ROOT)])}
 
 
 def use_in_this_process(release: str) -> None:
     """Before anything imports SGLang; processes that this one starts use it, too."""
     if "sglang" in sys.modules:
         raise RuntimeError("SGLang is imported already")
-    os.environ["PYTHONPATH"] = environment_of(release)["PYTHONPATH"]
+    os.environ.update(environment_of(release))
     sys.path[:] = [entry for entry in sys.path if not _beside(entry)]
     package = package_of(release).parent
     if package.is_relative_to(_BESIDE):

@@ -1,6 +1,6 @@
 """What some stores can do beside the contract, and how it is found behind wrappers.
 
-An ability is a small runtime-checkable protocol: ``Gauged`` and ``Resizable`` and ``IdentityKeeper`` here,
+An ability is a small runtime-checkable protocol: ``Gauged``, ``Resizable``, ``IdentityKeeper``, ``PageLister`` here,
 ``Diagnosable`` (diagnosis.py), ``HintBoard`` (hint_board.py). A wrapper forwards none of them: whoever needs one asks
 ``ability(store, Protocol)``, which looks through the wrappers (``inner``).
 """
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from hicache_ext.storage.contract.store import PageStore
 
@@ -87,3 +90,15 @@ class Resizable(Protocol):
 
     def resize(self, capacity: int | None) -> None:
         """``capacity`` as at the start, in bytes. What is too much goes with the next writes."""
+
+
+@runtime_checkable
+class PageLister(Protocol):
+    """A store that can say often, and cheaply, which pages it holds, whoever wrote or removed them."""
+
+    def block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
+        """Of every page of this identity that can be found now: the first 8 bytes of its page hash (big-endian), which
+        SGLang's KV events call its block hash. In no order, and a page may come twice.
+
+        For one thread at a time. What nobody has changed since the last call must cost next to nothing. Raises OSError
+        or StoreError where it cannot be told now."""

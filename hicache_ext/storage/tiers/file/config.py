@@ -185,6 +185,7 @@ class FileTierConfig(TierConfig):
 
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
     carries_hints: ClassVar[bool] = True
+    lists_pages: ClassVar[bool] = True
     keeps_identities: ClassVar[bool] = True
 
     @field_validator("shared", mode="after")

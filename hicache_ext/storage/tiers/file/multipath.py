@@ -23,6 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
@@ -203,6 +206,12 @@ class SpreadStore:
 
     def read_hints(self, since: frozenset[str] | None, limits: BoardLimits) -> tuple[frozenset[str], list[bytes]]:
         return hints.read_hints(self._parts[0].path, since, limits)
+
+    def block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
+        """Of the paths in service: pages of the others cannot be read. Raises OSError, StoreClosedError."""
+        with self._calls:
+            found = [store.block_hashes(digest) for store in self.parts]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def diagnose(self) -> Sequence[Finding]:
         from hicache_ext.storage.tiers.file.diagnosis import diagnose

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
@@ -37,7 +40,7 @@ class Fullness:
 
 
 class PathStore(TierStore):
-    """A layout writes the hooks of ``TierStore``, ``_open`` and ``fullness``; one whose expired
+    """A layout writes the hooks of ``TierStore``, ``_open``, ``fullness`` and ``_block_hashes``; one whose expired
     pages take room until they are removed, ``remove_expired``.
 
     Threads: any. The memory of a batch is touched only until the call returns.
@@ -97,6 +100,15 @@ class PathStore(TierStore):
     @abc.abstractmethod
     def fullness(self) -> Fullness:
         """Looks at the disk, which may take as long as the disk likes. Raises what the disk does."""
+
+    def block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
+        """As ``PageLister``. Raises OSError, StoreClosedError."""
+        with self._calls:
+            return self._block_hashes(digest)
+
+    @abc.abstractmethod
+    def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
+        """As ``block_hashes``. Raises OSError."""
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
         """Remove the pages older than the ttl, until ``loop`` is stopped; how many that were."""

@@ -19,6 +19,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.clearing import Cleared
@@ -27,6 +30,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.device_probe import flags_of
 from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
+from hicache_ext.storage.tiers.file.pages.contents import TreeContents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.eviction import Evictor
 from hicache_ext.storage.tiers.file.pages.tree import ABSENT, BLOCK, occupied
@@ -89,6 +93,7 @@ class PageFileStore(PathStore):
         self._open_account()
         self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age)
+        self._contents = TreeContents(self._directory)
         self._no_writes_until = 0.0
         self._pages = 0
         self._count_pages_at = 0.0
@@ -105,6 +110,9 @@ class PageFileStore(PathStore):
             self._resources.callback(Upkeep(self.name, directory, self._usage).close)
         except OSError as error:
             raise StoreSetupError(self.name, f"account {str(path)!r}: {error.strerror or error}") from error
+
+    def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
+        return self._contents.block_hashes(digest)
 
     def resize(self, capacity: int | None) -> None:
         """Pages beyond the capacity are evicted by the next write."""

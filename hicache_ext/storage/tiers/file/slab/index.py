@@ -373,15 +373,15 @@ class SlabIndex:
         """The numbers of the identities of ``keys``; a single one where all are of one identity."""
         if isinstance(keys, PageKeys):
             known_number = self._numbers.get(keys.identity)
-            return self._number_of(keys.identity) if known_number is None else known_number
+            return self.number_of(keys.identity) if known_number is None else known_number
         digests = [key[:IDENTITY_LENGTH] for key in keys]
-        known = {digest: self._number_of(digest) for digest in set(digests)}
+        known = {digest: self.number_of(digest) for digest in set(digests)}
         if len(known) == 1:
             return known[digests[0]]
         return np.array([known[digest][0] for digest in digests], np.int64)
 
-    def _number_of(self, digest: bytes) -> Words:
-        """One word."""
+    def number_of(self, digest: bytes) -> Words:
+        """One word: the number of an identity, -1 where it has none."""
         known = self._numbers.get(digest)
         if known is None:
             number = self._known_numbers().get(digest)

@@ -34,6 +34,7 @@ from hicache_ext.storage.tiers.file.expiry import oldest_valid_ms
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
+from hicache_ext.storage.tiers.file.slab.contents import SlabContents
 from hicache_ext.storage.tiers.file.slab.directory import slab_directory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
@@ -73,6 +74,7 @@ class SlabStore(PathStore):
         self._directory = directory
         self._index = directory.index
         self._io = SlotIo(directory, self._plan, self.metrics)
+        self._contents = SlabContents(directory)
         self._moves = PageMoves(directory, self._plan, self.metrics, self._io)
         pins = PinnedPages(self.name, directory.path, self._capacity // 2, directory.index.occupied_by)
         self._allocator = SlotAllocator(
@@ -82,6 +84,9 @@ class SlabStore(PathStore):
     def fullness(self) -> Fullness:
         with self._calls:
             return self._allocator.fullness(self._oldest())
+
+    def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
+        return self._contents.block_hashes(digest, self._oldest())
 
     def wait_until_rebuilt(self, timeout: float) -> bool:
         """Wait until the index is complete; False when it is not in time."""

@@ -1,0 +1,1 @@
+"""What changes in the tiers, told to routers: compared (changes.py), numbered and sent (publisher.py)."""

@@ -1,0 +1,237 @@
+"""Publishes what changes in the tiers over ZeroMQ, in the frames of SGLang's own KV event publisher.
+
+A look at the tiers every ``interval`` is compared with what was published; the difference is what is sent. So nothing
+waits in a queue of ours, whoever changed the tiers is of no matter, and what goes wrong now is made up for by the next
+look. Reasons: docs/decisions/kv-events.md.
+
+PUB: ``(topic, number, batch)``; each batch has the number after that of the one before, 8 bytes, big-endian. A batch
+without events comes when there was none for ``HEARTBEAT``: a subscriber that lost the last one learns of it.
+ROUTER: a request ``(b"", number)`` is answered with ``(b"", topic, number, batch)`` for each batch from that number on,
+and then ``(b"", b"", END, b"")``. Where not all of these are kept any more, or where the number is none of this
+publisher's, they tell the whole state instead: cleared, then all that is stored, with the numbers of as many batches up
+to the last one. A publisher begins with a number higher than all of those before it, so that a restart is a gap, too.
+
+Threads: all of it on one thread of its own, but for the constructor and ``close``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hicache_ext.config.events import EventsConfig
+from hicache_ext.errors import ConfigError
+from hicache_ext.packages import missing_package
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.serving.events.changes import Blocks, Change, Kind, changes_between
+
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT = 5.0
+END = (-1).to_bytes(8, "big", signed=True)
+KEPT = 1024
+"""Batches kept for those who missed some; and batches that wait for one slow subscriber: more are dropped."""
+_KEPT_BYTES = 32 << 20
+_MOST_BATCHES = KEPT // 2
+"""That one look, or one answer with the state, is told in: fewer than a subscriber may wait for."""
+_REPLAY_INTERVAL = 0.1
+"""Seconds between two looks for requests."""
+_REPLAYS_AT_ONCE = 8
+_LOOK_SHARE = 50
+"""A look that takes long is made so many times rarer: in large tiers looks take 2 % of one processor at most."""
+_BIND_WAIT = 2.0
+"""Seconds that a port may still be another's: ZeroMQ gives one back some time after its socket was closed."""
+_LINGER = 500
+"""Milliseconds for which what was sent last is still being sent after close()."""
+_CLOSE_TIMEOUT = 5.0
+
+Encode = Callable[[Sequence[Change]], bytes]
+"""The batch as subscribers read it."""
+Look = Callable[[], Blocks]
+"""What is in the tiers now. May raise anything; it is then asked again at the next look."""
+
+COUNTED = {
+    "block": [kind.value for kind in (Kind.STORED, Kind.REMOVED)],
+    "batch": ["sent", "failed"],
+    "look": ["done", "failed"],
+    "replay": ["history", "state", "refused"],
+}
+
+
+class EventPublisher:
+    """See the module docstring. Counted in ``metrics``: ``COUNTED``; levels: ``blocks`` by medium."""
+
+    def __init__(self, config: EventsConfig, rank: int, look: Look, encode: Encode) -> None:
+        """Binds both endpoints, ports ``rank`` higher than configured. Raises ConfigError, MissingPackageError."""
+        try:
+            import zmq
+        except ImportError:
+            raise missing_package("zmq") from None
+        self._zmq = zmq
+        self._interval = config.interval
+        self._topic = config.topic.encode()
+        self._look = look
+        self._encode = encode
+        self.metrics = TierMetrics("events", prefix="events_")
+        self.metrics.declare(COUNTED)
+        self._log = LimitedLog(logger)
+        self._published: Blocks = {}
+        self._number = time.time_ns()
+        """Of the next batch."""
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._next_look = self._last_sent = 0.0
+        self._begun = False
+        endpoint, replay = (_of_rank(address, rank) for address in (config.endpoint, config.replay_endpoint))
+        self._publish = self._bound(zmq.PUB, endpoint, "endpoint")
+        try:
+            self._replay = self._bound(zmq.ROUTER, replay, "replay_endpoint")
+        except ConfigError:
+            self._publish.close(0)
+            raise
+        self._loop = BackgroundLoop("hicache-ext-events", self._step)
+        self._loop.wake()
+        logger.info("hicache_ext: KV events at %s, replay at %s", endpoint, replay)
+
+    def close(self) -> None:
+        """Say that nothing is stored any more, and end. Does not wait for subscribers. Idempotent."""
+        # A thread that hangs in a look keeps its sockets.
+        if self._loop.stop(_CLOSE_TIMEOUT) and not self._publish.closed:
+            self._tell({})
+            self._publish.close(_LINGER)
+            self._replay.close(_LINGER)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _step(self) -> float:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._look_and_tell()
+            ended = time.monotonic()
+            self._next_look = ended + max(self._interval, _LOOK_SHARE * (ended - now))
+        if time.monotonic() - self._last_sent >= HEARTBEAT:
+            self._send(())
+        self._answer_requests()
+        return min(_REPLAY_INTERVAL, max(0.0, self._next_look - time.monotonic()))
+
+    def _look_and_tell(self) -> None:
+        try:
+            found = self._look()
+        except Exception as error:  # noqa: BLE001 - whatever the tiers raise, the next look may do better
+            self.metrics.add("look", "failed")
+            self._log.log(logging.WARNING, "look", "hicache_ext: no KV events now: %r; tried again", error)
+            return
+        self.metrics.add("look", "done")
+        self._tell(found)
+
+    def _tell(self, found: Blocks) -> None:
+        """Send what is different from what was published. What cannot be sent is told by the next call."""
+        if not self._begun:
+            # Who goes by another publisher's life is to forget it.
+            self._begun = self._send((Change(Kind.CLEARED),))
+        changes = list(changes_between(self._published, found))
+        if self._begun and all(self._send(some) for some in _batches(changes)):
+            for medium in (*self._published, *found):
+                self.metrics.set_level("blocks", medium, float(len(found.get(medium, ()))))
+            self._published = found
+
+    def _send(self, changes: Sequence[Change]) -> bool:
+        """Never waits: ZeroMQ drops what a subscriber does not take."""
+        try:
+            batch = self._encode(changes)
+            frames = (self._topic, _number(self._number), batch)
+            self._publish.send_multipart(frames, self._zmq.DONTWAIT)
+        except Exception as error:  # noqa: BLE001 - of an encoder or of ZeroMQ
+            self.metrics.add("batch", "failed")
+            self._log.log(logging.WARNING, "batch", "hicache_ext: KV events could not be sent: %r; tried again", error)
+            return False
+        self._keep(batch)
+        self._number += 1
+        self._last_sent = time.monotonic()
+        self.metrics.add("batch", "sent")
+        for change in changes:
+            if len(change.blocks):
+                self.metrics.add("block", change.kind.value, len(change.blocks))
+        return True
+
+    def _keep(self, batch: bytes) -> None:
+        self._kept.append((self._number, batch))
+        self._kept_bytes += len(batch)
+        while len(self._kept) > KEPT or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _answer_requests(self) -> None:
+        for _ in range(_REPLAYS_AT_ONCE):
+            if not self._replay.poll(0):
+                return
+            try:
+                self._answer_request(self._replay.recv_multipart(self._zmq.DONTWAIT))
+            except Exception as error:  # noqa: BLE001 - of ZeroMQ or of an encoder; who asked asks again
+                self.metrics.add("replay", "refused")
+                self._log.log(logging.WARNING, "replay", "hicache_ext: a request for KV events failed: %r", error)
+
+    def _answer_request(self, frames: Sequence[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            self.metrics.add("replay", "refused")
+            return
+        client, _, first = frames
+        for number, batch in self._since(int.from_bytes(first, "big")):
+            self._answer(client, self._topic, _number(number), batch)
+        self._answer(client, b"", END, b"")
+
+    def _since(self, first: int) -> list[tuple[int, bytes]]:
+        """All that follows from batch ``first`` on; or the state, where that is not known any more."""
+        if self._kept and self._kept[0][0] <= first <= self._number:
+            self.metrics.add("replay", "history")
+            return [(number, batch) for number, batch in self._kept if number >= first]
+        self.metrics.add("replay", "state")
+        state = _batches([Change(Kind.CLEARED), *changes_between({}, self._published)])
+        return [(self._number - len(state) + at, self._encode(some)) for at, some in enumerate(state)]
+
+    def _answer(self, client: bytes, topic: bytes, number: bytes, batch: bytes) -> None:
+        self._replay.send_multipart((client, b"", topic, number, batch), self._zmq.DONTWAIT)
+
+    # -- sockets ---------------------------------------------------------------------------------------------------
+
+    def _bound(self, kind: int, endpoint: str, key: str) -> zmq.Socket[Any]:
+        socket: zmq.Socket[Any] = self._zmq.Context.instance().socket(kind)
+        # An answer to a request may have all that is kept, and its end.
+        socket.set_hwm(KEPT if kind == self._zmq.PUB else 2 * KEPT)
+        socket.setsockopt(self._zmq.IPV6, "[" in endpoint)
+        deadline = time.monotonic() + _BIND_WAIT
+        while True:
+            try:
+                socket.bind(endpoint)
+                return socket
+            except self._zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                    socket.close(0)
+                    problem = f"{endpoint} cannot be bound: {os.strerror(error.errno or 0)}"
+                    allowed = "an address of this machine, a free port"
+                    raise ConfigError(f"hicache_ext.events.{key}", problem, allowed) from None
+            time.sleep(0.05)
+
+
+def _batches(changes: Sequence[Change]) -> list[Sequence[Change]]:
+    size = max(1, -(-len(changes) // _MOST_BATCHES))
+    return [changes[begin : begin + size] for begin in range(0, len(changes), size)]
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """SGLang's rule: each data parallel replica has the next port."""
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}"
+
+
+def _number(number: int) -> bytes:
+    return number.to_bytes(8, "big")
