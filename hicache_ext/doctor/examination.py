@@ -41,7 +41,8 @@ class Section:
 def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
     """One section after the other, as they are found; ``only`` names the tiers to look at (None: all)."""
     yield Section("installation", tuple(installation_findings()))
-    yield Section("what is used of SGLang", tuple(feature_findings()), table())
+    if rows := table():
+        yield Section("what is used of SGLang", tuple(feature_findings()), rows)
     yield Section("configuration", tuple(setting_findings(checked, inline=inline)))
     for name, tier in checked.hicache_ext.tiers.items():
         if only is None or name in only:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hicache_ext.errors import UnsupportedError
+from hicache_ext.packages import installed_version
 from hicache_ext.sglang.features import FEATURES, HOOKED, STORAGE, Feature
-from hicache_ext.sglang.releases import TESTED, installed_release, is_tested, refuse_old_release, untested
+from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 
@@ -19,11 +20,11 @@ _HEADS = ("found", "needed by", "kind", "of SGLang")
 def release_finding() -> Finding:
     """Whether this release is served."""
     remedy = f"pip install sglang=={TESTED[-1]}"
-    try:
-        release = installed_release()
-        refuse_old_release(release)
-    except UnsupportedError as error:
-        return Finding("sglang", Level.ERROR, str(error), remedy)
+    release = installed_version("sglang")
+    if release is None:
+        return Finding("sglang", Level.ERROR, "not installed here", f"run the doctor where SGLang runs; {remedy}")
+    if not comes_with(release, TESTED[0]):
+        return Finding("sglang", Level.ERROR, f"{release}; {TESTED[0]} or newer is needed", remedy)
     if is_tested(release):
         return Finding("sglang", Level.OK, release)
     return Finding("sglang", Level.WARNING, untested(release) or release, f"tested are {', '.join(TESTED)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.doctor import installation, sglang_names
-from hicache_ext.sglang import features, releases, self_check, used_names
+from hicache_ext.sglang import features, self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
@@ -162,12 +161,7 @@ def test_what_sglang_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     [("0.5.23", "ok"), ("0.5.20", "ok"), ("0.5.19", "error"), ("0.5.24", "warning"), (None, "error")],
 )
 def test_sglang_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
-    def found_version(package: str) -> str:
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return version
-
-    monkeypatch.setattr(releases.importlib.metadata, "version", found_version)
+    monkeypatch.setattr(sglang_names, "installed_version", lambda package: version)
     assert sglang_names.release_finding().level.value == level
 
 

@@ -50,7 +50,6 @@ MODES = [
     Mode("`--disable-overlap-schedule`", ("--disable-overlap-schedule",)),
     Mode("`--tp 2`", tp=2),
     Mode("`--dp 2`", dp=2),
-    Mode("`--tp 2 --dp 2 --enable-dp-attention`", ("--enable-dp-attention",), tp=2, dp=2),
 ]
 
 
