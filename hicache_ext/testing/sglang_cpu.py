@@ -8,7 +8,8 @@ what SGLang's CPU build of today lacks:
 missing on CPU                              mended by
 ==========================================  ==========================================================================
 torchvision's operators (a CUDA build)      declaring the two schemas that its import needs
-``sgl_kernel``                              a stub module with the one function that is called
+``sgl_kernel``                              a stub module with the functions that are called
+what hybrid models need                     :mod:`hicache_ext.testing.hybrid_on_cpu`
 pinned host memory                          HiCache host pools, PD transfers and LoRA are told not to pin
 Triton, for token slots (until 0.5.21)      plain torch (cpu_allocation.py)
 host <-> device copy operations             the reference engine, through ``hicache_ext.sglang.kernel_hooks``
@@ -45,6 +46,8 @@ import torch
 from hicache_ext.sglang.features import COPIES
 from hicache_ext.sglang.hooks import not_in_force, register
 from hicache_ext.sglang.kernel_hooks import has_accelerator
+from hicache_ext.sglang.releases import TESTED, comes_with, installed_release
+from hicache_ext.testing import hybrid_on_cpu
 from hicache_ext.testing.cpu_allocation import allocate_without_triton
 
 MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
@@ -105,7 +108,7 @@ def install_mends() -> None:
         raise RuntimeError("SGLang was imported before its process was prepared for CPU; prepare it first")
     for name, value in _DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     _install_sgl_kernel_stub()
     _leave_memory_unpinned()
     _register_hooks()
@@ -158,7 +161,7 @@ def _bind_cores(arguments: Sequence[str]) -> None:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
 
 
-def _declare_torchvision_operators() -> None:
+def declare_torchvision_operators() -> None:
     """Declare the operators torchvision registers meta kernels for, unless its extension brings them."""
     specification = importlib.util.find_spec("torchvision")
     if specification is None or specification.origin is None or hasattr(torch.ops.torchvision, "nms"):
@@ -201,7 +204,7 @@ def _install_sgl_kernel_stub() -> None:
     stub.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", loader=None)
     stub.assign_req_to_token_pool_cpu = _assign_req_to_token_pool  # type: ignore[attr-defined]
     stub.__getattr__ = _missing_cpu_kernel  # type: ignore[method-assign]
-    sys.modules["sgl_kernel"] = stub
+    sys.modules |= {"sgl_kernel": stub, **hybrid_on_cpu.add_kernels(stub)}
 
 
 def _assign_req_to_token_pool(
@@ -231,22 +234,34 @@ def _missing_cpu_kernel(name: str) -> Callable[..., None]:
     return missing
 
 
+_HOST_POOL = "sglang.srt.mem_cache.pool_host"
+
+
 def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register([COPIES])
     for name in filter(None, os.environ.get(MODULES_VARIABLE, "").split(",")):
         importlib.import_module(name).register()
-    for target, hook in (
-        ("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinned_host_pool),
-        ("sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.__init__", allocate_without_triton),
+    hooks: list[tuple[str, Callable[..., Any], str]] = [
+        (f"{_HOST_POOL}.base.HostKVCache.__init__", _without_pinned_host_pool, "before"),
+        (
+            "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.__init__",
+            allocate_without_triton,
+            "before",
+        ),
         (
             "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
             _without_pinned_page_indices,
+            "before",
         ),
-    ):
+    ]
+    if comes_with(installed_release(), TESTED[-1]):
+        hooks += [(f"{_HOST_POOL}.mamba.MambaPoolHost.__init__", _without_pinned_states, "before")]
+        hooks += hybrid_on_cpu.hooks()
+    for target, hook, kind in hooks:
         if not any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ())):
-            HookRegistry.register(target, hook, HookType.BEFORE)
+            HookRegistry.register(target, hook, HookType(kind))
 
 
 def _without_pinned_host_pool(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -256,6 +271,10 @@ def _without_pinned_host_pool(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...
     given = inspect.signature(HostKVCache.__init__).bind(*args, **kwargs)
     given.arguments["pin_memory"] = False
     return given.args, given.kwargs
+
+
+def _without_pinned_states(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "pin_memory": False}
 
 
 def _without_pinned_page_indices(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:

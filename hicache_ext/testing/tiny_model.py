@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,28 +51,36 @@ def make_tiny_model(
     ``path`` holds something else.
     """
     recipe = TinyModelRecipe(seed, layers, hidden_size, heads, kv_heads, head_dim)
-    target = Path(path)
+    return make_directory(Path(path), asdict(recipe), lambda directory: _write(directory, recipe))
+
+
+def make_directory(target: Path, recipe: Mapping[str, object], write: Callable[[Path], None]) -> Path:
+    """``target``, holding what ``write`` makes of ``recipe`` in the empty directory that it gets; see make_tiny_model.
+
+    ``recipe`` is written beside it, as JSON; a directory that holds it is left alone.
+    """
     if _holds(target, recipe):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _write(scratch, recipe)
+        write(scratch)
+        write_json(scratch / _RECIPE_FILE, recipe)
         scratch.chmod(0o755)
         try:
             scratch.rename(target)
         except OSError:
             # Somebody else's directory is in the way: theirs is as good as ours if it holds the same model.
             if not _holds(target, recipe):
-                raise FileExistsError(f"{target} exists and is not the tiny model {recipe}") from None
+                raise FileExistsError(f"{target} exists and is not the tiny model {dict(recipe)}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
-def _holds(path: Path, recipe: TinyModelRecipe) -> bool:
+def _holds(path: Path, recipe: Mapping[str, object]) -> bool:
     try:
-        return bool(json.loads((path / _RECIPE_FILE).read_text()).items() >= asdict(recipe).items())
+        return bool(json.loads((path / _RECIPE_FILE).read_text()).items() >= recipe.items())
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -80,10 +89,9 @@ def _write(directory: Path, recipe: TinyModelRecipe) -> None:
     from safetensors.torch import save_file
 
     save_file(_weights(recipe), directory / "model.safetensors", metadata={"format": "pt"})
-    _write_json(directory / "config.json", _config(recipe))
-    _write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 257})
-    _write_tokenizer(directory)
-    _write_json(directory / _RECIPE_FILE, asdict(recipe))
+    write_json(directory / "config.json", _config(recipe))
+    write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 257})
+    write_tokenizer(directory)
 
 
 def _config(recipe: TinyModelRecipe) -> dict[str, object]:
@@ -137,7 +145,7 @@ def _weights(recipe: TinyModelRecipe) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     """Byte-level tokens 0-255, three special ones, and filler tokens so that every id of the vocabulary decodes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -151,7 +159,7 @@ def _write_tokenizer(directory: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(
+    write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -163,5 +171,5 @@ def _write_tokenizer(directory: Path) -> None:
     )
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
