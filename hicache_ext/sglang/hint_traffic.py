@@ -18,7 +18,7 @@ from hicache_ext.storage.serving.hints.receiver import HintReceiver
 from hicache_ext.storage.serving.hints.sender import HintSender
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
-_CLOSE_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 1.0
 """Seconds that close() waits for a hint that is being followed."""
 _MEMORY = 32 * 1024 * 1024
 """Bytes of pages that are on their way at once because of a hint."""

@@ -227,7 +227,8 @@ USED: tuple[Use, ...] = (
     _hook("around", _HYBRID, "should_backup", DRAFTS, "transfer"),
     _hook("around", _SCHEDULER, "run_batch", PREFILL_COST),
     _hook("around", _SCHEDULER, "process_batch_result", PREFILL_COST),
-    _names("disaggregation.kv_events", "AllBlocksCleared KVEventBatch", EVENTS),
+    _names("disaggregation.kv_events", "AllBlocksCleared KVEventBatch select_kv_publisher_dp_rank", EVENTS),
+    _names("runtime_context", "get_parallel", EVENTS),
     _names("disaggregation.kv_events.StorageMedium", "DISK EXTERNAL", EVENTS),
     _names("disaggregation.kv_events.BlockRemoved", "block_hashes medium", EVENTS),
     _names(

@@ -292,11 +292,11 @@ def test_whatever_is_registered_later_ends_nothing(open_backend: Callable[..., A
 def _drafts_hooked() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from hicache_ext.sglang import hooks
+    from hicache_ext.sglang import features, hooks
 
-    hooks.register([hooks.DRAFTS])
+    hooks.register([features.DRAFTS])
     HookRegistry.apply_hooks()
-    assert not hooks.not_in_force([hooks.DRAFTS])
+    assert not hooks.not_in_force([features.DRAFTS])
 
 
 @pytest.fixture

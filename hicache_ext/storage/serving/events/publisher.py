@@ -53,7 +53,7 @@ _BIND_WAIT = 2.0
 """Seconds that a port may still be another's: ZeroMQ gives one back some time after its socket was closed."""
 _LINGER = 500
 """Milliseconds for which what was sent last is still being sent after close()."""
-_CLOSE_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 1.0
 
 Encode = Callable[[Sequence[Change]], bytes]
 """The batch as subscribers read it."""
