@@ -198,7 +198,9 @@ def test_a_kv_pool_without_bytes_is_named_in_the_log(
     open_backend: Callable[..., Any], events: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = open_backend(ours={"events": events})
-    backend.register_mem_pool_host(SimpleNamespace(kv_buffer=None))
+    backend.register_mem_pool_host(
+        SimpleNamespace(kv_buffer=None, page_size=16, get_page_buffer_meta=lambda indices: None)
+    )
     deadline = time.monotonic() + LONG
     while "has no bytes of its own" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -113,7 +113,10 @@ class PageKeys(Sequence[bytes]):
     def __getitem__(self, which: slice) -> PageKeys: ...
 
     def __getitem__(self, which: int | slice) -> bytes | PageKeys:
-        return PageKeys(self.identity, self.words[which]) if isinstance(which, slice) else self._all()[which]
+        if isinstance(which, slice):
+            # Contiguous, as compiled code wants them; no copy where they are.
+            return PageKeys(self.identity, np.ascontiguousarray(self.words[which]))
+        return self._all()[which]
 
     def chosen(self, positions: npt.NDArray[np.intp]) -> PageKeys:
         """The keys at these positions."""
