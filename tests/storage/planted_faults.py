@@ -420,6 +420,11 @@ class FailsWhenCleared(PageStoreWrapper):
         results = super().set(batch)
         return results if self._cleared == before else [SetResult.ERROR] * len(batch)
 
+    def get(self, batch):
+        # The case ends after so many reads: they leave time for a hundred writes.
+        time.sleep(0.005)
+        return super().get(batch)
+
 
 @caught_by("test_eight_threads_use_one_store", seconds=2.0)
 class LeaksSlots(PageStoreWrapper):
