@@ -31,8 +31,9 @@ from hicache_ext.testing.host_pool_kinds import (
 )
 from hicache_ext.testing.host_pools import page_indices
 from tests.backend import pool_table
+from tests.releases.needs import needs_release
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, needs_release("0.5.23", "host pools are made as it makes them")]
 
 KEYS = page_keys(4)
 

@@ -98,5 +98,5 @@ def test_all_pools_of_a_hybrid_model_are_restored_after_a_flush_and_a_restart(
     for name, prompt in PROMPTS.items():
         with torch.no_grad():
             logits = reference(torch.tensor([prompt])).logits[0, -1]
-        # In float32, the server in bfloat16: a near tie (4 % for one of these prompts) may go the other way.
-        assert logits[cold[name].output_ids[0]] > 0.9 * logits.max()
+        # In float32, the server in bfloat16: near ties (4 % for one of these prompts) may go the other way.
+        assert cold[name].output_ids[0] in logits.topk(8).indices.tolist()

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
 from hicache_ext.sglang.offload import page_chain  # noqa: E402
+from tests.releases.needs import needs_release  # noqa: E402
 
 PAGE_SIZE = 16
 
@@ -73,6 +74,7 @@ def test_hashes_that_are_not_there_yet_are_refused() -> None:
         chain.hashes(0, 2)
 
 
+@needs_release("0.5.23", "identities of images")
 @pytest.mark.parametrize("eagle", [False, True], ids=["tokens", "eagle"])
 def test_pages_of_other_images_have_other_hashes_and_a_decode_node_finds_the_same(eagle: bool) -> None:
     """SGLang puts 62-bit numbers, made of what an image shows, in the places of its tokens."""
