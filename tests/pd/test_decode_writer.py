@@ -576,6 +576,8 @@ def test_ranks_stay_in_step_whatever_their_own_pools_answer(node_of: Callable[..
             for node in ranks:
                 node.writer._minimum = lambda numbers, agreed=agreed: agreed
                 node.writer.step()
+            # The threads that write need the interpreter, too.
+            time.sleep(0.001)
             continue
         outcomes = iter([agreed, [0, 0], agreed, [0, 0]])
         for node in ranks:
