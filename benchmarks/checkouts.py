@@ -23,6 +23,44 @@ def roots(against: Path | None) -> dict[str, Path]:
     return {**named, "here" if HERE.name in named else HERE.name: HERE}
 
 
+def open_backend(pools: Any, ours: Mapping[str, Any]) -> Any:
+    """The backend of the checkout that this process measures, as SGLang opens it over ``mha_pools``; ``ours`` is the
+    section ``hicache_ext``."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+
+    from hicache_ext.storage.backend import HiCacheExtBackend
+
+    facts = {f"{kind}_{fact}": int(fact == "size") for kind in ("tp", "pp", "attn_cp") for fact in ("rank", "size")}
+    backend = HiCacheExtBackend(
+        HiCacheStorageConfig(
+            **facts,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=True,
+            model_name="bench",
+            extra_config={
+                "backend_name": "hicache_ext",
+                "module_path": "hicache_ext.storage.backend",
+                "class_name": "HiCacheExtBackend",
+                "interface_v1": 1,
+                "hicache_ext": ours,
+            },
+        ),
+        {},
+    )
+    backend.register_mem_pool_host(pools.host)
+    backend.register_mem_host_pool_v2(pools.host, PoolName.KV)
+    backend.on_host_pools_registered()
+    return backend
+
+
+def let_code_compile() -> None:
+    """Wait for it. Found by what it has: the module has not the same name in all checkouts."""
+    next(
+        module for module in sys.modules.values() if "wait_for_compiled_code" in getattr(module, "__dict__", {})
+    ).wait_for_compiled_code()
+
+
 def serve(answer: Callable[[Any], Any]) -> None:
     """Answer the questions of ``Checkout.ask``; what else is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 # A script: its directory is on the path, whichever checkout's package is measured.
-from checkouts import HERE, Checkout, in_turns, roots, serve
+from checkouts import HERE, Checkout, in_turns, let_code_compile, open_backend, roots, serve
 
 CHAIN = 10_000
 BATCH = 128
@@ -67,17 +67,9 @@ class _Server:
         self._all = self._open(tiers)
         self._tiers_of = tiers
         assert self._all.batch_exists(self._keys, None) == CHAIN
-        # By what it has: the module has not the same name in all checkouts.
-        next(
-            module for module in sys.modules.values() if "wait_for_compiled_code" in getattr(module, "__dict__", {})
-        ).wait_for_compiled_code()
+        let_code_compile()
 
     def _open(self, tiers: dict[str, Any]) -> Any:
-        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
-
-        from hicache_ext.storage.backend import HiCacheExtBackend
-
-        facts = {f"{kind}_{fact}": int(fact == "size") for kind in ("tp", "pp", "attn_cp") for fact in ("rank", "size")}
         # Nothing is fetched ahead: look-ups alone are measured.
         ours = {
             "tiers": tiers,
@@ -85,27 +77,7 @@ class _Server:
             "store_locations": [*tiers][:1],
             "prefetch": {"buffer": 0},
         }
-        backend = HiCacheExtBackend(
-            HiCacheStorageConfig(
-                **facts,
-                is_mla_model=False,
-                enable_storage_metrics=False,
-                is_page_first_layout=True,
-                model_name="bench",
-                extra_config={
-                    "backend_name": "hicache_ext",
-                    "module_path": "hicache_ext.storage.backend",
-                    "class_name": "HiCacheExtBackend",
-                    "interface_v1": 1,
-                    "hicache_ext": ours,
-                },
-            ),
-            {},
-        )
-        backend.register_mem_pool_host(self._pools.host)
-        backend.register_mem_host_pool_v2(self._pools.host, PoolName.KV)
-        backend.on_host_pools_registered()
-        return backend
+        return open_backend(self._pools, ours)
 
     def answer(self, question: str) -> dict[str, float]:
         """Seconds: of the calls of a round the median and the worst, and the worst gap beside them."""

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 # A script: its directory is on the path, whichever checkout's package is measured.
-from checkouts import Checkout, in_turns, roots, serve
+from checkouts import Checkout, in_turns, let_code_compile, open_backend, roots, serve
 
 PAGES = 128
 PAGE_SIZE = 16
@@ -100,10 +100,8 @@ class _Bench:
 
         prepare_process()
         import torch
-        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 
         import hicache_ext
-        from hicache_ext.storage.backend import HiCacheExtBackend
         from hicache_ext.testing.host_pools import mha_pools, page_indices
 
         self.hands = _Hands(Path(hicache_ext.__file__).parent)
@@ -114,28 +112,8 @@ class _Bench:
         # The threads, because what is measured here for them is not the same in every run.
         tier = {"type": "file", "path": str(directory), "capacity": "256MiB", "layout": "slab", "threads": 4}
         ours = {"tiers": {"disk": tier}}
-        facts = {f"{kind}_{fact}": int(fact == "size") for kind in ("tp", "pp", "attn_cp") for fact in ("rank", "size")}
-        self.backend = HiCacheExtBackend(
-            HiCacheStorageConfig(
-                **facts,
-                is_mla_model=False,
-                enable_storage_metrics=False,
-                is_page_first_layout=True,
-                model_name="bench",
-                extra_config={
-                    "backend_name": "hicache_ext",
-                    "module_path": "hicache_ext.storage.backend",
-                    "class_name": "HiCacheExtBackend",
-                    "interface_v1": 1,
-                    "hicache_ext": ours,
-                },
-            ),
-            {},
-        )
-        self.backend.register_mem_pool_host(pools.host)
-        self.backend.register_mem_host_pool_v2(pools.host, PoolName.KV)
-        self.backend.on_host_pools_registered()
-        _wait_for_compiled_code()
+        self.backend = open_backend(pools, ours)
+        let_code_compile()
         self._pools = pools
         self._from = page_indices(PAGE_SIZE, list(range(PAGES)))
         self._to = page_indices(PAGE_SIZE, list(range(PAGES, 2 * PAGES)))
@@ -179,14 +157,6 @@ class _Bench:
             call()
             seconds.append(time.perf_counter() - started)
         return seconds
-
-
-def _wait_for_compiled_code() -> None:
-    # By what it has: the module has not the same name in all checkouts.
-    loading = next(
-        module for module in sys.modules.values() if "wait_for_compiled_code" in getattr(module, "__dict__", {})
-    )
-    loading.wait_for_compiled_code()
 
 
 def _serve(directory: Path, *, watched: bool) -> None:

@@ -121,8 +121,8 @@ class Damage:
         """(kind, what exactly)."""
         for _ in range(1000):
             kind = self._chance.choice(self._kinds)
-            # A running process may have taken the file away.
-            with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            # A running process may have taken the file away, or written it again.
+            with suppress(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError):
                 what = kind()
                 if what is not None:
                     return kind.__name__.replace("_", " "), what

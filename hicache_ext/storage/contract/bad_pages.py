@@ -227,7 +227,7 @@ class BadPages:
         logger.debug("tier %s: page %s arrived damaged (%s)", self._tier, key.hex(), reason)
 
     @property
-    def hide_some(self) -> bool:
+    def hides_some(self) -> bool:
         """Whether ``hides`` may be true of any key."""
         return bool(self._suspects)
 

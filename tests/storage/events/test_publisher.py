@@ -162,14 +162,18 @@ def test_a_gap_is_known_although_nothing_changes_any_more(tier, published, follo
     assert follow_until(following, tier.index) == tier.index
 
 
+def end_as_kill_does(publisher):
+    """It says nothing."""
+    publisher._loop.stop()
+    publisher._publish.close(0)
+    publisher._replay.close(0)
+
+
 def test_a_restarted_server_is_a_gap_and_what_it_does_not_have_is_forgotten(tier, config, following):
     first = publisher(config, tier.look)
     tier.blocks = {1, 2, 3}
     assert follow_until(following, tier.index) == tier.index
-    # As kill -9 ends it: it says nothing.
-    first._loop.stop()
-    first._publish.close(0)
-    first._replay.close(0)
+    end_as_kill_does(first)
     tier.blocks = {3, 4}
     second = publisher(config, tier.look)
     # Its first batches come before the subscription is there again.
@@ -183,9 +187,7 @@ def test_who_knows_a_former_life_is_told_the_state_however_many_batches_there_we
     first = publisher(config, tier.look)
     tier.blocks = {1, 2, 3}
     assert follow_until(following, tier.index) == tier.index
-    first._loop.stop()
-    first._publish.close(0)
-    first._replay.close(0)
+    end_as_kill_does(first)
     known, batches = following._next, first.metrics.value("batch", "sent")
     second = publisher(config, tier.look)
     for block in range(10, 12 + batches):

@@ -16,8 +16,8 @@ def page_prefix(prefix: str) -> bytes:
 def page_name(page_names: bytes, key: bytes) -> bytes:
     """The Redis key of a page; ``page_names`` is its ``page_prefix``. No hash tag, so that a cluster spreads the pages
     of one conversation over all nodes."""
-    text = hexlify(key)
-    return page_names + text[: 2 * IDENTITY_LENGTH] + b":" + text[2 * IDENTITY_LENGTH :]
+    (name,) = page_names_of(page_names, [key])
+    return name
 
 
 def page_names_of(page_names: bytes, keys: Sequence[bytes]) -> list[bytes]:

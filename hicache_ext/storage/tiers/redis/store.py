@@ -159,8 +159,10 @@ class RedisPageStore(TierStore):
 
     def _page_calls(self, batch: PageBatch) -> list[PageCall]:
         return [
-            PageCall(key, self._page_name(key), segments, payload)
-            for key, segments, payload in zip(batch.keys, batch.buffers, batch.sizes, strict=True)
+            PageCall(key, name, segments, payload)
+            for key, name, segments, payload in zip(
+                batch.keys, page_names_of(self._page_names, batch.keys), batch.buffers, batch.sizes, strict=True
+            )
         ]
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
@@ -277,7 +279,7 @@ class RedisPageStore(TierStore):
         """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
         # Before the server is asked: what is removed meanwhile would have been there and be no suspect any more.
         hidden: list[int] = []
-        if self._bad_pages.hide_some or self._clearing.hides_some:
+        if self._bad_pages.hides_some or self._clearing.hides_some:
             hidden = [page for page, key in enumerate(keys) if self._bad_pages.hides(key) or self._clearing.hides(key)]
         if self._topology.is_cluster:
             ask = partial(ask_integers, word=b"EXISTS")
@@ -302,7 +304,7 @@ class RedisPageStore(TierStore):
         return sum(self._ask_integers(keys, self._deadline(), partial(ask_integers, word=b"UNLINK")))
 
     def _ask_integers(self, keys: Sequence[bytes], deadline: float, talk: Talk) -> list[int]:
-        calls = [PageCall(key, self._page_name(key)) for key in keys]
+        calls = [PageCall(*one) for one in zip(keys, page_names_of(self._page_names, keys), strict=True)]
         self._dispatch.run(calls, talk, deadline, None, hidden=0)
         failed = Counter(call.reason for call in calls if call.reason)
         if failed:
