@@ -27,6 +27,8 @@ _DIGITS = 2 * PAGE_HASH_LENGTH
 """Hexadecimal digits of a page hash, as SGLang writes it."""
 
 DIGEST_LENGTH = 16
+KV_POOL = "kv"
+"""SGLang's name of the pool that decides with its pages how far a prefix goes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
 missing on CPU                          mended by
 ======================================  ==============================================================================
 attention over a window's own pool      :mod:`hicache_ext.testing.torch_attention`, in place of torch_native
+the length of rows that pad a batch     1, as SGLang's other attention for CPUs has it (DP attention asks for it)
 the choice of experts                   SGLang's own torch path
 the gate of a shared expert             a line of torch
 Gated DeltaNet's kernels                :mod:`hicache_ext.testing.gdn_reference`
@@ -49,7 +50,7 @@ def hooks() -> Iterator[tuple[str, Callable[..., Any], Kind]]:
     kernels = "sglang.kernels.ops"
     pool = "sglang.srt.mem_cache.pool_host.mamba.MambaPoolHost"
     setup = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
-    yield f"{setup}._build_full_attention_backend_from_str", _window_attention, "around"
+    yield f"{setup}._build_full_attention_backend_from_str", _attention, "around"
     yield "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer", _yes, "replace"
     yield "sglang.srt.layers.moe.topk.TopK.forward_cpu", _experts_in_torch, "around"
     yield f"{pool}._copy_tensor_pf_lf", _in_torch, "before"
@@ -63,12 +64,16 @@ def hooks() -> Iterator[tuple[str, Callable[..., Any], Kind]]:
     yield f"{kernels}.attention.fla.fused_norm_gate.rms_norm_gated", gdn_reference.rms_norm_gated, "replace"
 
 
-def _window_attention(original: Callable[..., Any], **named: Any) -> Any:
-    if named["backend_str"] != "torch_native" or not named["model_runner"].is_hybrid_swa:
+def _attention(original: Callable[..., Any], **named: Any) -> Any:
+    if named["backend_str"] != "torch_native":
         return original(**named)
-    from hicache_ext.testing.torch_attention import WindowAttention
+    if named["model_runner"].is_hybrid_swa:
+        from hicache_ext.testing.torch_attention import WindowAttention
 
-    return WindowAttention(named["model_runner"])
+        return WindowAttention(named["model_runner"])
+    attention = original(**named)
+    attention.get_cpu_graph_seq_len_fill_value = lambda: 1
+    return attention
 
 
 def _experts_in_torch(_: Callable[..., Any], choice: Any, *args: Any, **named: Any) -> Any:

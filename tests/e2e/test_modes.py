@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from hicache_ext.testing.server import SglangServer
+from hicache_ext.testing.tiny_hybrid import make_tiny_hybrid
 from tests.e2e.conftest import file_tier_config
 from tests.e2e.modes import saw
 from tests.e2e.test_file_tier import PROMPT
+from tests.e2e.test_hybrid_models import ARGUMENTS, PROMPTS, restorable
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -124,3 +126,21 @@ def test_with_best_effort_a_busy_server_takes_what_comes_while_a_request_waits(
         assert list(other)
     assert warm.output_ids == cold.output_ids
     saw(mode.name, warm)
+
+
+def test_replicas_of_dp_attention_restore_what_either_stored(tmp_path: Path) -> None:
+    """The tiny Llama has no DP attention in SGLang; Qwen3-Next does."""
+    model, prompt = make_tiny_hybrid(tmp_path / "model", "qwen3_next"), PROMPTS["first"]
+    mode = Mode(
+        "`--tp 2 --dp 2 --enable-dp-attention` (Qwen3-Next)",
+        ("--enable-dp-attention", *ARGUMENTS["qwen3_next"]),
+        tp=2,
+        dp=2,
+    )
+    with serve(model, tmp_path, mode) as server:
+        cold = [server.generate(prompt) for _ in range(mode.dp)]
+        server.flush_cache()
+        warm = [server.generate(prompt) for _ in range(mode.dp)]
+    assert {answer.output_ids for answer in [*cold, *warm]} == {cold[0].output_ids}
+    assert {answer.cached.storage for answer in warm} == {restorable("qwen3_next", len(prompt))}
+    saw(mode.name, *warm)

@@ -15,7 +15,7 @@ from typing import Any
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.errors import ConfigError, WarmError
 from hicache_ext.page.hashes import page_hashes
-from hicache_ext.page.identity import digest_of_document
+from hicache_ext.page.identity import KV_POOL, digest_of_document
 from hicache_ext.storage.contract.abilities import IdentityKeeper, ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
@@ -26,7 +26,6 @@ from hicache_ext.storage.tiers.file.manifest import holds_former_slabs, holds_sl
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _PAGES_AT_ONCE = 64
-_KV = "kv"
 
 Progress = Callable[[int, int], None]
 """Called with the number of pages done, and of all pages."""
@@ -114,7 +113,7 @@ def warm(
             portion = keys[first : first + _PAGES_AT_ONCE]
             complete = _warm_portion(source, target, portion, sum(pool["segments"]), report)
             progress(report.pages, total)
-            if not complete and pool["name"] == _KV:
+            if not complete and pool["name"] == KV_POOL:
                 break
         report.absent += len(keys) - (report.pages - done)
         progress(report.pages, total)

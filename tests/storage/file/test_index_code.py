@@ -36,6 +36,7 @@ from tests.storage.file.indexes import (
     LARGE,
     SMALL,
     A,
+    B,
     add_slab,
     assert_no_slot_lost,
     join,
@@ -64,7 +65,6 @@ class World:
     sets: Words = field(default_factory=lambda: np.zeros((SETS_MOST, WAYS), np.int64))
     header: Words = field(default_factory=lambda: np.zeros(slot_code.HEADER_WORDS, np.int64))
     identities: Words = field(default_factory=lambda: np.zeros((IDENTITIES, slot_code.IDENTITY_WORDS), np.int64))
-    clocks: Words = field(default_factory=lambda: np.zeros((3, slot_code.CLOCK_WORDS), np.int64))
     slabs: Words = field(default_factory=lambda: np.zeros((4, slot_code.SLAB_WORDS), np.int64))
     ghosts: Words = field(default_factory=lambda: np.zeros((3, 16, WAYS), np.int64))
 
@@ -72,7 +72,6 @@ class World:
         if self.header[slot_code.SETS]:
             return
         self.header[slot_code.SETS] = self.header[slot_code.LEVEL] = 8
-        self.clocks[:, slot_code.CLOCK_SIZE] = SIZES
         for position, (number, size, slots, first) in enumerate(SLABS):
             self.slabs[position] = [number, size, slots, first, slot_code.READY, slots, 0, 0]
             self.rows[first : first + slots, STATE] = FREE
@@ -83,7 +82,7 @@ class World:
 
     @property
     def words(self) -> list[Words]:
-        return [*self.table, self.clocks, self.slabs, self.ghosts]
+        return [*self.table, self.slabs, self.ghosts]
 
     @property
     def by_first(self) -> Words:
@@ -120,7 +119,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         rows, at = taken[:done][some].copy(), np.sort(np.random.default_rng(seed).permutation(40)[:done])[some].copy()
         published = np.zeros(len(rows), np.int64)
         of_keys = keys, one, at, rows, at + 1000, pending, ticket, now, oldest
-        freed = code["publish"](*world.table, *of_keys, world.clocks[of], slots, world.ghosts, 100, published)
+        freed = code["publish"](*world.table, *of_keys, slots, world.ghosts, 100, published)
         return [done, taken, freed, published, code["give_back"](world.rows, taken, pending, ticket)]
 
     def leave_pending(code: Mapping[str, Function], world: World) -> list[Any]:
@@ -158,8 +157,15 @@ def random_step(rng: random.Random, now: int) -> Step:
     def use(code: Mapping[str, Function], world: World) -> list[Any]:
         found = np.zeros(len(keys), np.int64)
         code["find"](*world.table, keys, one, 0, found, 0)
-        capacities = np.array([235, 33, 7])
-        return [code["touch"](world.rows, world.clocks, world.by_first, capacities, found)]
+        return [code["touch"](world.rows, world.header, 275, found)]
+
+    def evict_beside(code: Mapping[str, Function], world: World) -> list[Any]:
+        # As after pages of a second identity have gone.
+        states = np.full(len(keys), slot_code.PAGE | int(one[0]) << slot_code.NUMBER_SHIFT)
+        states |= (world.identities[one[0], slot_code.GENERATION] & slot_code.GENERATIONS) << 8
+        beside, freed = np.full((IDENTITIES, 2), -1), np.zeros(seed % 40, np.int64)
+        beside[one[0], : seed % 3] = np.delete(np.arange(IDENTITIES), one[0])[: seed % 3]
+        return [code["evict_beside"](*world.table, lookup.hashes_of(keys), states, beside, world.ghosts, freed), freed]
 
     def forget(code: Mapping[str, Function], world: World) -> list[Any]:
         found = np.zeros(len(keys), np.int64)
@@ -192,7 +198,7 @@ def random_step(rng: random.Random, now: int) -> Step:
 
     rng_most = rng.choice([3, 50, 4096])
     often = [write, write, write, write, look, use]
-    return rng.choice([*often, leave_pending, evict, evict, forget, grow, clear, find_again, count_all])
+    return rng.choice([*often, leave_pending, evict, evict, evict_beside, forget, grow, clear, find_again, count_all])
 
 
 @pytest.fixture(scope="module")
@@ -221,14 +227,13 @@ def test_compiled_and_plain_code_agree_to_the_bit(
         for one, other in zip(left.words, right.words, strict=True):
             assert np.array_equal(one, other), step.__name__
         most = max(most, int((left.rows[:, STATE] & STATES == PAGE).sum()))
-    assert len(names) == 10
+    assert len(names) == 11
     assert most > 100
 
 
 def memory_of(world: World) -> Any:
     memory = type("Memory", (), {})()
     memory.rows, memory.sets, memory.header, memory.identities = memory.table = world.table
-    memory.clocks = world.clocks
     return memory
 
 
@@ -278,15 +283,15 @@ def test_numpy_leaves_out_only_uses_of_pages_that_were_used_just_now(
         for _ in range(3):
             store(index, keys_of(range(1000, 1010)), LARGE)
             remove(index, keys_of(range(1000, 1010)))
-            before = index.memory.rows.copy(), index.memory.clocks.copy()
+            before = index.memory.rows.copy(), index.memory.header.copy()
             found = index.locate(keys)
             index.note_hits(found, keys, len(found))
-            after = index.memory.rows.copy(), index.memory.clocks.copy()
-            index.memory.rows[:], index.memory.clocks[:] = before
+            after = index.memory.rows.copy(), index.memory.header.copy()
+            index.memory.rows[:], index.memory.header[:] = before
             with plain_kernels():
                 index.note_hits(found, keys, len(found))
             assert np.array_equal(index.memory.rows, after[0])
-            assert np.array_equal(index.memory.clocks, after[1])
+            assert np.array_equal(index.memory.header, after[1])
         assert not np.array_equal(before[0][:, USED], after[0][:, USED])
 
 
@@ -300,7 +305,7 @@ def test_pages_rank_as_the_policy_says(tmp_path: Path, seed: int) -> None:
     with new_index_in(tmp_path, CAPACITY) as index:
         add_slab(index, SMALL, capacity)
         policy, keys = PageByPage(capacity), keys_of(range(40))
-        index.memory.clocks[0, slot_code.INSERTS : slot_code.REUSES + 1] = start = rng.randrange(500), 70_000, 100
+        index.memory.header[slot_code.INSERTS : slot_code.REUSES + 1] = start = rng.randrange(500), 70_000, 100
         clock, expected, before = Clock(*start), [], None
         store(index, keys)
         for depth in range(40):
@@ -320,7 +325,7 @@ def test_pages_rank_as_the_policy_says(tmp_path: Path, seed: int) -> None:
                 clock, before = policy.renewed(clock, expected[depth], depth, before) or (clock, expected[depth])
                 expected[depth] = before
             assert ranks(index, keys) == expected
-            assert Clock(*index.memory.clocks[0, slot_code.INSERTS : slot_code.REUSES + 1].tolist()) == clock
+            assert Clock(*index.memory.header[slot_code.INSERTS : slot_code.REUSES + 1].tolist()) == clock
         assert max(rank.hits for rank in expected) > 0
 
 
@@ -364,7 +369,7 @@ class Fused(np.ndarray):
 
 def fused(index: SlabIndex) -> Fuse:
     fuse, memory = Fuse(), index.memory
-    for name in ("rows", "sets", "header", "identities", "clocks", "slabs", "ghosts"):
+    for name in ("rows", "sets", "header", "identities", "sizes", "slabs", "ghosts"):
         words = getattr(memory, name).view(Fused)
         words.fuse = fuse
         setattr(memory, name, words)
@@ -414,6 +419,8 @@ def prepared(index: SlabIndex) -> None:
     store(index, keys_of(range(20)), evict=False)
     for number in range(100, 108):
         store(index, [key_of(number)], evict=False)
+    store(index, keys_of(range(12, 18), B), evict=False)
+    index.go_together({A: [B]})
 
 
 @pytest.mark.parametrize("action", [_publish, _evict, _remove, _grow, _drop, _adopt])

@@ -217,7 +217,7 @@ def test_sizes_evict_their_own_pages_only(index: SlabIndex) -> None:
     assert len(gone(index, middle)) in (3, 4)
 
 
-def test_more_slot_sizes_than_clocks_share_the_last_one(index: SlabIndex) -> None:
+def test_more_slot_sizes_than_rows_for_them_share_the_last_one(index: SlabIndex) -> None:
     for number in range(20):
         add_slab(index, 4096 * (number + 1), 3)
         store(index, keys_of(range(10 * number, 10 * number + 3)), 4096 * (number + 1))

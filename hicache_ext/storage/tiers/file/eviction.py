@@ -16,7 +16,8 @@ The bound by the page before keeps heads longer than their tails, in whatever or
 below everything cached: it then takes the slot of the page written before it, or is the next victim itself. So one-time
 chains pass through a full cache without displacing it.
 
-Integers only: all processes agree to the bit. One policy and one ``Clock`` belong to one pool of slots of one size.
+Integers only: all processes agree to the bit. One policy and one ``Clock`` belong to one directory, whatever the sizes
+of its slots: the pages of a prefix age together (docs/decisions/pools-share-a-fate.md).
 
 slot_code.py ranks pages with this, inside one write transaction, the pages of a request in chain order: a page that is
 written, with its ghost if it has one, which is removed; and the leading run of present pages that are used. It evicts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -20,6 +20,7 @@ from hicache_ext.errors import IndexBusyError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageKeys
+from hicache_ext.storage.tiers.file.companions import Companions
 from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
 from hicache_ext.storage.tiers.file.path_store import Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
@@ -66,13 +67,14 @@ class SlotAllocator:
         self._directory = directory
         self._index = directory.index
         self._former = FormerSlabs(directory.path)
+        self._companions = Companions(directory.path)
         self._capacity = capacity
         self._pins = pins
         self._metrics = metrics
         self._failed = failed
         self._evicted_age = evicted_age
-        self._clock_times: defaultdict[int, ClockTimes] = defaultdict(ClockTimes)
-        """By slot size; under the lock."""
+        self._clock_times = ClockTimes()
+        """Under the lock."""
         self._slabs = dict(self._index.view().slabs)
         self._evicted_since_reclaim = 0
         self._spared_hashes: frozenset[bytes] = frozenset()
@@ -129,8 +131,9 @@ class SlotAllocator:
 
     def _take(self, slot_size: int, wanted: int, ticket: int, oldest: int, taken: dict[int, Words]) -> None:
         spared = self._spared()
+        self._index.go_together(self._companions.of(self._index.numbers))
         with self._times_lock:
-            self._clock_times[slot_size].note(self._index.inserts(slot_size), time.time())
+            self._clock_times.note(self._index.inserts, time.time())
         for _ in range(_ATTEMPTS):
             slabs = self._index.view().changes
             left, evicting = wanted - len(taken[slot_size]), self._full.get(slot_size) == slabs
@@ -138,7 +141,7 @@ class SlotAllocator:
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
             if evicted.pages:
-                self._count_evicted(slot_size, evicted)
+                self._count_evicted(evicted)
             if len(rows) == left:
                 return
             if not evicting:
@@ -156,11 +159,11 @@ class SlotAllocator:
             self._spared_hashes, self._spared_words = hashes, np.unique(hashes_of(words))
         return self._spared_words
 
-    def _count_evicted(self, slot_size: int, evicted: Evicted) -> None:
+    def _count_evicted(self, evicted: Evicted) -> None:
         self._metrics.add("evicted", "capacity", evicted.pages)
         self._evicted_since_reclaim += evicted.pages
         with self._times_lock:
-            used = self._clock_times[slot_size].when(evicted.used) if evicted.used else None
+            used = self._clock_times.when(evicted.used) if evicted.used else None
         last_use = used or evicted.created / 1000
         # One page stands for all: they are about as cold.
         self._evicted_age.note(max(0.0, time.time() - last_use), evicted.pages)

@@ -256,12 +256,8 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     header[slot_code.SETS] = header[slot_code.LEVEL] = slot_code.LEAST_SETS
     table = (rows, sets, header, identities)
     slabs = np.array([[3, size, slots, 0, slot_code.READY, slots, 0, 0]])
-    slabs_of_size, clocks, ghosts = (
-        np.zeros(1, np.int64),
-        np.zeros((2, slot_code.CLOCK_WORDS), np.int64),
-        np.zeros((3, 8, WAYS), np.int64),
-    )
-    clocks[0, slot_code.CLOCK_SIZE] = size
+    slabs_of_size, ghosts = np.zeros(1, np.int64), np.zeros((3, 8, WAYS), np.int64)
+    beside, freed = np.array([[-1, -1], [-1, -1], [0, -1]]), np.zeros(8, np.int64)
     keys = np.arange(6 * 200).reshape(200, 6) * 0x123456789ABCDE7
     numbers, answers, pending = np.zeros(1, np.int64), [], slot_code.PENDING | 55 << 8
     rows[:slots, slot_code.STATE] = slot_code.FREE
@@ -276,19 +272,20 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
         taken = np.full(many, -1)
         done = kernels["take_free"](rows, slabs, slabs_of_size, pending, ticket, 4096, taken)
         taken, published, at = taken[:done].copy(), np.zeros(done, np.int64), np.arange(first, first + done)
-        of_clock = clocks[0], slots, ghosts, 1000, published
         parts = keys, numbers, at, taken, at + 4096, pending, ticket, 10 + ticket, 5
-        answers.append(kernels["publish"](*table, *parts, *of_clock))
+        answers.append(kernels["publish"](*table, *parts, slots, ghosts, 1000, published))
         answers.append(kernels["give_back"](rows, taken, pending, ticket))
         answers.append(kernels["grow_sets"](rows, sets, header, 66 + 5 * ticket))
         answers.append(kernels["locate"](*table, keys, numbers, 11, slabs, located, facts))
         answers.append(kernels["find"](*table, keys, numbers, 0, looked_up, 0))
-        answers.append(kernels["touch"](rows, clocks, slabs, np.full(2, slots), looked_up[first:].copy()))
+        answers.append(kernels["touch"](rows, header, slots, looked_up[first:].copy()))
+        gone = rows[looked_up[::7], slot_code.HASH], np.full(29, slot_code.PAGE | 2 << slot_code.NUMBER_SHIFT)
+        answers.append(kernels["evict_beside"](*table, *gone, beside, ghosts, freed))
         answers.append(kernels["seize"](*table, looked_up[::9].copy(), pending, 99))
     seals = np.arange(2 * slots).reshape(slots, 2)
     found = keys[80 : 80 + slots].copy(), np.zeros(slots, np.int64), np.arange(slots), np.full(slots, 12), seals
     answers.append(kernels["adopt"](*table, *found, slots, size, 20))
     counts = np.zeros(4, np.int64)
     answers.append(kernels["count"](rows, identities, 0, 2 * slots, 11, counts))
-    words = [*table, slabs, clocks, ghosts, located, facts, looked_up, counts, np.array(answers, np.int64)]
+    words = [*table, slabs, ghosts, freed, located, facts, looked_up, counts, np.array(answers, np.int64)]
     return b"".join(part.tobytes() for part in words)

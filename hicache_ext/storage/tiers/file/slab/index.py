@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from hicache_ext.runtime.file_lock import ChangeLock, OfdLock
 from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
-from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy
+from hicache_ext.storage.tiers.file.eviction import EvictionPolicy
 from hicache_ext.storage.tiers.file.slab import lookup, slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import BYTES_PER_GHOST, MOST_SLABS, IndexMemory, new_index
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
@@ -65,6 +65,9 @@ from hicache_ext.storage.tiers.file.slab.slot_references import NO_SLOTS, Known,
 _GROUP = 2 << 20
 """Bytes of slots that are evicted together."""
 _MOST_TOGETHER = 32
+_WORTHLESS = 0.75
+"""The part of a slab that has to be worth less than another slot size, before that one may have the slab. Measured:
+docs/decisions/pools-share-a-fate.md."""
 _SAMPLED = 1 << 13
 """Slots whose ranks are looked at to know how cold the coldest are. Up to twice as many of small tables."""
 _COLD_PART, _COOL_PART = 128, 24
@@ -112,8 +115,10 @@ class View:
     """Slot size -> positions in the table, by number."""
     slots: Mapping[int, int]
     """Slot size -> number of slots."""
-    capacities: Words
-    """By clock: the number of slots of its size, at least 1."""
+    capacity: int
+    """Slots of all sizes, at least 1."""
+    ghosts: int
+    """Evicted pages worth remembering."""
 
 
 class Uses(NamedTuple):
@@ -132,7 +137,7 @@ class Evicted(NamedTuple):
     pages: int
     """Evicted; not those that nobody could ask for any more."""
     used: int
-    """One of them was used last at this moment of its clock (``SlabIndex.inserts``)."""
+    """One of them was used last at this moment of the clock (``SlabIndex.inserts``)."""
     created: int
     """And written then (milliseconds)."""
 
@@ -161,6 +166,9 @@ class SlabIndex:
         self._windows: dict[int, list[int]] = {}
         """By slot size: see ``_measure``."""
         self._numbers: dict[bytes, Words] = {}
+        self._companions: Mapping[bytes, Sequence[bytes]] = {}
+        self._beside: Words = np.empty((0, 0), np.int64)
+        """By number of an identity: the numbers of its companions, up to a -1."""
         self._tickets = itertools.count(random.getrandbits(62))
         self._looked_for_dead = 0.0
 
@@ -212,9 +220,10 @@ class SlabIndex:
         of_size = {int(size): np.ascontiguousarray(there[sizes == size]) for size in np.unique(sizes)}
         slots = {size: int(table[positions, SLOTS].sum()) for size, positions in of_size.items()}
         positions = there[table[there, FIRST].argsort()]
-        sizes_of_clocks = self.memory.clocks[:, slot_code.CLOCK_SIZE].tolist()
-        capacities = np.array([max(1, slots.get(size, 1)) for size in sizes_of_clocks])
-        return View(changes, slabs, np.ascontiguousarray(table[positions]), positions, of_size, slots, capacities)
+        capacity = max(1, sum(slots.values()))
+        ghosts = sum(count * size for size, count in slots.items()) // BYTES_PER_GHOST
+        ghosts = min(EvictionPolicy(capacity).ghost_limit, ghosts)
+        return View(changes, slabs, np.ascontiguousarray(table[positions]), positions, of_size, slots, capacity, ghosts)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
@@ -225,20 +234,8 @@ class SlabIndex:
             identity = self.memory.identities[number]
             identity[HITS] += hits
             identity[LAST] = int(time.time())
-        view = self.view()
         if len(found.rows):
-            fresh = _NONE if is_compiled(slot_code.touch) else self._fresh_uses(view)
-            lookup.touch(self.memory, view.by_first, view.capacities, fresh, np.ascontiguousarray(found.rows))
-
-    def _fresh_uses(self, view: View) -> Words:
-        """For each slab, by FIRST: a use at this moment of its clock or later changes no rank."""
-        by_size = {
-            size: EvictionPolicy(max(1, slots)).oldest_fresh_use(
-                Clock(*self._clock(size)[slot_code.INSERTS : slot_code.REUSES + 1].tolist())
-            )
-            for size, slots in view.slots.items()
-        }
-        return np.array([by_size[size] for size in view.by_first[:, SLOT_SIZE].tolist()], np.int64)
+            lookup.touch(self.memory, self.view().capacity, np.ascontiguousarray(found.rows))
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         """Bytes of slots that the pages under each of these page hashes take, over all identities."""
@@ -282,12 +279,25 @@ class SlabIndex:
 
     def identities(self) -> list[bytes]:
         """Digests that have had pages since they were cleared last."""
-        known = self._known_numbers()
+        known = self.numbers
         return sorted(digest for digest, number in known.items() if self.memory.identities[number, WRITTEN])
+
+    def go_together(self, companions: Mapping[bytes, Sequence[bytes]]) -> None:
+        """From now on an evicted page of one of these identities takes the pages of the others under its page hash with
+        it."""
+        if companions is not self._companions:
+            numbers = self.numbers
+            width = max(map(len, companions.values()), default=0)
+            beside = np.full((len(numbers), width), -1, np.int64)
+            for digest, others in companions.items():
+                known = [numbers[other] for other in others if other in numbers]
+                if digest in numbers:
+                    beside[numbers[digest], : len(known)] = known
+            self._companions, self._beside = companions, beside
 
     def uses_of(self, digest: bytes) -> Uses | None:
         """None when it was never read."""
-        number = self._known_numbers().get(digest)
+        number = self.numbers.get(digest)
         hits, last = (0, 0) if number is None else self.memory.identities[number, [HITS, LAST]].tolist()
         return Uses(hits, float(last)) if hits else None
 
@@ -300,7 +310,7 @@ class SlabIndex:
             # Before it looks who is known: register() does the same the other way round, and the rebuild has yet to see
             # who else is there.
             self.memory.header[slot_code.ALL_CLEARED] = now
-        known = self._known_numbers()
+        known = self.numbers
         for digest in list(known) if digests is None else digests:
             number = known.get(digest)
             if number is None:
@@ -320,7 +330,7 @@ class SlabIndex:
 
     def clear_what_came(self, digests: Sequence[bytes], moment: int) -> None:
         """clear() did not know these identities at ``moment`` (milliseconds), and it is noted on the disk now."""
-        known = self._known_numbers()
+        known = self.numbers
         for digest in digests:
             number = known.get(digest)
             if number is not None and self.memory.identities[number, CLEARED] < moment:
@@ -332,13 +342,13 @@ class SlabIndex:
     def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
         IndexBusyError, OSError."""
-        known = self._known_numbers()
+        known = self.numbers
         missing = [digest for digest in dict.fromkeys(digests) if digest not in known]
         # Read before the lock is taken.
         cleared = {digest: self._cleared_at(digest) for digest in missing}
         if missing:
             with self._changing():
-                known = self._known_numbers()
+                known = self.numbers
                 for digest in missing:
                     number = int(self.memory.header[slot_code.IDENTITIES])
                     if digest not in known and number < len(self.memory.identities):
@@ -351,7 +361,7 @@ class SlabIndex:
                             # clear() did not know of it.
                             of_all = int(self.memory.header[slot_code.ALL_CLEARED])
                             identity[CLEARED] = max(cleared[digest], of_all)
-                known = self._known_numbers()
+                known = self.numbers
             if not self.rebuilt:
                 # A clear() may have been noted while the lock was waited for.
                 for digest in missing:
@@ -360,7 +370,8 @@ class SlabIndex:
                         identity[CLEARED] = max(int(identity[CLEARED]), self._cleared_at(digest))
         return {digest: known.get(digest, -1) for digest in digests}
 
-    def _known_numbers(self) -> dict[bytes, int]:
+    @property
+    def numbers(self) -> dict[bytes, int]:
         """The numbers of all identities; they are only added."""
         count, known = int(self.memory.header[slot_code.IDENTITIES]), self._known
         if count > len(known):
@@ -384,7 +395,7 @@ class SlabIndex:
         """One word: the number of an identity, -1 where it has none."""
         known = self._numbers.get(digest)
         if known is None:
-            number = self._known_numbers().get(digest)
+            number = self.numbers.get(digest)
             if number is None:
                 return _NO_NUMBERS
             known = self._numbers[digest] = np.array([number])
@@ -405,7 +416,7 @@ class SlabIndex:
         rows, done, evicted = np.empty(wanted, np.int64), 0, NOTHING_EVICTED
         dead, of_size, table = self._dead(), self._taken_from(slot_size), self.memory.slabs
         wants_victims = evicting and len(of_size) and int(table[of_size, FREE_SLOTS].sum()) < wanted
-        if wants_victims and (self._clock(slot_size)[LEFT] <= 0 or not self._windows.get(slot_size)):
+        if wants_victims and (self._known_of(slot_size)[LEFT] <= 0 or not self._windows.get(slot_size)):
             # Now, and not while others wait for the lock.
             self._measure(of_size, slot_size, wanted, oldest, dead)
         more = True
@@ -469,32 +480,23 @@ class SlabIndex:
         words, numbers = key_words(keys), self._numbers_of(keys)
         published = np.empty(len(written), np.int64)
         with self._changing():
-            view = self.view()
-            pending = self._pending
-            of_rows = lookup.slabs_with(view.by_first, written.rows)
-            sizes = view.by_first[of_rows, SLOT_SIZE] if len(view.by_first) else np.zeros(len(written), np.int64)
-            for size in np.unique(sizes).tolist():
-                chosen = np.flatnonzero(sizes == size)
-                slots = view.slots.get(size, 1)
-                some = np.empty(len(chosen), np.int64)
-                slot_code.publish(
-                    *self.memory.table,
-                    words,
-                    numbers,
-                    np.ascontiguousarray(written.positions[chosen]),
-                    np.ascontiguousarray(written.rows[chosen]),
-                    np.ascontiguousarray(written.lengths[chosen]),
-                    pending,
-                    ticket,
-                    now,
-                    oldest,
-                    self._clock(size),
-                    max(1, slots),
-                    self.memory.ghosts,
-                    _ghost_limit(slots, size),
-                    some,
-                )
-                published[chosen] = some
+            view, pending = self.view(), self._pending
+            slot_code.publish(
+                *self.memory.table,
+                words,
+                numbers,
+                np.ascontiguousarray(written.positions),
+                np.ascontiguousarray(written.rows),
+                np.ascontiguousarray(written.lengths),
+                pending,
+                ticket,
+                now,
+                oldest,
+                view.capacity,
+                self.memory.ghosts,
+                view.ghosts,
+                published,
+            )
             slot_code.give_back(self.memory.rows, np.ascontiguousarray(taken.rows), pending, ticket)
             if len(written) < len(taken) or (published != 1).any():
                 self._may_be_free(taken.rows)
@@ -524,44 +526,59 @@ class SlabIndex:
                     freed += len(left)
         return freed
 
-    def inserts(self, slot_size: int) -> int:
-        """The clock of this slot size, in inserted pages."""
-        return int(self._clock(slot_size)[slot_code.INSERTS])
+    @property
+    def inserts(self) -> int:
+        """The clock that pages rank by, whatever their size: inserted pages."""
+        return int(self.memory.header[slot_code.INSERTS])
 
     def _evict(self, of_size: Words, slot_size: int, need: int, oldest: int, spared: Words, dead: Words) -> Evicted:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them. Under the
         lock."""
-        clock, together = self._clock(slot_size), slots_in_group(slot_size)
+        known, together = self._known_of(slot_size), slots_in_group(slot_size)
         windows = self._windows.get(slot_size)
-        if clock[LEFT] <= 0 or not windows:
+        if known[LEFT] <= 0 or not windows:
             windows = self._measure(of_size, slot_size, need, oldest, dead)
         total = int(self.memory.slabs[of_size, SLOTS].sum())
         freed, evicted, first_page = 0, 0, (0, 0)
         begin = windows.pop() if windows else 0
         for slab, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
             victims = np.empty(end - first + 1, np.int64)
-            base, cold, cool = int(slab[FIRST]), int(clock[COLD]), int(clock[COOL])
+            base, cold, cool = int(slab[FIRST]), int(known[COLD]), int(known[COOL])
             rows = base + first, base + end
             found = lookup.coldest(self.memory, *rows, together, cold, cool, oldest, dead, victims)
             if not found:
                 continue
             # Where very many are equally cold, the rest goes another time.
-            victims[min(found, max(need, _MOST_VICTIMS))] = -1
+            found = min(found, max(need, _MOST_VICTIMS))
+            victims[found] = -1
             first_page = (
                 first_page if evicted else tuple(self.memory.rows[victims[0], [slot_code.USED, CREATED]].tolist())
             )
+            hashes, states = (self.memory.rows[victims[:found], word] for word in (slot_code.HASH, STATE))
             evicted += int(
                 slot_code.evict(*self.memory.table, victims, spared, total, oldest, dead, self.memory.ghosts)
             )
+            evicted += self._evict_beside(hashes, states)
             kept = int((victims < 0).argmax())
             if kept:
                 # Some may have been free, and counted, before.
                 slab[CURSOR], slab[OF] = victims[0] - base, 0
                 slab[FREE_SLOTS] = max(int(slab[FREE_SLOTS]), kept)
                 freed += kept
-        clock[LEFT] = clock[LEFT] - freed if freed else 0
+        known[LEFT] = known[LEFT] - freed if freed else 0
         used, created = first_page
         return Evicted(freed, evicted, used >> slot_code.HITS_BITS, created)
+
+    def _evict_beside(self, hashes: Words, states: Words) -> int:
+        """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. Under
+        the lock."""
+        if not self._beside.size:
+            return 0
+        freed = np.empty(len(hashes) * self._beside.shape[1], np.int64)
+        count = int(slot_code.evict_beside(*self.memory.table, hashes, states, self._beside, self.memory.ghosts, freed))
+        if count:
+            self._may_be_free(freed[:count])
+        return count
 
     def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[tuple[Words, int, int]]:
         """``count`` slots from number ``begin`` on, of all of a size: slab, first slot and the one behind the last,
@@ -586,20 +603,20 @@ class SlabIndex:
         step = max(1, total // _SAMPLED)
         first, ranks = random.randrange(step), np.empty(total // step + 1, np.int64)
         ranks = ranks[: lookup.sample(self.memory, slabs, first, step, oldest, dead, ranks)]
-        clock, windows = self._clock(slot_size), [0]
+        known, windows = self._known_of(slot_size), [0]
         there = int((ranks != NO_PAGE).sum())
         if there:
             wanted = -(-min(need, total) * len(ranks) // total)
             cold = min(max(len(ranks) // _COLD_PART, wanted, 1), there) - 1
             cool = min(max(len(ranks) // _COOL_PART, wanted, 1), there) - 1
             in_order = np.partition(ranks, sorted({cold, cool}))
-            clock[COLD], clock[COOL] = in_order[cold], in_order[cool]
+            known[COLD], known[COOL] = in_order[cold], in_order[cool]
             if total > _MOST_LOOKED_AT:
                 places = (np.flatnonzero(ranks <= in_order[cold]) * step + first) // _MOST_LOOKED_AT
                 counts = np.bincount(places)
                 best = counts.argsort()[-_MOST_WINDOWS:]
                 windows = (best[counts[best] > 0] * _MOST_LOOKED_AT).tolist()
-        clock[LEFT] = max(total // _COLD_PART, min(need, total))
+        known[LEFT] = max(total // _COLD_PART, min(need, total))
         self._windows[slot_size] = windows
         return windows
 
@@ -615,14 +632,13 @@ class SlabIndex:
             slab[FREE_SLOTS] += len(some)
             slab[OF] = 0
 
-    def _clock(self, slot_size: int) -> Words:
-        """The clock of this slot size. With too many sizes the last ones share a clock."""
-        clocks = self.memory.clocks
-        sizes = clocks[:, slot_code.CLOCK_SIZE].tolist()
+    def _known_of(self, slot_size: int) -> Words:
+        """What is known of the slots of this size. With too many sizes the last ones share it."""
+        sizes = self.memory.sizes[:, slot_code.OF_SIZE].tolist()
         of = next((number for number, size in enumerate(sizes) if size in (0, slot_size)), len(sizes) - 1)
-        clock: Words = clocks[of]
-        clock[slot_code.CLOCK_SIZE] = slot_size
-        return clock
+        known: Words = self.memory.sizes[of]
+        known[slot_code.OF_SIZE] = slot_size
+        return known
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -685,8 +701,12 @@ class SlabIndex:
                 return False
             if not (self._set_state(slab, READY, DROPPING) or self._set_state(slab, SCANNING, DROPPING)):
                 return False
-            self._forget_pages(slab)
-            return True
+            hashes, states = self._forget_pages(slab)
+        with suppress(IndexBusyError):
+            for begin in range(0, len(hashes) if self._beside.size else 0, _STEP):
+                with self._changing():
+                    self._evict_beside(hashes[begin : begin + _STEP], states[begin : begin + _STEP])
+        return True
 
     def forget_slab(self, slab: Slab) -> None:
         """The files of a slab that was dropped, or could not be made, are gone. Raises IndexBusyError."""
@@ -709,33 +729,43 @@ class SlabIndex:
                 self._forget_pages(slab)
             return slabs_of(table[left])
 
-    def _forget_pages(self, slab: Slab) -> None:
-        """Have no page of a slab that was dropped found any more: its files may stay for long. Under the lock."""
-        states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
-        pages = states[states & STATES == slot_code.PAGE]
+    def _forget_pages(self, slab: Slab) -> tuple[Words, Words]:
+        """Have no page of a slab that was dropped found any more: its files may stay for long. HASH and STATE that its
+        pages had. Under the lock."""
+        rows = self.memory.rows[slab.first_row : slab.first_row + slab.slots]
+        pages = np.flatnonzero(rows[:, STATE] & STATES == slot_code.PAGE)
+        hashes, states = rows[pages, slot_code.HASH], rows[pages, STATE]
         self.memory.forget_rows(slab.first_row, slab.slots)
-        numbers = pages[slot_code.is_current(self.memory.identities, pages)] >> slot_code.NUMBER_SHIFT
+        numbers = states[slot_code.is_current(self.memory.identities, states)] >> slot_code.NUMBER_SHIFT
         np.subtract.at(self.memory.identities[:, slot_code.PAGES], numbers, 1)
+        return hashes, states
 
     def has_left_slabs(self) -> bool:
         return bool(np.isin(self.memory.slabs[:, SLAB_STATE], (MAKING, DROPPING)).any())
 
     def colder_slab(self, slot_size: int, oldest: int) -> Slab | None:
-        """A slab of another slot size whose coldest page has a lower priority than that of this size."""
+        """A slab of another slot size, most of whose slots are worth less than any of this size: free, or with pages of
+        lower priorities. The least worthy one where there are no slots of this size."""
         dead = self._dead()
 
-        def lowest(slab: Words) -> int:
+        def ranks_of(slab: Words) -> Words:
             step = max(1, int(slab[SLOTS]) // _MOST_TOGETHER)
             ranks = np.empty(int(slab[SLOTS]) // step + 1, np.int64)
-            some = ranks[: lookup.sample(self.memory, slab[None, :], 0, step, oldest, dead, ranks)]
-            return int(some.min(initial=NO_PAGE))
+            some: Words = ranks[: lookup.sample(self.memory, slab[None, :], 0, step, oldest, dead, ranks)]
+            return some
+
+        def worth(slab: Words) -> int:
+            # Not that of its coldest page: the warm ones go, too.
+            ranks = ranks_of(slab)
+            warm = int(len(ranks) * _WORTHLESS)
+            return int(np.partition(ranks, warm)[warm])
 
         view = self.view()
         own = view.by_first[:, SLOT_SIZE] == slot_size
         if own.all():
             return None
-        coldest = min(map(lowest, view.by_first[own]), default=NO_PAGE)
-        others = [(lowest(slab), int(slab[SLAB_NUMBER])) for slab in view.by_first[~own]]
+        coldest = min((int(ranks_of(slab).min()) for slab in view.by_first[own]), default=NO_PAGE)
+        others = [(worth(slab), int(slab[SLAB_NUMBER])) for slab in view.by_first[~own]]
         rank, number = min(others)
         return view.slabs[number] if rank < coldest else None
 
@@ -761,7 +791,7 @@ class SlabIndex:
         free = slots if state == MAKING else 0
         table[position] = [number, slot_size, slots, first, NO_SLAB, free, 0, of]
         table[position, SLAB_STATE] = state
-        self._clock(slot_size)
+        self._known_of(slot_size)
         self.memory.header[SLAB_CHANGES] += 1
         return Slab(number, slot_size, slots, first)
 
@@ -906,7 +936,3 @@ def slots_in_group(slot_size: int) -> int:
 def slabs_of(rows: Words) -> list[Slab]:
     """The slabs in these rows of the table."""
     return [Slab(*row) for row in rows[:, [SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST]].tolist()]
-
-
-def _ghost_limit(slots: int, slot_size: int) -> int:
-    return min(EvictionPolicy(max(1, slots)).ghost_limit, slots * slot_size // BYTES_PER_GHOST)

@@ -20,13 +20,13 @@ import numpy as np
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 8
+INDEX_FORMAT = 0x68696361 << 8 | 9
 """Processes of another format cannot share an index; they have a directory of their own then (manifest.py)."""
 
 _BLOCK = 4096
 _WORD = 8
 _ROW_BYTES = slot_code.ROW_WORDS * _WORD
-_CLOCKS = 16
+_SIZES = 16
 MOST_SLABS = 4096
 _MOST_IDENTITIES = 1 << 20
 _MEMBERS = 1024
@@ -69,7 +69,7 @@ class IndexMemory:
             return words[at : at + count].reshape(shape)
 
         part(slot_code.HEADER_WORDS)
-        self.clocks = part(_CLOCKS, slot_code.CLOCK_WORDS)
+        self.sizes = part(_SIZES, slot_code.SIZE_WORDS)
         self.members = part(_MEMBERS)
         """Ids of processes that joined; negative once one was seen dead."""
         self.slabs = part(MOST_SLABS, slot_code.SLAB_WORDS)
@@ -131,7 +131,7 @@ def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, int]]:
     """Where each part begins, in words, and its words."""
     counts = [
         slot_code.HEADER_WORDS,
-        _CLOCKS * slot_code.CLOCK_WORDS,
+        _SIZES * slot_code.SIZE_WORDS,
         _MEMBERS,
         MOST_SLABS * slot_code.SLAB_WORDS,
         _MOST_IDENTITIES * slot_code.IDENTITY_WORDS,

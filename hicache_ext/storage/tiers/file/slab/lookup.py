@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hicache_ext.runtime.jit import is_compiled
+from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
 from hicache_ext.storage.tiers.file.slab.slot_code import (
@@ -122,15 +123,15 @@ def _locate(memory: IndexMemory, keys: Words, numbers: Words, oldest: int, slabs
     return np.stack([numbers_of_slabs, slots, lengths, positions, rows]), facts
 
 
-def touch(memory: IndexMemory, slabs: Words, capacities: Words, fresh: Words, rows: Words) -> None:
-    """Note a use of the pages in these rows, a chain. ``fresh``: by slab, as ``slabs``: a use after that changes
-    nothing."""
+def touch(memory: IndexMemory, capacity: int, rows: Words) -> None:
+    """Note a use of the pages in these rows, a chain. ``capacity``: slots, of all sizes."""
     if not is_compiled(slot_code.touch):
         # Mostly there is nothing to change, and a step of Python per page costs more than the rest of a look-up.
-        of = np.clip(slabs_with(slabs, rows), 0, None)
-        if not len(slabs) or not (memory.rows[rows, slot_code.USED] >> slot_code.HITS_BITS < fresh[of]).any():
+        clock = Clock(*memory.header[slot_code.INSERTS : slot_code.REUSES + 1].tolist())
+        fresh = EvictionPolicy(capacity).oldest_fresh_use(clock)
+        if not (memory.rows[rows, slot_code.USED] >> slot_code.HITS_BITS < fresh).any():
             return
-    slot_code.touch(memory.rows, memory.clocks, slabs, capacities, rows)
+    slot_code.touch(memory.rows, memory.header, capacity, rows)
 
 
 def hashes_of(keys: Words) -> Words:

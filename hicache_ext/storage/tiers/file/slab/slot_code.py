@@ -52,17 +52,20 @@ GENERATIONS = 0xFFFFFFFF
     LEVEL,
     ALL_CLEARED,
     IDENTITIES,
-) = range(12)
+    INSERTS,
+    DISTANCE_SUM,
+    REUSES,
+) = range(15)
 """Words of the header. SETS: in use; LEVEL: the power of two of which there are so many and up to as many more.
 SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked at; FOUND: pages found by that.
 ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity. IDENTITIES: so many are
-known."""
+known. INSERTS, DISTANCE_SUM, REUSES: the ``Clock`` of eviction.py."""
 HEADER_WORDS = 64
 
-CLOCK_SIZE, INSERTS, DISTANCE_SUM, REUSES, COLD, COOL, LEFT = range(7)
-"""Words of a clock, one per slot size: the size; ``Clock`` of eviction.py; a group of slots with a page of priority
-up to COLD loses those up to COOL; slots still to be freed before both are measured again."""
-CLOCK_WORDS = 8
+OF_SIZE, COLD, COOL, LEFT = range(4)
+"""Words of a slot size: the size; a group of slots with a page of priority up to COLD loses those up to COOL; slots
+still to be freed before both are measured again."""
+SIZE_WORDS = 8
 
 SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
 """Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
@@ -373,35 +376,25 @@ def locate(
     return count
 
 
-@kernel("int64(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[::1], int64[::1])")
-def touch(rows: Words, clocks: Words, slabs: Words, capacities: Words, chain: Words) -> int:
+@kernel("int64(int64[:, ::1], int64[::1], int64, int64[::1])")
+def touch(rows: Words, header: Words, capacity: int, chain: Words) -> int:
     """Note a use of the pages of a chain, in its order (``PageByPage.renewed`` of the benchmarks); a row may be -1.
-    Returns how many got another rank. ``slabs``: by FIRST; ``capacities``: the slots of each clock's size.
+    Returns how many got another rank. ``capacity``: slots, of all sizes.
 
     Without the lock: where a row is given to another page meanwhile, that page's rank is a little wrong."""
     changed = 0
     before = -1
-    slab, begin, end, of = -1, 0, 0, 0
+    inserts = header[INSERTS]
     for depth in range(len(chain)):
         row = chain[depth]
         if row < 0 or row >= len(rows) or rows[row, STATE] & STATES != PAGE:
             before = -1
             continue
-        if row < begin or row >= end:
-            slab = _slab_with(slabs, row)
-            if slab < 0:
-                before, begin, end = -1, 0, 0
-                continue
-            begin, end = slabs[slab, FIRST], slabs[slab, FIRST] + slabs[slab, SLOTS]
-            of = 0
-            while of < len(clocks) - 1 and clocks[of, CLOCK_SIZE] != slabs[slab, SLOT_SIZE]:
-                of += 1
-        inserts, capacity = clocks[of, INSERTS], capacities[of]
-        distance = _reuse_distance(capacity, clocks[of, DISTANCE_SUM], clocks[of, REUSES])
+        distance = _reuse_distance(capacity, header[DISTANCE_SUM], header[REUSES])
         priority, used, hits = rows[row, PRIORITY], rows[row, USED] >> HITS_BITS, rows[row, USED] & MOST_HITS
         if used < inserts - (min(capacity, distance) >> eviction.RENEWAL_SHIFT):
-            summed, reuses = _learned(clocks[of, DISTANCE_SUM], clocks[of, REUSES], max(0, inserts - used))
-            clocks[of, DISTANCE_SUM], clocks[of, REUSES] = summed, reuses
+            summed, reuses = _learned(header[DISTANCE_SUM], header[REUSES], max(0, inserts - used))
+            header[DISTANCE_SUM], header[REUSES] = summed, reuses
             distance = _reuse_distance(capacity, summed, reuses)
             hits, used = min(hits + 1, eviction.MAX_HITS), inserts
             priority = max(priority, _priority_of(capacity, inserts, distance, hits, depth))
@@ -617,6 +610,43 @@ def evict(
     return pages
 
 
+@kernel(f"int64({_TABLE}, int64[::1], int64[::1], int64[:, ::1], int64[:, :, ::1], int64[::1])")
+def evict_beside(
+    rows: Words,
+    sets: Words,
+    header: Words,
+    identities: Words,
+    hashes: Words,
+    states: Words,
+    beside: Words,
+    ghosts: Words,
+    freed: Words,
+) -> int:
+    """Evict what is of no use without pages that are gone, whose HASH and STATE these are: under each hash the pages of
+    the identities ``beside[number of the identity]``, up to a -1. Nothing of a page that is there still, or was
+    cleared. ``freed`` gets the rows, as many as it has places for. Returns their number."""
+    count = 0
+    for of in range(len(hashes)):
+        state = states[of]
+        number = (state >> NUMBER_SHIFT) & (len(identities) - 1)
+        if state & STATES != PAGE or number >= len(beside) or not is_current(identities, state):
+            continue
+        hashed = hashes[of]
+        if _row_of(rows, sets, header, hashed, number, state) >= 0:
+            continue
+        for way in range(beside.shape[1]):
+            other = beside[number, way]
+            if other < 0 or count == len(freed):
+                break
+            row = _row_of(rows, sets, header, hashed, other, _state_of(identities, other))
+            if row >= 0:
+                _remember(rows, row, header, ghosts)
+                _free_page(rows, sets, header, identities, row)
+                freed[count] = row
+                count += 1
+    return count
+
+
 @kernel(f"int64({_TABLE}, int64[::1], int64, int64)")
 def seize(rows: Words, sets: Words, header: Words, identities: Words, found: Words, pending: int, ticket: int) -> int:
     """Make pages pending, for ``give_back`` to free once their headers are gone; a row may be -1, and becomes -1 where
@@ -650,7 +680,7 @@ def give_back(rows: Words, taken: Words, pending: int, ticket: int) -> int:
 
 @kernel(
     f"int64({_TABLE}, int64[:, ::1], int64[::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, "
-    "int64[::1], int64, int64[:, :, ::1], int64, int64[::1])"
+    "int64, int64[:, :, ::1], int64, int64[::1])"
 )
 def publish(
     rows: Words,
@@ -666,18 +696,17 @@ def publish(
     ticket: int,
     created: int,
     oldest: int,
-    clock: Words,
     capacity: int,
     ghosts: Words,
     ghost_limit: int,
     published: Words,
 ) -> int:
-    """Make pages of slots of one size that are written, with their seals: page ``keys[positions[n]]`` is in row
-    ``taken[n]``. Pages at consecutive positions are a chain (``PageByPage.inserted``). ``published[n]``: 1; 0 for a
-    page that is there already: its slot becomes free; -1 for a slot that is no longer this writer's. Returns how many
-    slots became free."""
+    """Make pages of slots that are written, with their seals: page ``keys[positions[n]]`` is in row ``taken[n]``. Pages
+    at consecutive positions are a chain (``PageByPage.inserted``). ``capacity``: slots, of all sizes. ``published[n]``:
+    1; 0 for a page that is there already: its slot becomes free; -1 for a slot that is no longer this writer's. Returns
+    how many slots became free."""
     oldest_ghost = max(0, header[REMEMBERED] - ghost_limit)
-    inserts, distance_sum, reuses = clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES]
+    inserts, distance_sum, reuses = header[INSERTS], header[DISTANCE_SUM], header[REUSES]
     distance = _reuse_distance(capacity, distance_sum, reuses)
     highest = NO_PAGE - 1
     freed = 0
@@ -726,7 +755,7 @@ def publish(
         identities[number, PAGES] += 1
         published[of] = 1
         highest = max(0, priority - 1)
-    clock[INSERTS], clock[DISTANCE_SUM], clock[REUSES] = inserts, distance_sum, reuses
+    header[INSERTS], header[DISTANCE_SUM], header[REUSES] = inserts, distance_sum, reuses
     return freed
 
 
