@@ -38,6 +38,40 @@ def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--tokens`` or ``--prompt`` with ``--model``."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--tokens", metavar="FILE", help="token ids: numbers, or JSON (a list, or a list of lists); '-': standard input"
+    )
+    what.add_argument(
+        "--prompt",
+        metavar="FILE",
+        help="text as the server gets it; needs --model and the package transformers",
+    )
+    parser.add_argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
+
+
+def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
+    """The token ids of each prompt. Raises ConfigError."""
+    if arguments.tokens is not None:
+        return parse_tokens(read_input(arguments.tokens, "--tokens"), "--tokens")
+    return [_tokenize(read_input(arguments.prompt, "--prompt"), arguments.model)]
+
+
+def _tokenize(text: str, model: str | None) -> list[int]:
+    if model is None:
+        raise ConfigError("--model", "--prompt needs a tokenizer", "the directory or name of the model, or --tokens")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        return list(tokenizer.encode(text))
+    except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything; the user gets its first line
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError("--model", f"no tokenizer could be loaded from {model!r}: {reason}") from None
+
+
 def seed_of(arguments: argparse.Namespace) -> bytes:
     """The seed of the chain of page hashes. Raises ConfigError."""
     adapter = arguments.adapter or ""

@@ -80,9 +80,9 @@ RULES = (
         until_interrupted=True,
     ),
     Rule("hicache-ext reload ", clean=(1,), sglang=(1,), why="no server runs with that file, and it says so"),
-    Rule("hicache-ext warm .*--tokens "),
+    Rule("hicache-ext (warm|explain) .*--tokens "),
     Rule(
-        "hicache-ext warm .*--prompt ",
+        "hicache-ext (warm|explain) .*--prompt ",
         clean=(2,),
         sglang=(0, 2),
         why=f"{_NO_SGLANG}; on CPU transformers may not load a tokenizer beside that torchvision, and it says so",

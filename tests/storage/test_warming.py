@@ -95,6 +95,18 @@ def test_every_rank_and_pool_of_a_prompt_is_brought(config, pool, tmp_path):
     assert (again.fetched, again.present) == (0, 30)
 
 
+def test_a_state_is_brought_under_the_hash_of_its_kv_page(config, pool, tmp_path):
+    """SGLang says that a Mamba state has a page of one token; its key is that of a KV page."""
+    described = PoolIdentity("mamba", "MambaPoolHost", "bfloat16", "page_first", 1, (64,))
+    state = PageIdentity(ModelIdentity("m"), described, Shard(tp=(0, 2)))
+    fill(pool, identity())
+    fill(pool, state, skip=[0, 1, 2, 3, 4, 5, 6, 8])
+    assert warm_prompts(config, [TOKENS]).fetched == 12
+    near = read_near(tmp_path)
+    assert_hits(near, [keys_of(state)[position] for position in (7, 9)], (64,))
+    near.close()
+
+
 def test_slabs_of_a_former_release_are_left_to_a_server(config, pool, tmp_path):
     fill(pool, identity())
     (tmp_path / "nvme" / "slabs").mkdir(parents=True)

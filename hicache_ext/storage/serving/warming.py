@@ -100,10 +100,11 @@ def warm(
 
     Of a KV pool the leading run only: nothing behind a gap is ever read. Of other pools all pages found.
     """
-    chains = [(digest, document["pool"], prompt) for digest, document in documents.items() for prompt in prompts]
     keys_of_chains = [
-        (pool, [digest + page for page in page_hashes(prompt, pool["page_size"], seed)])
-        for digest, pool, prompt in chains
+        (document["pool"], [digest + page for page in page_hashes(prompt, size, seed)])
+        for digest, document in documents.items()
+        for size in page_sizes(document, documents)
+        for prompt in prompts
     ]
     total = sum(len(keys) for _, keys in keys_of_chains)
     report = WarmReport()
@@ -118,6 +119,16 @@ def warm(
         report.absent += len(keys) - (report.pages - done)
         progress(report.pages, total)
     return report
+
+
+def page_sizes(document: Mapping[str, Any], documents: Mapping[bytes, Mapping[str, Any]]) -> list[int]:
+    """Tokens per page hash under which the pages of an identity are kept. Those beside the KV are kept under the hashes
+    of its pages, whatever their own size (a Mamba state is of one token)."""
+    own: list[int] = [document["pool"]["page_size"]]
+    if document["pool"]["name"] == KV_POOL:
+        return own
+    of_model = [other["pool"] for other in documents.values() if other["model"] == document["model"]]
+    return sorted({pool["page_size"] for pool in of_model if pool["name"] == KV_POOL}) or own
 
 
 def _warm_portion(

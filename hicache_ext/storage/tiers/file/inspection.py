@@ -103,6 +103,10 @@ class Inspector(abc.ABC):
     def _content(self, page: StoredPage) -> bytes | None:
         """Header and payload; None if they are gone. Raises OSError."""
 
+    def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Which of these pages, none of which is there, servers remember to have evicted."""
+        return []
+
     @abc.abstractmethod
     def left_overs(self) -> int:
         """The number of left-overs of killed processes."""
@@ -240,6 +244,9 @@ class SlabInspector(Inspector):
 
     def uses(self, digest: bytes) -> Uses | None:
         return self._listing.uses_of(digest)
+
+    def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
+        return self._listing.evicted(keys)
 
     def _content(self, page: StoredPage) -> bytes | None:
         return None if page.listed is None else self._listing.read(page.listed)

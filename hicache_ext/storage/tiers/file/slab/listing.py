@@ -24,7 +24,7 @@ from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.directory import cleared_at
 from hicache_ext.storage.tiers.file.slab.index import IN_USE, Uses, slabs_of
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory
-from hicache_ext.storage.tiers.file.slab.lookup import hashes_of
+from hicache_ext.storage.tiers.file.slab.lookup import are_remembered, hashes_of
 from hicache_ext.storage.tiers.file.slab.rebuild import CREATED_MS, KEY, PAYLOAD_LENGTH, checked_headers, read_headers
 from hicache_ext.storage.tiers.file.slab.shapes import HEADER, Slab
 from hicache_ext.storage.tiers.file.slab.sharing import shared_index
@@ -91,6 +91,18 @@ class SlabListing:
             hits, last = identity[[slot_code.HITS, slot_code.LAST]].tolist()
             return Uses(hits, float(last)) if hits else None
         return None
+
+    def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Which of these pages were evicted, as far as it is remembered: while servers are there."""
+        if self._memory is None or not keys:
+            return []
+        known = self._memory.identities[: int(self._memory.header[slot_code.IDENTITIES])]
+        numbers = {identity.tobytes(): number for number, identity in enumerate(known[:, :2].copy())}
+        of_known = [key for key in keys if key[:IDENTITY_LENGTH] in numbers]
+        of = np.array([numbers[key[:IDENTITY_LENGTH]] for key in of_known], np.int64)
+        words = np.frombuffer(bytearray(b"".join(of_known)), np.int64).reshape(-1, slot_code.KEY_WORDS)
+        remembered = are_remembered(self._memory, words, of).tolist()
+        return [key for key, is_one in zip(of_known, remembered, strict=True) if is_one]
 
     def read(self, page: ListedPage) -> bytes | None:
         """Header and payload; None when the page is not there any more. Raises OSError."""

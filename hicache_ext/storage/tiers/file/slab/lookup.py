@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache_ext.runtime.jit import is_compiled
 from hicache_ext.storage.tiers.file.eviction import Clock, EvictionPolicy
@@ -40,6 +41,7 @@ from hicache_ext.storage.tiers.file.slab.slot_code import (
     Words,
 )
 
+_LOW = (1 << 32) - 1
 _FIRST_PORTION = 64
 _PORTION = 4096
 """Keys of a chain that numpy looks up at once: a chain that ends early costs no more than that."""
@@ -140,6 +142,23 @@ def hashes_of(keys: Words) -> Words:
     return hashes
 
 
+def are_remembered(memory: IndexMemory, keys: Words, numbers: Words) -> npt.NDArray[np.bool_]:
+    """Whether each of these pages, none of which is there, is among those that were evicted last (``key_words``, and
+    the numbers of their identities)."""
+    fingerprints = slot_code.scrambled(hashes_of(keys) ^ (_states_of(memory, numbers) >> 8)) | 1
+    if not memory.ghosts.shape[1]:
+        return np.zeros(len(keys), np.bool_)
+    of_sets = (fingerprints >> 1 & _LOW) % memory.ghosts.shape[1]
+    remembered: npt.NDArray[np.bool_] = (memory.ghosts[0, of_sets] == fingerprints[:, None]).any(axis=1)
+    return remembered
+
+
+def _states_of(memory: IndexMemory, numbers: Words) -> Words:
+    """STATE of pages of the identities with these numbers."""
+    states: Words = PAGE | (memory.identities[numbers, GENERATION] & GENERATIONS) << 8 | numbers << NUMBER_SHIFT
+    return states
+
+
 def slabs_with(slabs: Words, rows: Words) -> Words:
     """The positions of the slabs that have these rows, each of which is in one. ``slabs``: by FIRST."""
     return np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
@@ -219,8 +238,7 @@ def _find(memory: IndexMemory, keys: Words, numbers: Words, oldest: int) -> Word
     if not len(known):
         return found
     of = np.broadcast_to(numbers, len(keys))[known]
-    hashes = hashes_of(keys[known])
-    states = PAGE | (memory.identities[of, GENERATION] & GENERATIONS) << 8 | of << NUMBER_SHIFT
+    hashes, states = hashes_of(keys[known]), _states_of(memory, of)
     mixed = slot_code.mixed(hashes, of)
     sets, level = int(memory.header[SETS]), int(memory.header[slot_code.LEVEL])
     at = mixed & (2 * level - 1)

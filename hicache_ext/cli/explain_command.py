@@ -1,0 +1,127 @@
+"""``hicache-ext explain``: which pages of a prompt are where, how old, and why the first missing one is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hicache_ext.cli.inputs import add_namespace_arguments, add_prompt_arguments, prompts_of, seed_of
+from hicache_ext.cli.terminal import rough_span
+from hicache_ext.config import load_config
+from hicache_ext.page.identity import KV_POOL
+from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
+
+SGLANG_THRESHOLD = 256
+"""SGLang's own ``prefetch_threshold``, where no other is configured."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
+    add_prompt_arguments(parser)
+    parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
+    parser.add_argument("--role", choices=("prefill", "decode", "both"), default="both", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    add_namespace_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explain each prompt; 1 where a page of the KV is missing."""
+    config = load_config(arguments.config).for_role(arguments.role)
+    model, seed = arguments.served_name, seed_of(arguments)
+    explained = [explain(config, tokens, model=model, seed=seed) for tokens in prompts_of(arguments)]
+    if arguments.json:
+        print(json.dumps([_document(one) for one in explained], indent=1))
+    else:
+        print("\n\n".join("\n".join(_lines(one)) for one in explained))
+    return 0 if all(map(_is_whole, explained)) else 1
+
+
+def _is_whole(explanation: Explanation) -> bool:
+    """Whether some server finds all pages of the prompt's KV."""
+    return any(chain.pool == KV_POOL and chain.leading == len(chain.hashes) for chain in explanation.chains)
+
+
+def _lines(explanation: Explanation) -> list[str]:
+    lines = [f"prompt of {explanation.tokens} tokens"]
+    for chain in explanation.chains:
+        pool = chain.document["pool"]
+        kind = ", ".join(filter(None, (pool.get("dtype"), pool.get("layout"), f"{chain.page_size} tokens a page")))
+        model = chain.document["model"]["id"]
+        lines += ["", f"identity {chain.digest.hex()[:12]}: {model}, pool {chain.pool} ({kind})"]
+        for tier, found in sorted(_by_tier(chain).items()):
+            lines.append(f"  {tier}: {len(found)} of {len(chain.hashes)} pages{_ages(found)}")
+        if not chain.found:
+            lines.append(f"  none of {len(chain.hashes)} pages in any tier")
+        lines += _kv_lines(explanation, chain) if chain.pool == KV_POOL else _lines_beside(chain)
+    lines.append("")
+    lines += [f"not asked: {name}: {reason}" for name, reason in explanation.unread.items()]
+    if explanation.tokens < SGLANG_THRESHOLD:
+        lines.append(f"SGLang asks storage for {SGLANG_THRESHOLD} tokens or more (prefetch_threshold): this is shorter")
+    return lines if lines[-1] else lines[:-1]
+
+
+def _kv_lines(explanation: Explanation, chain: Chain) -> list[str]:
+    whole = len(chain.hashes) * chain.page_size
+    lines = [f"  {chain.restorable} tokens can be restored, of {whole} in whole pages"]
+    if reason := explanation.reason(chain):
+        last = chain.restorable + chain.page_size - 1
+        lines.append(f"  page {chain.leading + 1} (tokens {chain.restorable} to {last}) is missing: {reason}")
+    return lines
+
+
+def _lines_beside(chain: Chain) -> list[str]:
+    """A pool beside the KV may need the last pages of a prefix only, and SGLang alone knows how many."""
+    return [f"  the last one ends at token {(max(chain.found) + 1) * chain.page_size}"] if chain.found else []
+
+
+def _by_tier(chain: Chain) -> dict[str, list[Found]]:
+    tiers: dict[str, list[Found]] = {}
+    for places in chain.found.values():
+        for found in places:
+            tiers.setdefault(found.tier, []).append(found)
+    return tiers
+
+
+def _ages(found: Sequence[Found]) -> str:
+    now, parts = time.time(), []
+    for what, moments in (
+        ("written", [one.written for one in found if one.written is not None]),
+        ("used", [one.used for one in found if one.used is not None]),
+    ):
+        if moments:
+            newest, oldest = rough_span(now - max(moments)), rough_span(now - min(moments))
+            parts.append(f"{what} {newest} ago" if newest == oldest else f"{what} {newest} to {oldest} ago")
+    return "".join(f", {part}" for part in parts)
+
+
+def _document(explanation: Explanation) -> dict[str, Any]:
+    return {
+        "tokens": explanation.tokens,
+        "identities": [
+            {
+                "identity": chain.digest.hex(),
+                "model": chain.document["model"]["id"],
+                "pool": chain.pool,
+                "page_size": chain.page_size,
+                "pages": [
+                    {
+                        "hash": page.hex(),
+                        "places": [
+                            {"tier": found.tier, "written": found.written, "used": found.used}
+                            for found in chain.found.get(position, [])
+                        ],
+                    }
+                    for position, page in enumerate(chain.hashes)
+                ],
+                "leading_pages": chain.leading,
+                "restorable_tokens": chain.restorable,
+                "reason": explanation.reason(chain) or None,
+            }
+            for chain in explanation.chains
+        ],
+        "not_asked": explanation.unread,
+    }

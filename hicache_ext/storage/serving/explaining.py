@@ -1,0 +1,175 @@
+"""Why is there no hit? Where the pages of one prompt are, how old they are, and why the first missing one is missing.
+
+For people; needs no SGLang. A directory of the file tier is only looked at (inspection.py); other tiers are opened and
+asked whether they have the pages. Identities come from the documents that tiers keep, as for ``warm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.config import HicacheExtConfig, TierConfig
+from hicache_ext.errors import StoreError, WarmError
+from hicache_ext.page.hashes import page_hashes
+from hicache_ext.page.identity import KV_POOL
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.contract.store import PageStore
+from hicache_ext.storage.serving.warming import choose_model, known_identities, page_sizes
+from hicache_ext.storage.tiers.file.inspection import open_inspector
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A page in a tier. Times are wall-clock seconds, None where the tier does not tell them."""
+
+    tier: str
+    written: float | None = None
+    used: float | None = None
+
+
+@dataclass(slots=True)
+class Chain:
+    """The pages of the prompt under one identity: of one pool, shard and set of weights."""
+
+    digest: bytes
+    document: dict[str, Any]
+    hashes: list[bytes]
+    page_size: int
+    """Tokens."""
+    found: dict[int, list[Found]] = field(default_factory=dict)
+    """Position of a page -> where it is."""
+    evicted: set[int] = field(default_factory=set)
+    """Positions of pages that servers remember to have evicted."""
+
+    @property
+    def pool(self) -> str:
+        return str(self.document["pool"]["name"])
+
+    @property
+    def leading(self) -> int:
+        """Pages up to the first that no tier has."""
+        return next((page for page in range(len(self.hashes)) if page not in self.found), len(self.hashes))
+
+    @property
+    def restorable(self) -> int:
+        """Tokens in these pages."""
+        return self.leading * self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Of one prompt."""
+
+    tokens: int
+    chains: list[Chain]
+    """KV first, the most pages first."""
+    unread: dict[str, str]
+    """Tier or directory -> why it could not be asked."""
+
+    def reason(self, chain: Chain) -> str:
+        """Why the first missing page of a chain is missing; empty where none is."""
+        page = chain.leading
+        if page >= len(chain.hashes):
+            return ""
+        if page in chain.evicted:
+            return "it was evicted: the capacity is too small for what was used since"
+        others = [other for other in self.chains if other.pool == chain.pool and other is not chain]
+        there = [other for other in others if page in other.found and other.hashes[page] == chain.hashes[page]]
+        if there:
+            different = "; ".join(sorted({_difference(chain.document, other.document) for other in there}))
+            return f"it is there under another identity: {different}"
+        if any(later > page for later in chain.found):
+            return "pages after it are there, so it was there, too: evicted, cleared, expired or removed as damaged"
+        if self.unread:
+            return "no tier that could be asked has it"
+        return "never written, or evicted, cleared or expired since: no tier remembers it"
+
+
+def explain(
+    config: HicacheExtConfig, tokens: Sequence[int], *, model: str | None = None, seed: bytes = b""
+) -> Explanation:
+    """Look for the pages of a prompt (token ids) in all tiers that pages are retrieved from.
+
+    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py. Raises WarmError or
+    StoreError with a sentence where no identity is known.
+    """
+    tiers = {name: config.tiers[name] for name in config.retrieve_locations}
+    opened: dict[str, PageStore] = {}
+    unread: dict[str, str] = {}
+    try:
+        for name, tier in tiers.items():
+            if not tier.directories():
+                try:
+                    opened[name] = open_tier(name, tier)
+                except StoreError as error:
+                    unread[name] = str(error)
+        documents = known_identities(config, list(opened.values()))
+        if not documents:
+            raise WarmError(_nothing_known(unread))
+        of_model = choose_model(documents, model)
+        chains = [
+            Chain(digest, document, page_hashes(tokens, size, seed), size)
+            for digest, document in of_model.items()
+            for size in page_sizes(document, of_model)
+        ]
+        for name, tier in tiers.items():
+            if name in opened:
+                _ask(name, opened[name], chains)
+            else:
+                unread |= _look(name, tier, chains)
+    finally:
+        for store in opened.values():
+            store.close()
+    chains.sort(key=lambda chain: (chain.pool != KV_POOL, -chain.leading, -len(chain.found), chain.digest))
+    return Explanation(len(tokens), chains, unread)
+
+
+def _ask(name: str, store: PageStore, chains: Sequence[Chain]) -> None:
+    for chain in chains:
+        keys = [chain.digest + page for page in chain.hashes]
+        for position, there in enumerate(store.contains(keys) if keys else ()):
+            if there:
+                chain.found.setdefault(position, []).append(Found(name))
+
+
+def _look(name: str, tier: TierConfig, chains: Sequence[Chain]) -> dict[str, str]:
+    """Look into the directories of a file tier; those that cannot be read, and why."""
+    unread: dict[str, str] = {}
+    places = {chain.digest + page: (chain, at) for chain in chains for at, page in enumerate(chain.hashes)}
+    for directory in tier.directories():
+        try:
+            with closing(open_inspector(Path(directory))) as inspector:
+                for page in inspector.pages():
+                    place = places.get(page.key)
+                    if place is not None:
+                        place[0].found.setdefault(place[1], []).append(Found(name, page.written, page.used))
+                for key in inspector.evicted([key for key, (chain, at) in places.items() if at not in chain.found]):
+                    chain, at = places[key]
+                    chain.evicted.add(at)
+        except StoreError as error:
+            unread[directory] = str(error)
+    return unread
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The facts in which two identities differ, and both values."""
+    its, of_other = dict(_flat(one)), dict(_flat(other))
+    names = [name for name in sorted({*its, *of_other}) if its.get(name) != of_other.get(name)]
+    return ", ".join(f"{name} is {its.get(name)!r} here and {of_other.get(name)!r} there" for name in names)
+
+
+def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _nothing_known(unread: Mapping[str, str]) -> str:
+    because = "".join(f"; {reason}" for reason in unread.values())
+    return f"no tier knows an identity{because}; a server with this configuration writes them when it starts"
