@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from hicache_ext.cli.inputs import read_configuration
-from hicache_ext.config import ExtraConfig, check_document, example_config, json_schema
+from hicache_ext.config import (
+    ExtraConfig,
+    HicacheExtConfig,
+    ServerRole,
+    check_document,
+    example_config,
+    format_duration,
+    json_schema,
+)
+from hicache_ext.config.load import secrets_in
 from hicache_ext.config.render import as_inline_json, as_yaml, launch_flags
+from hicache_ext.config.schema import as_config_error
 from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.tiering.tier_use import tier_use
 
 _FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
 _RENDERED_FILE = "hicache.yaml"
+_LONG_TIMEOUT = 30.0
+"""Seconds of a tier's timeout that are a mistake rather."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -132,3 +147,34 @@ def _notes(checked: ExtraConfig, inline: bool) -> Iterator[str]:
     for name in config.tiers:
         if name not in (*config.retrieve_locations, *config.store_locations):
             yield f"tier {name} is neither read nor written"
+    for name, tier in config.tiers.items():
+        if tier.timeout is not None and math.inf > tier.timeout >= _LONG_TIMEOUT:
+            yield (
+                f"tier {name}: timeout is {format_duration(tier.timeout)}, which a tier that hangs costs a request; a "
+                "number without unit is seconds, milliseconds are written 200ms"
+            )
+    for _, secret in secrets_in(checked):
+        try:
+            secret.reveal()
+        except ConfigError as error:
+            yield f"{error}; a server on this node would not reach that tier"
+    yield from _role_notes(config)
+
+
+def _role_notes(config: HicacheExtConfig) -> Iterator[str]:
+    """What a server of a role would find wrong or useless."""
+    roles: tuple[ServerRole, ...] = ("prefill", "decode") if config.role == "auto" else (config.role,)
+    for role in roles:
+        try:
+            view = config.for_role(role)
+            use = tier_use(view)
+        except (ConfigError, ValidationError) as error:
+            problem = as_config_error(error) if isinstance(error, ValidationError) else error
+            yield f"a server of the role {role} is refused at its start: {problem}"
+            continue
+        stored = [use.sharing[name] for name in view.store_locations]
+        if role == "decode" and config.role != "auto" and stored and not any(sharing.shared for sharing in stored):
+            yield (
+                "a decode node that stores in private tiers alone writes what no prefill node can read; store in a "
+                "shared one"
+            )

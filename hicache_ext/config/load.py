@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +56,18 @@ def check_document(document: Mapping[str, Any]) -> ExtraConfig:
     except ValidationError as error:
         # "from None": pydantic's error must not reach a log; it repeats what was put in.
         raise as_config_error(error) from None
-    bind_secrets(checked)
+    for location, secret in secrets_in(checked):
+        secret.key = key_path(location)
     return checked
 
 
-def bind_secrets(model: BaseModel, location: tuple[str, ...] = ()) -> None:
-    """Tell every ``Secret`` in ``model`` the key path it stands under."""
-    for name in type(model).model_fields:
-        _bind(getattr(model, name), (*location, name))
-
-
-def _bind(value: object, location: tuple[str, ...]) -> None:
+def secrets_in(value: object, location: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Secret]]:
+    """Every ``Secret`` in a configuration, with where it stands."""
     if isinstance(value, Secret):
-        value.key = key_path(location)
+        yield location, value
     elif isinstance(value, BaseModel):
-        bind_secrets(value, location)
+        for name in type(value).model_fields:
+            yield from secrets_in(getattr(value, name), (*location, name))
     elif isinstance(value, dict):
         for name, below in value.items():
-            _bind(below, (*location, name))
+            yield from secrets_in(below, (*location, name))

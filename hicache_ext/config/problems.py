@@ -21,6 +21,30 @@ _SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("s3", "gcs", "gs", "azure", "minio", "ceph", "r2", "blob"), "object"),
+    **dict.fromkeys(("nvme", "ssd", "disk", "local", "posix", "filesystem", "nfs", "lustre", "hf3fs"), "file"),
+    **dict.fromkeys(("valkey", "keydb", "dragonfly", "elasticache"), "redis"),
+    **dict.fromkeys(("ram", "dram", "host"), "memory"),
+    **dict.fromkeys(("path_style", "force_path_style", "s3_addressing_style", "addressing_style"), "addressing"),
+    **dict.fromkeys(("master_server_address", "master_server_addr", "master_address"), "master"),
+    **dict.fromkeys(("endpoint_url", "s3_endpoint", "url_endpoint"), "endpoint"),
+    **dict.fromkeys(("bucket", "uri", "address", "host", "hostname", "addr", "servers"), "url"),
+    **dict.fromkeys(("aws_access_key_id", "access_key_id", "key_id"), "access_key"),
+    **dict.fromkeys(("aws_secret_access_key", "secret_access_key"), "secret_key"),
+    **dict.fromkeys(("user", "login", "acl_user"), "username"),
+    **dict.fromkeys(("passwd", "password_env", "password_file", "auth", "requirepass"), "password"),
+    **dict.fromkeys(("directory", "directories", "dir", "folder", "storage_path", "file_path", "paths"), "path"),
+    **dict.fromkeys(("size", "max_size", "quota", "limit", "max_bytes", "storage_size"), "capacity"),
+    **dict.fromkeys(("expire", "expiry", "expiration", "max_age", "lifetime"), "ttl"),
+    **dict.fromkeys(("global_segment_size",), "segment_size"),
+    **dict.fromkeys(("device_name", "ib_device", "rdma_devices"), "devices"),
+    **dict.fromkeys(("db",), "database"),
+    **dict.fromkeys(("read_locations", "load_locations", "read_from", "retrieve_from"), "retrieve_locations"),
+    **dict.fromkeys(("write_locations", "save_locations", "write_to", "store_to"), "store_locations"),
+}
+"""Names that people try, of other products and of the field -> ours."""
+
 
 def config_error(errors: Sequence[ConfigError]) -> ConfigError:
     """One error for all of ``errors``: itself if there is one, else a ``ConfigErrors``."""
@@ -73,6 +97,8 @@ def quoted(text: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'capacity'?"`` for the known name nearest to ``word``, or "" when none is near."""
     by_lower_case = {name.lower(): name for name in known}
+    if (ours := _OTHER_NAMES.get(word.lower())) in by_lower_case:
+        return f"; did you mean {ours!r}?"
     nearest = difflib.get_close_matches(word.lower(), by_lower_case, n=1)
     return f"; did you mean {by_lower_case[nearest[0]]!r}?" if nearest else ""
 

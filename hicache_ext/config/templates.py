@@ -17,6 +17,7 @@ from hicache_ext.errors import ConfigError
 TEMPLATES_ALLOWED = "{hostname}, {env:NAME}, and {{ or }} for plain braces"
 
 _PIECE = re.compile(r"\{\{|\}\}|\{[^{}]*\}|[{}]")
+_SHELL_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))", re.ASCII)
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -30,6 +31,10 @@ def expand_templates(text: str, key: str = "") -> str:
 
     The value of an environment variable never appears in an error.
     """
+    if (shell := _SHELL_VARIABLE.search(text)) is not None:
+        # Taken as it is, it would make a directory of that name.
+        problem = f"{quoted(shell[0])} is no template; did you mean {quoted(f'{{env:{shell[1] or shell[2]}}}')}?"
+        raise ConfigError(key, problem, TEMPLATES_ALLOWED)
     return _PIECE.sub(lambda piece: _value(piece.group(), text, key), text)
 
 

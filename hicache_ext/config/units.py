@@ -128,4 +128,6 @@ def _size_unit(unit: str, key: str, allowed: str) -> int:
 def _duration_unit(unit: str, key: str, allowed: str) -> Fraction:
     if unit in _DURATION_UNITS:
         return _DURATION_UNITS[unit]
+    if unit.lower() in ("w", "wk", "week", "weeks"):
+        raise ConfigError(key, f"unknown unit {quoted(unit)}; did you mean days? A week is 7d", allowed)
     raise ConfigError(key, f"unknown unit {quoted(unit)}{did_you_mean(unit, _DURATION_UNITS)}", allowed)

@@ -394,7 +394,7 @@ WRONG_FILES = [
     tier("a ttl without a value", "ttl: ~", f"{N}.ttl: an empty value is not accepted; allowed: {TTL}"),
     tier("a ttl that is a switch", "ttl: true", f"{N}.ttl: the value true is not accepted; allowed: {TTL}"),
     tier("a ttl without a unit", "ttl: '7'", f"{N}.ttl: the text '7' has no unit; allowed: {TTL}"),
-    tier("a ttl in weeks", "ttl: 1w", f"{N}.ttl: unknown unit 'w'; allowed: {TTL}"),
+    tier("a ttl in weeks", "ttl: 1w", f"{N}.ttl: unknown unit 'w'; did you mean days? A week is 7d; allowed: {TTL}"),
     tier("no ttl at all", "ttl: 0", f"{N}.ttl: the number 0 is less than 1s; allowed: {TTL}"),
     tier("a ttl of two years", "ttl: 730d", f"{N}.ttl: the text '730d' is longer than a year (8760h); allowed: {TTL}"),
     tier("a relative path", "path: cache", f"{N}.path: 'cache' is not an absolute path; allowed: {PATH}"),
