@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.terminal import Progress, print_table, rough_span
+from hicache_ext.cli.inputs import Target, add_json_argument, add_target, targets
+from hicache_ext.cli.terminal import Progress, print_json, print_table, rough_span
 from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.tiers.file.expiry import recorded_ttl
@@ -54,14 +55,28 @@ class _Group:
     def model(self) -> str:
         return str((self.document or {}).get("model", {}).get("id", "")) or "unknown"
 
+    def document_of(self) -> dict[str, Any]:
+        """For ``--json``; moments in seconds since 1970."""
+        return {
+            "identity": self.digest.hex(),
+            "facts": self.document,
+            "pages": self.pages,
+            "bytes": self.size,
+            "hits": self.hits,
+            "last_written": self.written,
+            "last_used": self.used,
+        }
+
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
     _add_path(parser)
+    add_json_argument(parser)
     parser.set_defaults(run=_ls)
 
 
 def configure_stat(parser: argparse.ArgumentParser) -> None:
-    _add_path(parser)
+    add_target(parser)
+    add_json_argument(parser)
     parser.set_defaults(run=_stat)
 
 
@@ -96,9 +111,12 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 def _ls(arguments: argparse.Namespace) -> int:
     with closing(_opened(arguments.path)) as inspector:
-        groups = _groups(inspector)
+        groups = sorted(_groups(inspector), key=lambda group: (group.model, -group.size))
+    if arguments.json:
+        print_json([group.document_of() for group in groups])
+        return 0
     rows = [("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard", *_AMOUNTS)]
-    for group in sorted(groups, key=lambda group: (group.model, -group.size)):
+    for group in groups:
         document = group.document or {}
         model, pool = document.get("model", {}), document.get("pool", {})
         rows.append(
@@ -123,24 +141,64 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _stat(arguments: argparse.Namespace) -> int:
-    with closing(_opened(arguments.path)) as inspector:
-        groups = _groups(inspector)
-        occupied = inspector.occupied()
-        layout = inspector.layout
-        pins = read_pins(arguments.path)
-        pinned = sum(inspector.occupied_by(list(dict.fromkeys(page_hash for pin in pins for page_hash in pin.hashes))))
-    disk = shutil.disk_usage(arguments.path)
-    print(f"layout      {layout}")
-    ttl = recorded_ttl(arguments.path)
-    print(f"ttl         {'none recorded' if ttl is None else format_duration(ttl)}")
-    print(f"models      {len({group.model for group in groups})}")
-    print(f"identities  {len(groups)}")
-    print(f"pages       {sum(group.pages for group in groups)}")
-    print(f"bytes       {rounded_size(sum(group.size for group in groups))}")
-    print(f"on disk     {rounded_size(occupied)}")
-    print(f"pinned      {rounded_size(pinned)}, {len(pins)} pins")
-    print(f"disk        {rounded_size(disk.total)}, {rounded_size(disk.free)} free")
+    tiers = [_stat_of(target) for target in targets(arguments.target)]
+    if arguments.json:
+        print_json(tiers)
+    else:
+        print("\n\n".join("\n".join(_stat_lines(tier)) for tier in tiers))
     return 0
+
+
+def _stat_of(target: Target) -> dict[str, Any]:
+    """How full the directories of one tier are, together; a capacity is known from a configuration alone."""
+    groups: list[_Group] = []
+    occupied = pinned = pins = free = total = 0
+    devices: set[int] = set()
+    for path in target.directories:
+        with closing(_opened(path)) as inspector:
+            groups += _groups(inspector)
+            occupied += inspector.occupied()
+            layout = inspector.layout
+            found = read_pins(path)
+            pinned += sum(inspector.occupied_by(list(dict.fromkeys(page for pin in found for page in pin.hashes))))
+        pins = max(pins, len(found))
+        if (device := path.stat().st_dev) not in devices:
+            devices.add(device)
+            disk = shutil.disk_usage(path)
+            total, free = total + disk.total, free + disk.free
+    return {
+        **({} if target.tier is None else {"tier": target.tier}),
+        "directories": [str(path) for path in target.directories],
+        "layout": layout,
+        "ttl_seconds": recorded_ttl(target.directories[0]),
+        "models": len({group.model for group in groups}),
+        "identities": len({group.digest for group in groups}),
+        "pages": sum(group.pages for group in groups),
+        "bytes": sum(group.size for group in groups),
+        "bytes_on_disk": occupied,
+        "capacity_bytes": target.capacity,
+        "pinned_bytes": pinned,
+        "pins": pins,
+        "disk_bytes": total,
+        "disk_free_bytes": free,
+    }
+
+
+def _stat_lines(tier: dict[str, Any]) -> list[str]:
+    ttl, capacity = tier["ttl_seconds"], tier["capacity_bytes"]
+    share = f" of {rounded_size(capacity)}, {100 * tier['bytes_on_disk'] / capacity:.0f} %" if capacity else ""
+    return [
+        *([f"tier        {tier['tier']}: {', '.join(tier['directories'])}"] if "tier" in tier else []),
+        f"layout      {tier['layout']}",
+        f"ttl         {'none recorded' if ttl is None else format_duration(ttl)}",
+        f"models      {tier['models']}",
+        f"identities  {tier['identities']}",
+        f"pages       {tier['pages']}",
+        f"bytes       {rounded_size(tier['bytes'])}",
+        f"on disk     {rounded_size(tier['bytes_on_disk'])}{share}",
+        f"pinned      {rounded_size(tier['pinned_bytes'])}, {tier['pins']} pins",
+        f"disk        {rounded_size(tier['disk_bytes'])}, {rounded_size(tier['disk_free_bytes'])} free",
+    ]
 
 
 def _verify(arguments: argparse.Namespace) -> int:

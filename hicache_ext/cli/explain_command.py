@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from hicache_ext.cli.inputs import add_namespace_arguments, add_prompt_arguments, prompts_of, seed_of
-from hicache_ext.cli.terminal import rough_span
+from hicache_ext.cli.inputs import add_json_argument, add_namespace_arguments, add_prompt_arguments, prompts_of, seed_of
+from hicache_ext.cli.terminal import print_json, rough_span
 from hicache_ext.config import load_config
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
@@ -23,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser)
     parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
     parser.add_argument("--role", choices=("prefill", "decode", "both"), default="both", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    add_json_argument(parser)
     add_namespace_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, seed = arguments.served_name, seed_of(arguments)
     explained = [explain(config, tokens, model=model, seed=seed) for tokens in prompts_of(arguments)]
     if arguments.json:
-        print(json.dumps([_document(one) for one in explained], indent=1))
+        print_json([_document(one) for one in explained])
     else:
         print("\n\n".join("\n".join(_lines(one)) for one in explained))
     return 0 if all(map(_is_whole, explained)) else 1

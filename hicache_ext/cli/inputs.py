@@ -7,13 +7,15 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config import read_document
+from hicache_ext.config import load_config, read_document
 from hicache_ext.config.sources import read_text
 from hicache_ext.errors import ConfigError
 from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key
+from hicache_ext.storage.tiers.file.config import FileTierConfig
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -78,6 +80,41 @@ def seed_of(arguments: argparse.Namespace) -> bytes:
     if adapter and not _DIGEST.fullmatch(adapter):
         raise ConfigError("--adapter", f"{adapter!r} is not an adapter digest", "32 hexadecimal digits")
     return namespace_seed(namespaced_extra_key(arguments.extra_key, adapter), arguments.cache_salt)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Directories of the file tier that a command is about."""
+
+    directories: list[Path]
+    tier: str | None = None
+    """Its name, and ``capacity`` in bytes, where a configuration tells them."""
+    capacity: int | None = None
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="CONFIG|DIRECTORY", help="a configuration file (all paths of its file tiers), or one of them"
+    )
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+
+
+def targets(named: str) -> list[Target]:
+    """The file tiers of a configuration, or the one directory that was named. Raises ConfigError, StoreError."""
+    if Path(named).is_dir():
+        return [Target([Path(named)])]
+    tiers = load_config(named).tiers
+    found = [
+        Target([Path(path) for path in tier.path], name, tier.capacity)
+        for name, tier in tiers.items()
+        if isinstance(tier, FileTierConfig)
+    ]
+    if not found:
+        raise ConfigError("hicache_ext.tiers", f"{named!r} has no tier of type file")
+    return found
 
 
 def read_input(file: str, key: str) -> str:

@@ -9,13 +9,20 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from hicache_ext.cli.inputs import add_namespace_arguments, parse_tokens, read_input, seed_of
-from hicache_ext.cli.terminal import print_table, rough_span
-from hicache_ext.config import load_config, parse_duration, rounded_size
+from hicache_ext.cli.inputs import (
+    add_json_argument,
+    add_namespace_arguments,
+    add_target,
+    parse_tokens,
+    read_input,
+    seed_of,
+    targets,
+)
+from hicache_ext.cli.terminal import print_json, print_table, rough_span
+from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
 from hicache_ext.page.hashes import page_hashes
-from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.manifest import layout_in
 from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
@@ -24,7 +31,7 @@ from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_
 
 
 def configure_pin(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
+    add_target(parser)
     _add_name(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--tokens", metavar="FILE", help="the prompt's token ids: numbers, or a JSON list; - for stdin")
@@ -36,20 +43,15 @@ def configure_pin(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_unpin(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
+    add_target(parser)
     _add_name(parser)
     parser.set_defaults(run=_unpin)
 
 
 def configure_pins(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
+    add_target(parser)
+    add_json_argument(parser)
     parser.set_defaults(run=_pins)
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="CONFIG|DIRECTORY", help="a configuration file (all paths of its file tiers), or one of them"
-    )
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +104,23 @@ def _pins(arguments: argparse.Namespace) -> int:
             for pin in read_pins(directory):
                 pins[pin.name] = pin
                 present[pin.name] = present.get(pin.name, 0) + sum(inspector.occupied_by(pin.hashes))
+    by_age = sorted(pins.values(), key=lambda pin: pin.created)
+    if arguments.json:
+        print_json(
+            [
+                {
+                    "name": pin.name,
+                    "pages": len(pin.hashes),
+                    "bytes_on_disk": present[pin.name],
+                    "since": pin.created,
+                    "until": pin.until,
+                }
+                for pin in by_age
+            ]
+        )
+        return 0
     rows = [("name", "pages", "on disk", "since", "for another")]
-    for pin in sorted(pins.values(), key=lambda pin: pin.created):
+    for pin in by_age:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pin.created))
         rows.append(
             (pin.name, str(len(pin.hashes)), rounded_size(present[pin.name]), since, _time_left(pin, time.time()))
@@ -114,13 +131,7 @@ def _pins(arguments: argparse.Namespace) -> int:
 
 def _directories(target: str) -> list[Path]:
     """The directories of file tiers behind a configuration, or the one directory that was named."""
-    if Path(target).is_dir():
-        directories = [Path(target)]
-    else:
-        tiers = load_config(target).tiers.values()
-        directories = [Path(path) for tier in tiers if isinstance(tier, FileTierConfig) for path in tier.path]
-        if not directories:
-            raise ConfigError("hicache_ext.tiers", f"{target!r} has no tier of type file")
+    directories = [directory for one in targets(target) for directory in one.directories]
     for directory in directories:
         if layout_in(directory) is None:
             raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has no hicache_ext.json")

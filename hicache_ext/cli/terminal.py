@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,11 @@ _PROGRESS_INTERVAL = 0.1
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
     """Print rows of equal length, the first one the heading, in aligned columns."""
     print("\n".join(aligned(rows, str.ljust)))
+
+
+def print_json(value: object) -> None:
+    """What ``--json`` prints."""
+    print(json.dumps(value, indent=1))
 
 
 def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -106,6 +107,36 @@ def test_stat_counts(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[
     assert code == 0
     facts = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert (facts["models"], facts["identities"], facts["pages"]) == ("2", "3", "8")
+
+
+def test_stat_of_a_configuration_knows_the_capacity(
+    directory: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = {"type": "file", "path": str(directory[0]), "capacity": "64MiB"}
+    file = tmp_path / "hicache.json"
+    file.write_text(json.dumps(ExtraConfig.around({"tiers": {"disk": disk}})))
+    code, out = run(capsys, "stat", file)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == f"tier        disk: {directory[0]}"
+    (line,) = [line for line in lines if line.startswith("on disk")]
+    assert " of 64MiB, " in line
+    assert line.endswith(" %")
+
+
+def test_ls_and_stat_print_json(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "ls", directory[0], "--json")
+    groups = json.loads(out)
+    assert code == 0
+    assert sorted((group["facts"]["model"]["id"], group["pages"]) for group in groups) == [("a", 2), ("a", 3), ("b", 3)]
+    assert {group["identity"] for group in groups} == {
+        facts.digest().hex() for facts in (identity("a", (0, 2)), identity("a", (1, 2)), identity("b"))
+    }
+    code, out = run(capsys, "stat", directory[0], "--json")
+    (stat,) = json.loads(out)
+    assert code == 0
+    assert (stat["models"], stat["identities"], stat["pages"], stat["capacity_bytes"]) == (2, 3, 8, None)
+    assert stat["directories"] == [str(directory[0])]
 
 
 @pytest.mark.parametrize("layout", ["pages", "slab"])
