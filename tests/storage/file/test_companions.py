@@ -76,6 +76,7 @@ def test_an_identity_whose_document_says_too_little_needs_nothing(part: str) -> 
     assert Facts.of({**document, part: 7}) is None
     assert Facts.of({name: value for name, value in document.items() if name != part}) is None
     assert Facts.of({**document, "shard": {"tp": [0]}}) is None
+    assert Facts.of({**document, "shard": {"tp": [0, float("inf")]}}) is None
 
 
 def test_a_document_that_comes_late_is_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +174,59 @@ def test_free_slots_cost_a_pool_its_slab_only_when_most_are_free(index: SlabInde
     store(index, keys_of(range(20), B), MIDDLE)
     kv = fill_with_heads(index, 20, LARGE, first=100)
     index.memory.rows[index.rows_of(keys_of(range(20), B)), PRIORITY] += 1 << 20
-    assert index.colder_slab(LARGE, 0) is None
+    assert index.colder_slabs(LARGE, 0) == []
     remove(index, keys_of(range(10), B))
-    assert index.colder_slab(LARGE, 0) is None
+    assert index.colder_slabs(LARGE, 0) == []
     remove(index, keys_of(range(10, 17), B))
-    assert index.colder_slab(LARGE, 0) == states
+    assert index.colder_slabs(LARGE, 0) == [states]
     assert gone(index, kv) == []
+
+
+def test_free_slots_of_its_own_keep_no_size_from_a_slab(index: SlabIndex) -> None:
+    """They come and go with every batch: a model that is gone kept its slabs for ever."""
+    left = add_slab(index, MIDDLE, 20)
+    add_slab(index, LARGE, 20)
+    store(index, keys_of(range(20), B), MIDDLE)
+    kv = fill_with_heads(index, 20, LARGE, first=100)
+    index.memory.rows[index.rows_of(kv), PRIORITY] += 1 << 20
+    remove(index, kv[:3])
+    assert index.colder_slabs(LARGE, 0) == [left]
+
+
+def test_a_slab_that_is_needed_is_given_whatever_it_is_worth(index: SlabIndex) -> None:
+    """All pages of this size are pinned, say: writes were rejected for ever."""
+    others = add_slab(index, MIDDLE, 20)
+    add_slab(index, LARGE, 2)
+    fill_with_heads(index, 2, LARGE)
+    fill_with_heads(index, 20, MIDDLE, first=100)
+    assert index.colder_slabs(LARGE, 0) == []
+    assert index.colder_slabs(LARGE, 0, needed=True) == [others]
+
+
+def test_a_companion_stays_while_another_page_of_kv_has_its_place(index: SlabIndex) -> None:
+    """Servers with another layout or number of ranks may share the states; their KV is there still."""
+    for size in (LARGE, MIDDLE, SMALL):
+        add_slab(index, size, 4)
+    kv = fill_with_heads(index, 4, LARGE)
+    store(index, keys_of(range(4), B), MIDDLE)
+    store(index, keys_of(range(2), C), SMALL)
+    index.go_together({A: [B], C: [B]})
+    assert take(index, 4, LARGE)[2] == 4 + 2
+    assert gone(index, kv) == [0, 1, 2, 3]
+    assert present(index, keys_of(range(4), B)) == [0, 1]
+    remove(index, keys_of(range(1), C))
+    assert present(index, keys_of(range(4), B)) == [0, 1], "what is removed as damaged is written again"
+
+
+def test_what_expired_takes_nothing_with_it(index: SlabIndex) -> None:
+    """SGLang writes states before the KV, and the expired KV goes for the new one."""
+    add_slab(index, LARGE, 4)
+    add_slab(index, MIDDLE, 4)
+    store(index, keys_of(range(4)), LARGE, now=1000)
+    store(index, keys_of(range(4), B), MIDDLE, now=3000, oldest=2000)
+    index.go_together({A: [B]})
+    assert store(index, keys_of(range(4)), LARGE, now=3000, oldest=2000) == [1] * 4
+    assert present(index, keys_of(range(4), B), oldest=2000) == [0, 1, 2, 3]
 
 
 # -- in a tier ---------------------------------------------------------------------------------------------------------
@@ -214,16 +262,3 @@ def test_no_state_outlives_the_kv_of_its_position(tmp_path: Path, restarts: bool
     store.close()
     assert 5 < sum(states) < 100
     assert all(np.array(of_kv)[states])
-
-
-def test_the_kv_of_a_model_goes_with_nothing_of_another(tmp_path: Path) -> None:
-    store = SlabStore("disk", tmp_path, capacity=8 * MIB)
-    kv, state = identity(), identity("mamba", model="another")
-    for each in (kv, state):
-        store.register_identity(each.digest(), each.document())
-    hashes = [key_of(number)[16:] for number in range(2000)]
-    chain(store, kv, state, hashes[:16])
-    for first in range(0, 800, 16):
-        store_pages(store, [kv.digest() + page for page in hashes[first : first + 16]], (16 << 10,))
-    assert store.contains([kv.digest() + hashes[15], state.digest() + hashes[15]]) == [False, True]
-    store.close()

@@ -164,8 +164,11 @@ def random_step(rng: random.Random, now: int) -> Step:
         states = np.full(len(keys), slot_code.PAGE | int(one[0]) << slot_code.NUMBER_SHIFT)
         states |= (world.identities[one[0], slot_code.GENERATION] & slot_code.GENERATIONS) << 8
         beside, freed = np.full((IDENTITIES, 2), -1), np.zeros(seed % 40, np.int64)
+        needed = np.full((IDENTITIES, 2), -1)
         beside[one[0], : seed % 3] = np.delete(np.arange(IDENTITIES), one[0])[: seed % 3]
-        return [code["evict_beside"](*world.table, lookup.hashes_of(keys), states, beside, world.ghosts, freed), freed]
+        needed[:, 0], needed[seed % IDENTITIES, 1] = one[0], seed % IDENTITIES
+        of_pages = lookup.hashes_of(keys), states, beside, needed, oldest
+        return [code["evict_beside"](*world.table, *of_pages, world.ghosts, freed), freed]
 
     def forget(code: Mapping[str, Function], world: World) -> list[Any]:
         found = np.zeros(len(keys), np.int64)

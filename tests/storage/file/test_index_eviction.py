@@ -341,8 +341,8 @@ def test_a_slab_of_colder_pages_of_another_size_is_the_one_to_give_up(index: Sla
     fill_with_heads(index, 20, MIDDLE)
     fill_with_heads(index, 20, SMALL, first=100)
     index.memory.rows[warm.first_row : warm.first_row + 20, PRIORITY] += 1 << 20
-    assert index.colder_slab(SMALL, 0) == cold
-    assert index.colder_slab(MIDDLE, 0) is None
+    assert index.colder_slabs(SMALL, 0) == [cold]
+    assert index.colder_slabs(MIDDLE, 0) == []
     assert index.holds_any(cold, hash_words([key_of(3)]))
     assert not index.holds_any(warm, hash_words([key_of(3)]))
     assert not index.holds_any(warm, NOTHING)

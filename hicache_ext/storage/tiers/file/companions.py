@@ -22,6 +22,8 @@ from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _MISSING_INTERVAL = 10.0
 """Seconds between two looks for documents that were missing."""
+_AT_ONCE = 256
+"""Documents that one call reads: a write waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,10 @@ class Facts:
             return None
         try:
             ways = tuple(int(shard[name][1]) for name in sorted(shard))
-        except (TypeError, ValueError, LookupError):
+            return cls(json.dumps(model, sort_keys=True), pool.get("name") == KV_POOL, ways)
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError):
+            # Anybody may have written it.
             return None
-        return cls(json.dumps(model, sort_keys=True), pool.get("name") == KV_POOL, ways)
 
     def needs(self, kv: Facts) -> bool:
         """Whether pages of this identity are of no use without the pages of ``kv`` under the same page hashes."""
@@ -62,39 +65,47 @@ class Companions:
         self._path = path
         self._lock = threading.Lock()
         self._identities: Collection[bytes] = ()
-        self._facts: dict[bytes, Facts] = {}
-        self._unknown: set[bytes] = set()
+        self._seen: set[bytes] = set()
+        self._new: list[bytes] = []
+        self._unknown: list[bytes] = []
+        """Without a document that says enough."""
         self._looked = 0.0
+        self._families: defaultdict[str, dict[bytes, Facts]] = defaultdict(dict)
+        """By model."""
         self._of: Mapping[bytes, Sequence[bytes]] = {}
 
     def of(self, identities: Collection[bytes]) -> Mapping[bytes, Sequence[bytes]]:
-        """For each identity of KV those whose pages need its pages. Reads documents of new identities: another object
-        with those of earlier calls and more. Answers with the same object as before where nothing is new."""
+        """For each identity of KV those whose pages need its pages. Reads documents of new identities, a few a call.
+        ``identities``: another object where there are more than before. Answers with the same object as before where
+        nothing is new."""
         with self._lock:
-            is_due = self._unknown and time.monotonic() - self._looked >= _MISSING_INTERVAL
-            if identities is not self._identities or is_due:
+            if identities is not self._identities:
+                self._new += [digest for digest in identities if digest not in self._seen]
+                self._seen.update(self._new)
                 self._identities = identities
-                self._look([digest for digest in identities if digest not in self._facts])
+            if self._unknown and time.monotonic() - self._looked >= _MISSING_INTERVAL:
+                self._new += self._unknown
+                self._unknown = []
+            if self._new:
+                self._looked = time.monotonic()
+                some, self._new = self._new[:_AT_ONCE], self._new[_AT_ONCE:]
+                self._look(some)
             return self._of
 
     def _look(self, digests: Sequence[bytes]) -> None:
-        self._looked = time.monotonic()
-        before = len(self._facts)
+        changed = dict(self._of)
         for digest in digests:
             document = load_document(self._path, digest)
-            if document is not None and (facts := Facts.of(document)) is not None:
-                self._facts[digest] = facts
-                self._unknown.discard(digest)
-            else:
-                self._unknown.add(digest)
-        if len(self._facts) == before:
-            return
-        families: defaultdict[str, list[bytes]] = defaultdict(list)
-        for digest, facts in self._facts.items():
-            families[facts.model].append(digest)
-        self._of = {
-            kv: [other for other in family if other != kv and self._facts[other].needs(self._facts[kv])]
-            for family in families.values()
-            for kv in family
-            if self._facts[kv].is_kv
-        }
+            facts = None if document is None else Facts.of(document)
+            if facts is None:
+                self._unknown.append(digest)
+                continue
+            family = self._families[facts.model]
+            if facts.is_kv:
+                changed[digest] = [other for other, its in family.items() if its.needs(facts)]
+            for kv, its in family.items():
+                if facts.needs(its):
+                    changed[kv] = [*changed[kv], digest]
+            family[digest] = facts
+        if changed != self._of:
+            self._of = changed

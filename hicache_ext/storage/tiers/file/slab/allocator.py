@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -76,7 +76,8 @@ class SlotAllocator:
         self._clock_times = ClockTimes()
         """Under the lock."""
         self._slabs = dict(self._index.view().slabs)
-        self._evicted_since_reclaim = 0
+        self._evicted_since_reclaim: defaultdict[int, int] = defaultdict(int)
+        """By the slot size for which it was evicted."""
         self._spared_hashes: frozenset[bytes] = frozenset()
         self._spared_words: Words = np.empty(0, np.int64)
         self._full: dict[int, int] = {}
@@ -141,6 +142,7 @@ class SlotAllocator:
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
             if evicted.pages:
+                self._evicted_since_reclaim[slot_size] += evicted.pages
                 self._count_evicted(evicted)
             if len(rows) == left:
                 return
@@ -161,7 +163,6 @@ class SlotAllocator:
 
     def _count_evicted(self, evicted: Evicted) -> None:
         self._metrics.add("evicted", "capacity", evicted.pages)
-        self._evicted_since_reclaim += evicted.pages
         with self._times_lock:
             used = self._clock_times.when(evicted.used) if evicted.used else None
         last_use = used or evicted.created / 1000
@@ -172,9 +173,10 @@ class SlotAllocator:
 
     def look_after(self, slot_sizes: Sequence[int], oldest: int) -> None:
         """What is due now and then, after a write of pages with slots of these sizes. Raises IndexBusyError."""
-        if self._evicted_since_reclaim and len(self._index.view().slots) > 1:
+        if len(self._index.view().slots) > 1:
             for slot_size in slot_sizes:
-                self._reclaim(slot_size, oldest, needed=False)
+                if self._evicted_since_reclaim[slot_size]:
+                    self._reclaim(slot_size, oldest, needed=False)
         if time.monotonic() - self._looked_at_files >= _FILES_INTERVAL:
             self._looked_at_files = time.monotonic()
             for slab in list(self._index.view().slabs.values()):
@@ -197,16 +199,15 @@ class SlotAllocator:
         if not self._index.rebuilt:
             # What is not known yet only looks cold.
             return False
-        if not slots or not (needed or self._evicted_since_reclaim >= min(slots)):
+        evicted = self._evicted_since_reclaim[slot_size]
+        if not slots or not (needed or evicted >= min(slots)):
             return False
-        slab = self._index.colder_slab(slot_size, oldest)
-        if slab is None or not (needed or self._evicted_since_reclaim >= slab.slots):
-            return False
-        self._evicted_since_reclaim = 0
         spared = self._spared()
-        if len(spared) and not needed and self._index.holds_any(slab, spared):
-            return False
-        return self._drop_slab(slab)
+        for slab in self._index.colder_slabs(slot_size, oldest, needed=needed):
+            if needed or (evicted >= slab.slots and not (len(spared) and self._index.holds_any(slab, spared))):
+                self._evicted_since_reclaim[slot_size] = 0
+                return self._drop_slab(slab)
+        return False
 
     def _add_slab(self, slot_size: int) -> bool:
         """Grow by one slab within the capacity; False when that is used up or the disk is full."""
@@ -292,7 +293,7 @@ class SlotAllocator:
                 slabs = list(self._index.view().slabs.values())
                 if not slabs or self._occupied(self._index.all_slabs(), former=False) <= self._capacity:
                     return
-                slab = self._index.colder_slab(0, 0) or slabs[0]
+                slab, *_ = self._index.colder_slabs(0, 0) or slabs
                 if not self._drop_slab(slab):
                     return
         except IndexBusyError:

@@ -258,6 +258,7 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
     slabs = np.array([[3, size, slots, 0, slot_code.READY, slots, 0, 0]])
     slabs_of_size, ghosts = np.zeros(1, np.int64), np.zeros((3, 8, WAYS), np.int64)
     beside, freed = np.array([[-1, -1], [-1, -1], [0, -1]]), np.zeros(8, np.int64)
+    needed = np.array([[2, -1], [-1, -1], [-1, -1]])
     keys = np.arange(6 * 200).reshape(200, 6) * 0x123456789ABCDE7
     numbers, answers, pending = np.zeros(1, np.int64), [], slot_code.PENDING | 55 << 8
     rows[:slots, slot_code.STATE] = slot_code.FREE
@@ -280,7 +281,7 @@ def _after_some_changes(kernels: Mapping[str, Function]) -> bytes:
         answers.append(kernels["find"](*table, keys, numbers, 0, looked_up, 0))
         answers.append(kernels["touch"](rows, header, slots, looked_up[first:].copy()))
         gone = rows[looked_up[::7], slot_code.HASH], np.full(29, slot_code.PAGE | 2 << slot_code.NUMBER_SHIFT)
-        answers.append(kernels["evict_beside"](*table, *gone, beside, ghosts, freed))
+        answers.append(kernels["evict_beside"](*table, *gone, beside, needed, 5, ghosts, freed))
         answers.append(kernels["seize"](*table, looked_up[::9].copy(), pending, 99))
     seals = np.arange(2 * slots).reshape(slots, 2)
     found = keys[80 : 80 + slots].copy(), np.zeros(slots, np.int64), np.arange(slots), np.full(slots, 12), seals

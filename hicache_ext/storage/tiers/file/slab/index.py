@@ -91,8 +91,13 @@ EVERY = b""
 """In place of a digest: all identities."""
 IN_USE = (READY, SCANNING)
 """SLAB_STATE of the slabs whose pages can be looked up."""
+_MOST_COMPANIONS = 64
+"""Of one identity: more than ranks and pools of a server on one machine."""
+_AT_ONCE_BESIDE = 1 << 11
+"""Pages looked for beside those that went, under the lock at once."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
+_NO_TABLE: Words = np.empty((0, 0), np.int64)
 
 
 def milliseconds() -> int:
@@ -167,8 +172,10 @@ class SlabIndex:
         """By slot size: see ``_measure``."""
         self._numbers: dict[bytes, Words] = {}
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
-        self._beside: Words = np.empty((0, 0), np.int64)
-        """By number of an identity: the numbers of its companions, up to a -1."""
+        self._beside: Words = _NO_TABLE
+        """By number of an identity of KV: the numbers of its companions, up to a -1."""
+        self._needed: Words = _NO_TABLE
+        """By number of a companion: those of the identities of KV, up to a -1, of which it needs one."""
         self._tickets = itertools.count(random.getrandbits(62))
         self._looked_for_dead = 0.0
 
@@ -283,17 +290,22 @@ class SlabIndex:
         return sorted(digest for digest, number in known.items() if self.memory.identities[number, WRITTEN])
 
     def go_together(self, companions: Mapping[bytes, Sequence[bytes]]) -> None:
-        """From now on an evicted page of one of these identities takes the pages of the others under its page hash with
-        it."""
+        """From now on the last evicted page of these identities under a page hash takes with it the pages of the others
+        under that hash."""
         if companions is not self._companions:
             numbers = self.numbers
-            width = max(map(len, companions.values()), default=0)
-            beside = np.full((len(numbers), width), -1, np.int64)
+            of_kv: dict[int, list[int]] = {}
+            needed: dict[int, list[int]] = {}
             for digest, others in companions.items():
-                known = [numbers[other] for other in others if other in numbers]
-                if digest in numbers:
-                    beside[numbers[digest], : len(known)] = known
-            self._companions, self._beside = companions, beside
+                for other in others[:_MOST_COMPANIONS]:
+                    if digest in numbers and other in numbers:
+                        of_kv.setdefault(numbers[digest], []).append(numbers[other])
+                        needed.setdefault(numbers[other], []).append(numbers[digest])
+            # One that too many need is kept until it is cold itself.
+            many = {number for number, kv in needed.items() if len(kv) > _MOST_COMPANIONS}
+            of_kv = {number: [other for other in others if other not in many] for number, others in of_kv.items()}
+            needed = {number: kv for number, kv in needed.items() if number not in many}
+            self._companions, self._needed, self._beside = companions, _table(needed), _table(of_kv)
 
     def uses_of(self, digest: bytes) -> Uses | None:
         """None when it was never read."""
@@ -419,19 +431,33 @@ class SlabIndex:
         if wants_victims and (self._known_of(slot_size)[LEFT] <= 0 or not self._windows.get(slot_size)):
             # Now, and not while others wait for the lock.
             self._measure(of_size, slot_size, wanted, oldest, dead)
-        more = True
-        while more and done < wanted:
-            try:
-                got, evicted, more = self._take(slot_size, rows[done:], ticket, oldest, spared, dead, evicting=evicting)
-            except IndexBusyError:
-                if not done:
-                    raise
-                break
-            done += got
+        more, gone = True, list[Words]()
+        try:
+            while more and done < wanted:
+                got, evicted, more = self._take(
+                    slot_size, rows[done:], ticket, oldest, spared, dead, gone, evicting=evicting
+                )
+                done += got
+        except IndexBusyError:
+            if not done:
+                raise
+        if gone:
+            pages = np.concatenate(gone)
+            hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (slot_code.HASH, STATE))
+            evicted = evicted._replace(pages=evicted.pages + self._evict_beside(hashes, states, oldest))
         return rows[:done], evicted
 
     def _take(
-        self, slot_size: int, rows: Words, ticket: int, oldest: int, spared: Words, dead: Words, *, evicting: bool
+        self,
+        slot_size: int,
+        rows: Words,
+        ticket: int,
+        oldest: int,
+        spared: Words,
+        dead: Words,
+        gone: list[Words],
+        *,
+        evicting: bool,
     ) -> tuple[int, Evicted, bool]:
         """How many slots were taken, what was evicted, and, where nothing may be evicted, whether another call may find
         free slots further on. Raises IndexBusyError."""
@@ -448,7 +474,7 @@ class SlabIndex:
             while evicting and done < len(rows) and in_vain < _LOOKS_IN_VAIN and len(of_size):
                 # Pages that stay may be the coldest: then look at more and more.
                 need = (len(rows) - done) << 3 * in_vain
-                more = self._evict(of_size, slot_size, need, oldest, spared, dead)
+                more = self._evict(of_size, slot_size, need, oldest, spared, dead, gone)
                 evicted = more._replace(slots=evicted.slots + more.slots, pages=evicted.pages + more.pages)
                 in_vain = 0 if more.slots else in_vain + 1
                 done += take_free()
@@ -531,7 +557,16 @@ class SlabIndex:
         """The clock that pages rank by, whatever their size: inserted pages."""
         return int(self.memory.header[slot_code.INSERTS])
 
-    def _evict(self, of_size: Words, slot_size: int, need: int, oldest: int, spared: Words, dead: Words) -> Evicted:
+    def _evict(
+        self,
+        of_size: Words,
+        slot_size: int,
+        need: int,
+        oldest: int,
+        spared: Words,
+        dead: Words,
+        gone: list[Words],
+    ) -> Evicted:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them. Under the
         lock."""
         known, together = self._known_of(slot_size), slots_in_group(slot_size)
@@ -539,7 +574,7 @@ class SlabIndex:
         if known[LEFT] <= 0 or not windows:
             windows = self._measure(of_size, slot_size, need, oldest, dead)
         total = int(self.memory.slabs[of_size, SLOTS].sum())
-        freed, evicted, first_page = 0, 0, (0, 0)
+        freed, evicted, first_page, headroom = 0, 0, (0, 0), self.view().capacity
         begin = windows.pop() if windows else 0
         for slab, first, end in self._ranges(of_size, begin, min(total, _MOST_LOOKED_AT), together):
             victims = np.empty(end - first + 1, np.int64)
@@ -554,11 +589,12 @@ class SlabIndex:
             first_page = (
                 first_page if evicted else tuple(self.memory.rows[victims[0], [slot_code.USED, CREATED]].tolist())
             )
-            hashes, states = (self.memory.rows[victims[:found], word] for word in (slot_code.HASH, STATE))
+            pages = self.memory.rows[victims[:found]]
             evicted += int(
-                slot_code.evict(*self.memory.table, victims, spared, total, oldest, dead, self.memory.ghosts)
+                slot_code.evict(*self.memory.table, victims, spared, headroom, oldest, dead, self.memory.ghosts)
             )
-            evicted += self._evict_beside(hashes, states)
+            # What had expired goes alone: under the same hashes there may be what was written since.
+            gone.append(pages[(pages[:, STATE] & STATES == slot_code.PAGE) & (pages[:, CREATED] >= oldest)])
             kept = int((victims < 0).argmax())
             if kept:
                 # Some may have been free, and counted, before.
@@ -569,15 +605,26 @@ class SlabIndex:
         used, created = first_page
         return Evicted(freed, evicted, used >> slot_code.HITS_BITS, created)
 
-    def _evict_beside(self, hashes: Words, states: Words) -> int:
-        """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. Under
-        the lock."""
-        if not self._beside.size:
+    def _evict_beside(self, hashes: Words, states: Words, oldest: int) -> int:
+        """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. A few
+        at a time under the lock; what it is too late for ages by itself."""
+        beside, needed = self._beside, self._needed
+        if not beside.size:
             return 0
-        freed = np.empty(len(hashes) * self._beside.shape[1], np.int64)
-        count = int(slot_code.evict_beside(*self.memory.table, hashes, states, self._beside, self.memory.ghosts, freed))
-        if count:
-            self._may_be_free(freed[:count])
+        step = max(1, (_AT_ONCE_BESIDE if is_compiled(slot_code.evict_beside) else _SMALL_STEP) // beside.shape[1])
+        freed, count = np.empty(step * beside.shape[1], np.int64), 0
+        with suppress(IndexBusyError):
+            for begin in range(0, len(hashes), step):
+                some = hashes[begin : begin + step], states[begin : begin + step]
+                with self._changing():
+                    here = int(
+                        slot_code.evict_beside(
+                            *self.memory.table, *some, beside, needed, oldest, self.memory.ghosts, freed
+                        )
+                    )
+                    if here:
+                        self._may_be_free(freed[:here])
+                count += here
         return count
 
     def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[tuple[Words, int, int]]:
@@ -701,11 +748,8 @@ class SlabIndex:
                 return False
             if not (self._set_state(slab, READY, DROPPING) or self._set_state(slab, SCANNING, DROPPING)):
                 return False
-            hashes, states = self._forget_pages(slab)
-        with suppress(IndexBusyError):
-            for begin in range(0, len(hashes) if self._beside.size else 0, _STEP):
-                with self._changing():
-                    self._evict_beside(hashes[begin : begin + _STEP], states[begin : begin + _STEP])
+            gone = self._forget_pages(slab)
+        self._evict_beside(*gone, 0)
         return True
 
     def forget_slab(self, slab: Slab) -> None:
@@ -743,9 +787,10 @@ class SlabIndex:
     def has_left_slabs(self) -> bool:
         return bool(np.isin(self.memory.slabs[:, SLAB_STATE], (MAKING, DROPPING)).any())
 
-    def colder_slab(self, slot_size: int, oldest: int) -> Slab | None:
-        """A slab of another slot size, most of whose slots are worth less than any of this size: free, or with pages of
-        lower priorities. The least worthy one where there are no slots of this size."""
+    def colder_slabs(self, slot_size: int, oldest: int, *, needed: bool = False) -> list[Slab]:
+        """Slabs of other slot sizes, most of whose slots are worth less than any page in slots of this size: free, or
+        with pages of lower priorities; the least worthy first. All of them, where there are no slots of this size or a
+        slab is ``needed`` whatever it is worth."""
         dead = self._dead()
 
         def ranks_of(slab: Words) -> Words:
@@ -760,14 +805,16 @@ class SlabIndex:
             warm = int(len(ranks) * _WORTHLESS)
             return int(np.partition(ranks, warm)[warm])
 
+        def coldest(slab: Words) -> int:
+            # Free slots do not say that this size wants none: they come and go with every batch.
+            ranks = ranks_of(slab)
+            return int(ranks[ranks != slot_code.AT_ONCE].min(initial=NO_PAGE))
+
         view = self.view()
         own = view.by_first[:, SLOT_SIZE] == slot_size
-        if own.all():
-            return None
-        coldest = min((int(ranks_of(slab).min()) for slab in view.by_first[own]), default=NO_PAGE)
-        others = [(worth(slab), int(slab[SLAB_NUMBER])) for slab in view.by_first[~own]]
-        rank, number = min(others)
-        return view.slabs[number] if rank < coldest else None
+        others = sorted((worth(slab), int(slab[SLAB_NUMBER])) for slab in view.by_first[~own])
+        limit = NO_PAGE if needed else min(map(coldest, view.by_first[own]), default=NO_PAGE)
+        return [view.slabs[number] for rank, number in others if needed or rank < limit]
 
     def holds_any(self, slab: Slab, spared: Words) -> bool:
         """Whether a page of the slab has one of these hashes."""
@@ -931,6 +978,14 @@ def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
 def slots_in_group(slot_size: int) -> int:
     """Slots of this size that are evicted together; groups begin at multiples of it."""
     return min(max(1, _GROUP // slot_size), _MOST_TOGETHER)
+
+
+def _table(lists: Mapping[int, Sequence[int]]) -> Words:
+    """A row for each number up to the largest, each ended by -1 or full."""
+    table = np.full((max(lists, default=-1) + 1, max(map(len, lists.values()), default=0)), -1, np.int64)
+    for number, numbers in lists.items():
+        table[number, : len(numbers)] = numbers
+    return table
 
 
 def slabs_of(rows: Words) -> list[Slab]:

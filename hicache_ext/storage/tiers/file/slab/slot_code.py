@@ -610,7 +610,7 @@ def evict(
     return pages
 
 
-@kernel(f"int64({_TABLE}, int64[::1], int64[::1], int64[:, ::1], int64[:, :, ::1], int64[::1])")
+@kernel(f"int64({_TABLE}, int64[::1], int64[::1], int64[:, ::1], int64[:, ::1], int64, int64[:, :, ::1], int64[::1])")
 def evict_beside(
     rows: Words,
     sets: Words,
@@ -619,12 +619,15 @@ def evict_beside(
     hashes: Words,
     states: Words,
     beside: Words,
+    needed: Words,
+    oldest: int,
     ghosts: Words,
     freed: Words,
 ) -> int:
     """Evict what is of no use without pages that are gone, whose HASH and STATE these are: under each hash the pages of
-    the identities ``beside[number of the identity]``, up to a -1. Nothing of a page that is there still, or was
-    cleared. ``freed`` gets the rows, as many as it has places for. Returns their number."""
+    the identities ``beside[number]``, up to a -1, unless a page of ``needed[their number]``, up to a -1, is there.
+    Nothing of pages that were cleared; what was written before ``oldest`` (milliseconds) is left to its age. ``freed``
+    gets the rows, as many as it has places for. Returns their number."""
     count = 0
     for of in range(len(hashes)):
         state = states[of]
@@ -632,14 +635,20 @@ def evict_beside(
         if state & STATES != PAGE or number >= len(beside) or not is_current(identities, state):
             continue
         hashed = hashes[of]
-        if _row_of(rows, sets, header, hashed, number, state) >= 0:
-            continue
         for way in range(beside.shape[1]):
             other = beside[number, way]
             if other < 0 or count == len(freed):
                 break
             row = _row_of(rows, sets, header, hashed, other, _state_of(identities, other))
-            if row >= 0:
+            if row < 0 or rows[row, CREATED] < oldest:
+                continue
+            lost = other < len(needed)
+            for place in range(needed.shape[1]):
+                if not lost or needed[other, place] < 0:
+                    break
+                leader = needed[other, place]
+                lost = _row_of(rows, sets, header, hashed, leader, _state_of(identities, leader)) < 0
+            if lost:
                 _remember(rows, row, header, ghosts)
                 _free_page(rows, sets, header, identities, row)
                 freed[count] = row
