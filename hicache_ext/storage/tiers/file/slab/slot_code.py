@@ -583,8 +583,8 @@ def evict(
     ghosts: Words,
 ) -> int:
     """Free the slots ``victims``, up to a -1, whatever is in them by now that may be taken; ``victims`` keeps those
-    that are free then, up to a -1. Pages with a hash in ``spared`` (sorted) get their rank raised by
-    ``headroom`` instead. Returns the number of pages evicted, which does not count those that nobody could ask for."""
+    that are free then, up to a -1. Pages with a hash in ``spared`` (sorted) get a rank ``headroom``
+    beyond now instead. Returns the number of pages evicted, which does not count those that nobody could ask for."""
     pages, kept = 0, 0
     for position in range(len(victims)):
         row = victims[position]
@@ -595,7 +595,7 @@ def evict(
             continue
         if rank != AT_ONCE:
             if len(spared) > 0 and _is_spared(rows, row, spared):
-                raised = rank + headroom
+                raised = max(rank, eviction.ORIGIN + header[INSERTS]) + headroom
                 rows[row, PRIORITY] = raised if raised < NO_PAGE - 1 else NO_PAGE - 1
                 continue
             _remember(rows, row, header, ghosts)
