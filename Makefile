@@ -4,18 +4,25 @@ PYTEST := .venv/bin/python -m pytest
 # Test files run beside each other; each file's tests in one process, because they share servers.
 WORKERS ?= 2
 BESIDE := -n $(WORKERS) --dist loadfile
+# One more than cores: half of the fast tests' time they wait, for disks, for other processes, for a pause to end.
+FAST_WORKERS ?= 3
+FAST := -n $(FAST_WORKERS) --dist loadfile -m "not slow"
+COVERAGE := --cov --cov-report=term:skip-covered
 MODEL ?=
 DEMO_ARGUMENTS ?=
 RELEASE ?=
+# The tests start hundreds of processes that import the same modules: each would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-release releases test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
-.PHONY: damages dying-devices power-loss
+.PHONY: help demo test test-fast coverage test-release releases test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
+.PHONY: conversations damages dying-devices power-loss
 .PHONY: decode-throughput pull-or-recompute clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
 	@echo "make test       everything: lint, fast tests, real processes, real SGLang servers"
 	@echo "make test-fast  the tests that need no server, under three minutes"
+	@echo "make coverage   the fast tests, and which lines of the package they ran; twice as long"
 	@echo "make test-release RELEASE=0.5.24  everything that needs no server, and a file tier under real servers, with that SGLang"
 	@echo "make releases   the tests of storage with every tested SGLang, 40 minutes; writes the table in README.md"
 	@echo "make test-radosgw  the object tier against Ceph's S3 gateway (Debian: ceph-mon ceph-osd ceph-common radosgw)"
@@ -24,6 +31,7 @@ help:
 	@echo "make kills      the long campaigns: processes killed at random moments, also in containers and stopped; 40 minutes"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
 	@echo "make trouble    a pool killed, frozen, slow and lying under two real servers, 8 minutes; writes docs/reports/pool-trouble.*"
+	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, then in containers and stopped, 20 more"
 	@echo "make damages    files of a tier damaged at random 1,000 times, 15 minutes; writes docs/reports/damages.md"
 	@echo "make dying-devices  devices that die under a tier, ext4 and XFS, as root, 10 minutes; writes docs/reports/dying-devices.md"
@@ -42,11 +50,14 @@ demo: setup
 	@.venv/bin/hicache-ext demo $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGUMENTS)
 
 test: lint
-	$(PYTEST) $(BESIDE) -m "not slow" --cov --cov-report=
-	$(PYTEST) $(BESIDE) -m slow --cov --cov-append --cov-report=term:skip-covered
+	$(PYTEST) $(FAST) $(COVERAGE)
+	$(PYTEST) $(BESIDE) -m slow
 
 test-fast: setup-test
-	$(PYTEST) $(BESIDE) -m "not slow"
+	$(PYTEST) $(FAST)
+
+coverage: setup-test
+	$(PYTEST) $(FAST) $(COVERAGE)
 
 test-release: setup-test
 	@[ -n "$(RELEASE)" ] || { echo "name a release: make test-release RELEASE=0.5.24"; exit 2; }
@@ -80,6 +91,9 @@ kills: setup-test
 
 guards-campaign: setup-test
 	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report docs/reports/guards.md
+
+conversations: setup-test
+	HICACHE_EXT_CONVERSATIONS=50 $(PYTEST) tests/e2e/test_pd_pair.py -k many_conversations
 
 trouble: setup-test
 	.venv/bin/python -m tests.campaigns.pool_trouble --report docs/reports/pool-trouble.md

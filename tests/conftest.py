@@ -7,11 +7,16 @@ the run counts those; in continuous integration (CI=true) they fail it.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Workers and servers share the machine's cores: threads of torch would wait for each other, for a third of the time.
+# Before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, however long one takes; the campaigns (Makefile) look for new ones.
 settings.register_profile(
@@ -33,6 +38,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         from tests.releases.wheels import use_in_this_process
 
         use_in_this_process(release)
+
+
+# What is imported and collected stays: to look for garbage in it takes a fourth of the collection's time.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Tests that ask the garbage collector look through what came later."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or some libraries complain at the end that their objects are still there
 
 
 @pytest.fixture(scope="session", autouse=True)

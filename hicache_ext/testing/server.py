@@ -14,13 +14,16 @@ a session of its own, so that :meth:`SglangServer.stop` can prove that no proces
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.errors import ServerError
+from hicache_ext.storage.serving.control import DIRECTORY_VARIABLE, runtime_directory
 from hicache_ext.testing.client import SglangClient
 
 _HOST = "127.0.0.1"
@@ -94,6 +98,7 @@ class SglangServer(SglangClient):
         self._stop_timeout = stop_timeout
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
+        self._temporary: str | None = None
         self.arguments = [
             *("--model-path", os.fspath(model), "--host", _HOST, "--port", str(self.port)),
             *("--tp-size", str(tp), "--dp-size", str(dp), "--page-size", str(page_size)),
@@ -134,13 +139,20 @@ class SglangServer(SglangClient):
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._temporary = tempfile.mkdtemp(prefix="hce-")  # short: sockets lie in it
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self.command_prefix, sys.executable, "-m", "hicache_ext.testing.sglang_cpu", *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **self._environment},
+                env={
+                    **os.environ,
+                    **_elsewhere(temporary),
+                    "HF_HUB_OFFLINE": "1",
+                    "PYTHONUNBUFFERED": "1",
+                    **self._environment,
+                },
                 start_new_session=True,
             )
         try:
@@ -184,6 +196,8 @@ class SglangServer(SglangClient):
             time.sleep(0.02)
         process.wait()
         self._process = None
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -205,6 +219,21 @@ class SglangServer(SglangClient):
             if time.monotonic() > deadline:
                 raise ServerError(f"the server was not ready after {self._start_timeout:g} s:\n{self.log_tail()}")
             time.sleep(0.1)
+
+
+def _elsewhere(temporary: str) -> dict[str, str]:
+    """Variables that have SGLang leave its files in a directory of the server's own: it removes none of its sockets.
+
+    What others look for, or a later server uses again, stays where it is.
+    """
+    place = Path(tempfile.gettempdir())
+    return {
+        "TMPDIR": temporary,
+        DIRECTORY_VARIABLE: os.fspath(runtime_directory()),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", os.fspath(place / f"torchinductor_{getpass.getuser()}")
+        ),
+    }
 
 
 def free_port() -> int:

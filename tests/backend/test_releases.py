@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,9 +71,15 @@ def test_a_decode_node_that_would_copy_memory_given_away_is_refused() -> None:
 # -- the list and the check --------------------------------------------------------------------------------------------
 
 
+@cache
+def sources_of(release: str) -> Sources:
+    """Parsed once for all tests: they take seconds."""
+    return Sources(package_of(release))
+
+
 @pytest.mark.parametrize("release", releases.TESTED)
 def test_every_tested_release_has_all_that_its_features_need(release: str) -> None:
-    off = features_off(list(check(Sources(package_of(release)), release)))
+    off = features_off(list(check(sources_of(release), release)))
     assert set(off) == ({DECODE_WRITER} if release == "0.5.20" else set())
     assert all("drain_before_retraction" in words for words in off.values())
 
@@ -81,9 +87,7 @@ def test_every_tested_release_has_all_that_its_features_need(release: str) -> No
 def test_names_that_came_later_are_marked_with_the_release_they_came_with() -> None:
     """A mark that is too new hides that an older release lacks the name; one too old, that it need not have it."""
     for use in (use for use in USED if use.since):
-        first = next(
-            release for release in releases.TESTED if not list(self_check._missing(Sources(package_of(release)), use))
-        )
+        first = next(release for release in releases.TESTED if not list(self_check._missing(sources_of(release), use)))
         assert use.since == first, use
 
 
@@ -98,23 +102,28 @@ def test_nothing_of_sglang_is_used_that_the_list_does_not_name() -> None:
     assert not unlisted
 
 
-@pytest.fixture
-def next_release(tmp_path: Path) -> Callable[..., dict[Any, str]]:
-    """``next_release(file, old, new)``: what is off in a release in which a file was changed so."""
-    copy = tmp_path / "sglang"
+class OneFileChanged(Sources):
+    """The sources of a release as they would be with other text in one file; the rest is parsed once for all tests."""
 
-    def ignore(directory: str, names: list[str]) -> set[str]:
-        return {name for name in names if not name.endswith(".py") and not (Path(directory) / name).is_dir()}
-
-    shutil.copytree(package_of(releases.TESTED[-1]) / "srt", copy / "srt", ignore=ignore)
-
-    def changed(file: str, old: str, new: str) -> dict[Any, str]:
-        text = (copy / file).read_text()
+    def __init__(self, release: Sources, package: Path, file: str, old: str, new: str) -> None:
+        super().__init__(package)
+        self._release = release
+        self._file = package / file
+        text = self._file.read_text()
         assert old in text
-        (copy / file).write_text(text.replace(old, new))
-        return features_off(list(check(Sources(copy), "0.5.99")))
+        self._changed = ast.parse(text.replace(old, new))
 
-    return changed
+    def _module(self, name: str) -> ast.Module | None:
+        return self._changed if self._path(name).with_suffix(".py") == self._file else self._release._module(name)
+
+
+@pytest.fixture(scope="module")
+def next_release() -> Callable[..., dict[Any, str]]:
+    """``next_release(file, old, new)``: what is off in a release in which a file was changed so."""
+    package = package_of(releases.TESTED[-1])
+    newest = sources_of(releases.TESTED[-1])
+    assert not features_off(list(check(newest, "0.5.99")))
+    return lambda *change: features_off(list(check(OneFileChanged(newest, package, *change), "0.5.99")))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +172,7 @@ def test_a_release_that_lacks_what_storage_needs_is_refused_with_one_sentence(
     open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = Use("sglang.srt.mem_cache.hicache_storage.PoolTransfer", ("a_name", "another"), (STORAGE,))
-    checked = tuple(check(Sources.installed(), releases.installed_release(), [*USED, gone]))
+    checked = tuple(check(sources_of(releases.installed_release()), releases.installed_release(), [*USED, gone]))
     monkeypatch.setattr(lifecycle, "check_installed", lambda: checked)
     with pytest.raises(UnsupportedError) as refused:
         open_backend()

@@ -264,7 +264,8 @@ def _run(text: str, where: Environment, workplace: Path, *, until_interrupted: b
     }
     with (workplace / "output.txt").open("w+") as output:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {text}"],
+            # Whoever runs the tests in the background has Ctrl-C ignored, in every process from there on.
+            ["env", "--default-signal=INT", "bash", "-c", f"exec {text}"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

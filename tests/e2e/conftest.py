@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,36 @@ from hicache_ext.testing.tiny_model import make_tiny_model
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny model every server of the session serves."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def prompt_of(square: int, linear: int) -> list[int]:
+    """640 tokens. Two of these share no page."""
+    return [(square * position * position + linear * position) % 250 for position in range(640)]
+
+
+FIRST_PROMPT, SECOND_PROMPT, THIRD_PROMPT = prompt_of(11, 5), prompt_of(7, 3), prompt_of(13, 7)
+
+
+@pytest.fixture(scope="session")
+def cold_answer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[int]], Generation]:
+    """To each of the prompts above, the answer of a server that has no hierarchical cache at all.
+
+    One server for all tests and workers: every one is half a minute of processor time.
+    """
+    mine = tmp_path_factory.getbasetemp()
+    shared = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
+    file = shared / "cold-answers"
+    with (shared / "cold-answers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            log = shared / "cold-answers.log"
+            with SglangServer(tiny_model, log_file=log, page_size=16, hierarchical_cache=False) as server:
+                answers = {
+                    tuple(prompt): server.generate(prompt) for prompt in (FIRST_PROMPT, SECOND_PROMPT, THIRD_PROMPT)
+                }
+            file.write_bytes(pickle.dumps(answers))
+    known: dict[tuple[int, ...], Generation] = pickle.loads(file.read_bytes())
+    return lambda prompt: known[tuple(prompt)]
 
 
 def file_tier_config(directory: Path, *, capacity: str = "256MiB", layout: str = "auto", **ours: Any) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hicache_ext.storage.serving.control import DIRECTORY_VARIABLE
 from hicache_ext.testing.server import SglangServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -16,7 +19,18 @@ PROMPT = [(7 * position * position + 3 * position) % 250 for position in range(6
 REUSABLE = len(PROMPT) - PAGE_SIZE
 
 
-def test_a_prompt_comes_back_from_storage_and_the_answer_stays_the_same(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hce-") as directory:  # a socket's path must be short
+        yield Path(directory)
+
+
+def test_a_prompt_comes_back_from_storage_the_answer_stays_the_same_and_the_server_leaves_no_file_behind(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "sockets"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
     storage = tmp_path / "l3"
     with SglangServer(
         tiny_model,
@@ -35,6 +49,7 @@ def test_a_prompt_comes_back_from_storage_and_the_answer_stays_the_same(tiny_mod
         # Same tail, other prefix: were the answer a matter of the tail alone, equal answers would prove nothing.
         other = server.generate(PROMPT[:320][::-1] + PROMPT[320:])
 
+    assert list(place.iterdir()) == []
     assert stored >= REUSABLE // PAGE_SIZE
     assert warm.cached.storage == warm.cached_tokens == REUSABLE
     assert warm.output_ids == cold.output_ids

@@ -8,6 +8,7 @@ import random
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,24 +17,20 @@ import yaml
 from hicache_ext.errors import ServerError
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_model import make_tiny_model
-from tests.e2e.conftest import file_tier_config
+from tests.e2e.conftest import FIRST_PROMPT, file_tier_config
 from tests.e2e.modes import saw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
-PROMPT = [(11 * position * position + 5 * position) % 250 for position in range(640)]
+PROMPT = FIRST_PROMPT
 REUSABLE = len(PROMPT) - PAGE_SIZE
 """The last token of a prompt is always computed, so a hit ends one page before a prompt of whole pages does."""
 
 
 @pytest.fixture(scope="module")
-def cold(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generation:
-    """The answer of a server that has no hierarchical cache at all."""
-    log = tmp_path_factory.mktemp("cold") / "server.log"
-    with SglangServer(tiny_model, log_file=log, page_size=PAGE_SIZE, hierarchical_cache=False) as server:
-        return server.generate(PROMPT)
+def cold(cold_answer: Callable[[Sequence[int]], Generation]) -> Generation:
+    return cold_answer(PROMPT)
 
 
 @pytest.fixture
@@ -79,6 +76,8 @@ def damage_slots(directory: Path) -> int:
 def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
     tiny_model: Path, tmp_path: Path, config_file: Path, cold: Generation, layout: str
 ) -> None:
+    """Of slabs the first server is killed; test_releases.py has one over slabs that ends in order."""
+
     def serve(name: str) -> SglangServer:
         return SglangServer(
             tiny_model,
@@ -92,6 +91,8 @@ def test_a_prompt_is_restored_after_a_flush_a_restart_and_damage(
         assert server.generate(PROMPT).cached_tokens == 0
         server.flush_cache()
         after_flush = server.generate(PROMPT)
+        if layout == "slab":
+            server.kill()
     assert after_flush.cached.storage == REUSABLE
     assert after_flush.cached.storage_backend == "HiCacheExtBackend"
     assert after_flush.output_ids == cold.output_ids
@@ -137,6 +138,7 @@ def test_a_prompt_is_restored_where_host_memory_is_a_mere_buffer(
             restored = server.generate(PROMPT)
             assert (restored.cached.storage, restored.cached.host) == (REUSABLE, 0)
             assert restored.output_ids == cold.output_ids
+    saw("`--hicache-host-memory-mode buffer_only`", restored)
 
 
 @pytest.mark.parametrize("layout", ["pages"])
@@ -163,6 +165,7 @@ def test_two_ranks_restore_together_and_never_meet_one_rank(
         again = server.generate(PROMPT)
         assert again.cached.storage == REUSABLE
         assert again.output_ids == first.output_ids
+        saw("`--tp 2`", again)
         # One rank's pages damaged: both ranks agree on a miss, and the next run hits again.
         identities = sorted({file.parts[-3] for file in page_files(tmp_path / "l3")})
         assert len(identities) == 3
@@ -174,42 +177,6 @@ def test_two_ranks_restore_together_and_never_meet_one_rank(
         healed = server.generate(PROMPT)
         assert healed.cached.storage == REUSABLE
         assert healed.output_ids == first.output_ids
-
-
-@pytest.fixture(scope="module")
-def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
-
-
-def test_new_weights_under_the_same_name_never_see_the_old_pages(
-    tiny_model: Path, other_weights: Path, tmp_path: Path, config_file: Path, cold: Generation
-) -> None:
-    def serve(name: str, model: Path) -> SglangServer:
-        return SglangServer(
-            model,
-            log_file=tmp_path / f"{name}.log",
-            page_size=PAGE_SIZE,
-            storage_backend="dynamic",
-            extra_config=f"@{config_file}",
-            extra_arguments=("--served-model-name", "same-name"),
-        )
-
-    with serve("old", tiny_model) as server:
-        assert server.generate(PROMPT).output_ids == cold.output_ids
-        # Online: the same server takes other weights.
-        server.request("POST", "/update_weights_from_disk", {"model_path": str(other_weights)})
-        updated = server.generate(PROMPT)
-        assert updated.cached_tokens == 0
-        assert updated.output_ids != cold.output_ids
-        server.flush_cache()
-        restored = server.generate(PROMPT)
-        assert restored.cached.storage == REUSABLE
-        assert restored.output_ids == updated.output_ids
-    # Offline: another server, other weights, the same name and directory.
-    with serve("new", other_weights) as server:
-        fresh = server.generate(PROMPT)
-        assert fresh.cached_tokens == 0
-        assert fresh.output_ids == updated.output_ids
 
 
 def test_sglangs_fault_injector_costs_hits_and_nothing_else(
@@ -232,21 +199,11 @@ def test_sglangs_fault_injector_costs_hits_and_nothing_else(
             server.flush_cache()
 
 
-@pytest.mark.parametrize(
-    ("ours", "sentence"),
-    [
-        ({"tiers": {"disk": {"type": "file", "path": "/x", "capcity": "1GiB"}}}, "did you mean 'capacity'"),
-        (
-            {"tiers": {"disk": {"type": "file", "path": "/proc/nowhere", "capacity": "1GiB"}}},
-            "tier 'disk' cannot start",
-        ),
-    ],
-    ids=["typo", "impossible path"],
-)
-def test_a_wrong_configuration_stops_the_server_at_start_with_its_sentence(
-    tiny_model: Path, tmp_path: Path, ours: dict[str, object], sentence: str
+def test_an_impossible_configuration_stops_the_server_at_start_with_its_sentence(
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    config = {**file_tier_config(tmp_path / "l3"), "hicache_ext": ours}
+    """A mistyped one is refused in the same place: see the storage that is attached below."""
+    config = file_tier_config(Path("/proc/nowhere"))
     server = SglangServer(
         tiny_model,
         log_file=tmp_path / "server.log",
@@ -256,7 +213,7 @@ def test_a_wrong_configuration_stops_the_server_at_start_with_its_sentence(
     )
     with pytest.raises(ServerError), server:
         pass
-    assert sentence in (tmp_path / "server.log").read_text()
+    assert "tier 'disk' cannot start" in (tmp_path / "server.log").read_text()
 
 
 def test_storage_can_be_attached_cleared_and_detached_while_the_server_runs(
@@ -349,24 +306,3 @@ def test_two_servers_share_a_directory_and_one_of_them_is_killed(
             assert victim.generate(prompt).output_ids == expected[number]
     assert occupied_kib() <= 8 * 1024
     assert not list((tmp_path / "l3" / "tmp").iterdir())
-
-
-def test_the_slab_layout_restores_a_prompt_after_the_server_was_killed(
-    tiny_model: Path, tmp_path: Path, cold: Generation
-) -> None:
-    config = file_tier_config(tmp_path / "l3", layout="slab")
-    server = SglangServer(
-        tiny_model,
-        log_file=tmp_path / "server.log",
-        page_size=PAGE_SIZE,
-        storage_backend="dynamic",
-        extra_config=config,
-    )
-    with server:
-        assert server.generate(PROMPT).cached_tokens == 0
-        server.flush_cache()
-        server.kill()
-        server.start()
-        restored = server.generate(PROMPT)
-        assert restored.cached.storage == REUSABLE
-        assert restored.output_ids == cold.output_ids

@@ -37,21 +37,22 @@ def argument(mode: Mode) -> Any:
     return pytest.param(mode, id=mode.name)
 
 
+# Where modes do not touch each other, one server shows two. The rows of a mere buffer and of --tp 2 are of
+# test_file_tier.py.
 MODES = [
-    Mode("`--page-size 1`", page_size=1),
-    Mode("`--page-size 64`", page_size=64),
-    Mode("`--hicache-host-memory-mode buffer_only`", ("--hicache-host-memory-mode", "buffer_only")),
-    Mode("`--hicache-storage-prefetch-policy timeout`", settings={"prefetch_policy": "timeout"}),
-    Mode("`--hicache-mem-layout layer_first`", settings={"mem_layout": "layer_first"}),
+    Mode("`--page-size 1 --disable-overlap-schedule`", ("--disable-overlap-schedule",), page_size=1),
+    Mode("`--page-size 64 --chunked-prefill-size 128`", ("--chunked-prefill-size", "128"), page_size=64),
     Mode(
-        "`--hicache-mem-layout page_first_direct`", settings={"mem_layout": "page_first_direct", "io_backend": "direct"}
+        "`--hicache-mem-layout layer_first --hicache-storage-prefetch-policy timeout`",
+        settings={"mem_layout": "layer_first", "prefetch_policy": "timeout"},
     ),
-    Mode("`--hicache-mem-layout page_head`", settings={"mem_layout": "page_head"}),
-    Mode("`--enable-priority-scheduling`", ("--enable-priority-scheduling",), request={"priority": 3}),
-    Mode("`--chunked-prefill-size 128`", ("--chunked-prefill-size", "128")),
-    Mode("`--disable-overlap-schedule`", ("--disable-overlap-schedule",)),
-    Mode("`--tp 2`", tp=2),
-    Mode("`--dp 2`", dp=2),
+    Mode(
+        "`--hicache-mem-layout page_first_direct --enable-priority-scheduling`",
+        ("--enable-priority-scheduling",),
+        settings={"mem_layout": "page_first_direct", "io_backend": "direct"},
+        request={"priority": 3},
+    ),
+    Mode("`--hicache-mem-layout page_head --dp 2`", settings={"mem_layout": "page_head"}, dp=2),
 ]
 
 
@@ -97,35 +98,25 @@ def test_a_server_that_writes_back_stores_what_leaves_the_device(tiny_model: Pat
     saw(mode.name, warm)
 
 
-def test_with_best_effort_an_idle_server_takes_nothing_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
-    mode = Mode("`--hicache-storage-prefetch-policy best_effort`, idle", settings={"prefetch_policy": "best_effort"})
+def test_with_best_effort_an_idle_server_takes_nothing_and_a_busy_one_what_comes_while_a_request_waits(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    policy = "`--hicache-storage-prefetch-policy best_effort`"
+    mode = Mode(policy, ("--max-running-requests", "1"), settings={"prefetch_policy": "best_effort"})
     with serve(tiny_model, tmp_path, mode) as server:
         cold = server.generate(PROMPT)
         server.flush_cache()
-        warm = server.generate(PROMPT)
-    assert warm.output_ids == cold.output_ids
-    assert "on an idle server nothing comes from storage" in (tmp_path / "server.log").read_text()
-    saw(mode.name, warm)
-
-
-def test_with_best_effort_a_busy_server_takes_what_comes_while_a_request_waits(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    mode = Mode(
-        "`--hicache-storage-prefetch-policy best_effort`, one request at a time",
-        ("--max-running-requests", "1"),
-        settings={"prefetch_policy": "best_effort"},
-    )
-    with serve(tiny_model, tmp_path, mode) as server:
-        cold = server.generate(PROMPT)
+        idle = server.generate(PROMPT)
         server.flush_cache()
         sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
         other = server.events("/generate", {"input_ids": OTHERS[0], "sampling_params": sampling, "stream": True}, 240)
         next(other)
-        warm = server.generate(PROMPT)
+        busy = server.generate(PROMPT)
         assert list(other)
-    assert warm.output_ids == cold.output_ids
-    saw(mode.name, warm)
+    assert idle.output_ids == busy.output_ids == cold.output_ids
+    assert "on an idle server nothing comes from storage" in (tmp_path / "server.log").read_text()
+    saw(f"{policy}, idle", idle)
+    saw(f"{policy}, one request at a time", busy)
 
 
 def test_replicas_of_dp_attention_restore_what_either_stored(tmp_path: Path) -> None:

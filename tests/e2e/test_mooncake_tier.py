@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
-from tests.e2e.conftest import restored_by
+from tests.e2e.conftest import FIRST_PROMPT, restored_by
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import NetworkUnavailable, own_network
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
-PROMPT = [(11 * position * position + 5 * position) % 250 for position in range(640)]
+PROMPT = FIRST_PROMPT
 REUSABLE = len(PROMPT) - PAGE_SIZE
 
 
@@ -42,14 +44,16 @@ def mooncake_tier_config(servers: MooncakeServers, **settings: Any) -> dict[str,
 
 
 def test_what_one_server_computed_another_restores_and_a_dead_pool_costs_no_answer(
-    tiny_model: Path, tmp_path: Path, servers: MooncakeServers
+    tiny_model: Path,
+    tmp_path: Path,
+    servers: MooncakeServers,
+    cold_answer: Callable[[Sequence[int]], Generation],
 ) -> None:
     def serve(name: str, **arguments: Any) -> SglangServer:
         return SglangServer(tiny_model, log_file=tmp_path / f"{name}.log", page_size=PAGE_SIZE, **arguments)
 
     config = mooncake_tier_config(servers)
-    with serve("cold", hierarchical_cache=False) as server:
-        cold = server.generate(PROMPT)
+    cold = cold_answer(PROMPT)
     with (
         serve("writer", storage_backend="dynamic", extra_config=config) as writer,
         serve("reader", storage_backend="dynamic", extra_config=config) as reader,

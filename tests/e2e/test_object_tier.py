@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,13 @@ import yaml
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
-from tests.e2e.conftest import restored_by
+from tests.e2e.conftest import FIRST_PROMPT, SECOND_PROMPT, restored_by
 from tests.rigs.s3_server import S3Server, missing_s3_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
-PROMPT = [(11 * position * position + 5 * position) % 250 for position in range(640)]
-SECOND = [(7 * position * position + 3 * position) % 250 for position in range(640)]
+PROMPT, SECOND = FIRST_PROMPT, SECOND_PROMPT
 REUSABLE = len(PROMPT) - PAGE_SIZE
 """The last token of a prompt is always computed, so a hit ends one page before a prompt of whole pages does."""
 
@@ -33,9 +32,7 @@ def s3_server(tmp_path: Path) -> Iterator[S3Server]:
         yield server
 
 
-def serve(model: Path, directory: Path, name: str, tier: dict[str, Any] | None) -> SglangServer:
-    if tier is None:
-        return SglangServer(model, log_file=directory / f"{name}.log", page_size=PAGE_SIZE, hierarchical_cache=False)
+def serve(model: Path, directory: Path, name: str, tier: dict[str, Any]) -> SglangServer:
     config = directory / f"{name}.yaml"
     config.write_text(yaml.safe_dump(ExtraConfig.around({"tiers": {"pool": tier}})))
     return SglangServer(
@@ -49,11 +46,10 @@ def serve(model: Path, directory: Path, name: str, tier: dict[str, Any] | None) 
 
 
 def test_two_servers_share_a_bucket_which_dies_and_comes_back(
-    tiny_model: Path, tmp_path: Path, s3_server: S3Server
+    tiny_model: Path, tmp_path: Path, s3_server: S3Server, cold_answer: Callable[[Sequence[int]], Generation]
 ) -> None:
     tier = s3_server.tier("pool", timeout="2s")
-    with serve(tiny_model, tmp_path, "cold", None) as server:
-        cold = {number: server.generate(prompt) for number, prompt in enumerate((PROMPT, SECOND))}
+    cold = [cold_answer(PROMPT), cold_answer(SECOND)]
     with serve(tiny_model, tmp_path, "first", tier) as first, serve(tiny_model, tmp_path, "second", tier) as second:
         computed = first.generate(PROMPT)
         assert computed.cached_tokens == 0

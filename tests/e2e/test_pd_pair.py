@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
 import re
 import threading
@@ -32,6 +33,8 @@ from tests.rigs.redis_servers import RedisServer, redis_program
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, needs(DECODE_WRITER)]
 
 PAGE_SIZE = 16
+CONVERSATIONS = int(os.environ.get("HICACHE_EXT_CONVERSATIONS", "24"))
+"""At once; ``make conversations`` has more of them."""
 PROMPT = [(11 * position * position + 5 * position) % 250 for position in range(640)]
 
 
@@ -233,7 +236,7 @@ def test_the_second_turn_is_restored_from_other_pools(running: RunningPair, pool
         assert warm.output_ids == cold.output_ids
 
 
-def test_fifty_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny_model: Path, tmp_path: Path) -> None:
+def test_many_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny_model: Path, tmp_path: Path) -> None:
     """Requests are cut off at random and retracted, host memory holds a fraction of what is generated: nothing leaks,
     every page in the pool can be reached from its conversation's first one, no error lines."""
     document = file_tier_config(tmp_path / "pool", layout="pages")
@@ -242,7 +245,7 @@ def test_fifty_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny
     generator = random.Random(6)
     plans = [
         ([generator.randrange(250) for _ in range(generator.randrange(20, 400))], generator.random() < 0.4)
-        for _ in range(50)
+        for _ in range(CONVERSATIONS)
     ]
     answers: dict[int, tuple[int, ...]] = {}
 
@@ -260,7 +263,7 @@ def test_fifty_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny
         def talk(number: int) -> None:
             prompt, aborts = plans[number]
             # SGLang aborts every request whose name begins so: none may begin as another one does.
-            name = f"conversation-{number:02}"
+            name = f"conversation-{number:04}"
             if aborts:
                 timer = threading.Timer(generator.random(), abort, (name,))
                 timer.start()
@@ -301,4 +304,4 @@ def test_fifty_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny
         assert not any(present[leading:]), "pages behind a gap can never be found"
         continued += leading > len(prompt) // PAGE_SIZE
     # How many are cut off or dropped before their first whole page depends on the machine's speed.
-    assert continued >= 10
+    assert continued >= CONVERSATIONS // 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,13 @@ import pytest
 
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
-from tests.e2e.conftest import restored_by
+from tests.e2e.conftest import THIRD_PROMPT, restored_by
 from tests.rigs.redis_servers import RedisCluster, RedisServer, redis_program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE_SIZE = 16
-PROMPT = [(13 * position * position + 7 * position) % 250 for position in range(640)]
+PROMPT = THIRD_PROMPT
 REUSABLE = len(PROMPT) - PAGE_SIZE
 
 
@@ -27,11 +27,8 @@ def _needs_redis() -> None:
 
 
 @pytest.fixture(scope="module")
-def cold(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generation:
-    """The answer of a server that has no hierarchical cache at all."""
-    log = tmp_path_factory.mktemp("cold") / "server.log"
-    with SglangServer(tiny_model, log_file=log, page_size=PAGE_SIZE, hierarchical_cache=False) as server:
-        return server.generate(PROMPT)
+def cold(cold_answer: Callable[[Sequence[int]], Generation]) -> Generation:
+    return cold_answer(PROMPT)
 
 
 @pytest.fixture(params=["single", "cluster"])

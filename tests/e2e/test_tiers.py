@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,8 @@ HASHES = [page.hex() for page in page_hashes(PROMPT, PAGE_SIZE)]
 
 
 @pytest.fixture(scope="module")
-def cold(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generation:
-    log = tmp_path_factory.mktemp("cold") / "server.log"
-    with SglangServer(tiny_model, log_file=log, page_size=PAGE_SIZE, hierarchical_cache=False) as server:
-        return server.generate(PROMPT)
+def cold(cold_answer: Callable[[Sequence[int]], Generation]) -> Generation:
+    return cold_answer(PROMPT)
 
 
 def write_config(directory: Path, **section: Any) -> Path:
@@ -118,14 +116,13 @@ def test_nothing_past_a_gap_is_promoted(tiny_model: Path, tmp_path: Path, cold: 
     # Stored to the pool alone, so that the disk gets what is promoted and nothing else.
     config = write_config(tmp_path, promote_to="nvme", store_locations=["pool"])
     gap = 20
-    with serve(tiny_model, tmp_path, "first", config) as server:
+    with serve(tiny_model, tmp_path, "server", config) as server:
         server.generate(PROMPT)
         server.flush_cache()
-    assert not payloads(tmp_path / "nvme")
-    stored = payloads(tmp_path / "pool")
-    for file in (tmp_path / "pool").glob(f"pages/*/*/{HASHES[gap]}.page"):
-        file.unlink()
-    with serve(tiny_model, tmp_path, "second", config) as server:
+        assert not payloads(tmp_path / "nvme")
+        stored = payloads(tmp_path / "pool")
+        for file in (tmp_path / "pool").glob(f"pages/*/*/{HASHES[gap]}.page"):
+            file.unlink()
         before_the_gap = server.generate(PROMPT)
         assert before_the_gap.cached.storage == gap * PAGE_SIZE
         assert before_the_gap.output_ids == cold.output_ids

@@ -95,14 +95,8 @@ def test_pages_of_different_adapter_weights_never_meet_and_those_of_equal_ones_d
             server.request("POST", "/unload_lora_adapter", {"lora_name": "b"})
 
 
-def test_a_model_of_which_a_few_rows_were_edited_gets_nothing_of_the_old_ones(
-    tmp_path: Path, config_file: Path
-) -> None:
-    model = make_tiny_model(tmp_path / "model", seed=5)
-    with serve(model, config_file, "first") as server:
-        old = server.generate(PROMPT)
-        server.flush_cache()
-        assert server.generate(PROMPT).cached.storage == REUSABLE
+def edit_a_few_rows(model: Path) -> None:
+    """In place, without changing the file's size."""
     file = model / "model.safetensors"
     size = file.stat().st_size
     weights = load_file(file)
@@ -111,10 +105,33 @@ def test_a_model_of_which_a_few_rows_were_edited_gets_nothing_of_the_old_ones(
     rows[40:100] = rows[40:100][torch.randperm(60, generator=torch.Generator().manual_seed(1))]
     save_file(weights, file, metadata={"format": "pt"})
     assert file.stat().st_size == size
-    with serve(model, config_file, "second") as server:
+
+
+def test_a_model_of_which_a_few_rows_were_edited_gets_nothing_of_the_old_ones_online_or_offline(
+    tmp_path: Path, config_file: Path
+) -> None:
+    model, edited = make_tiny_model(tmp_path / "model", seed=5), tmp_path / "edited"
+    shutil.copytree(model, edited)
+    edit_a_few_rows(edited)
+    same_name = ("--served-model-name", "same-name")
+    with serve(model, config_file, "first", same_name) as server:
+        old = server.generate(PROMPT)
+        server.flush_cache()
+        assert server.generate(PROMPT).cached.storage == REUSABLE
+        # Online: the same server takes the other weights.
+        server.request("POST", "/update_weights_from_disk", {"model_path": str(edited)})
+        updated = server.generate(PROMPT)
+        assert updated.cached_tokens == 0
+        assert updated.output_ids != old.output_ids
+        server.flush_cache()
+        restored = server.generate(PROMPT)
+        assert (restored.cached.storage, restored.output_ids) == (REUSABLE, updated.output_ids)
+    # Offline: another server over the same directory, whose files were edited in place.
+    edit_a_few_rows(model)
+    with serve(model, config_file, "second", same_name) as server:
         new = server.generate(PROMPT)
         assert new.cached_tokens == 0
-        assert new.output_ids != old.output_ids
+        assert new.output_ids == updated.output_ids
         server.flush_cache()
         again = server.generate(PROMPT)
         assert (again.cached.storage, again.output_ids) == (REUSABLE, new.output_ids)

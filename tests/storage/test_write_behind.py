@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiering import write_behind
 from hicache_ext.storage.tiering.tier_handle import TierHandle
@@ -94,8 +95,9 @@ def test_pages_that_are_cleared_while_they_are_written_are_absent_at_once(held: 
 
 @pytest.mark.parametrize("answer", [SetResult.REJECTED, SetResult.ERROR, SetResult.TIMEOUT, OSError("gone")])
 def test_pages_wait_while_the_tier_takes_none_and_are_written_when_it_is_back(
-    answer: SetResult | Exception, caplog: pytest.LogCaptureFixture
+    answer: SetResult | Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(write_behind, "_REFUSED", Backoff(0.01, 0.05))
     store = MoodyStore()
     store.answer = answer
     tier = TierHandle(store)

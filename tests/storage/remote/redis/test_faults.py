@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -416,8 +417,10 @@ def test_pages_travel_over_tls(tmp_path, client_certificate):
 
 
 def test_a_unix_socket_serves(tmp_path, open_store):
-    path = f"/tmp/hicache-test-{os.getpid()}.sock"
-    with RedisServer(tmp_path / "unix", [("unixsocket", path)]) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="hce-") as directory,  # a socket's path must be short
+        RedisServer(tmp_path / "unix", [("unixsocket", path := f"{directory}/redis.sock")]) as server,
+    ):
         store = open_store(server, url=f"unix://{path}")
         store_pages(store, page_keys(10))
         assert_hits(store, page_keys(10))
