@@ -562,16 +562,18 @@ def test_ranks_stay_in_step_whatever_their_own_pools_answer(node_of: Callable[..
         return [min(column) for column in zip(*numbers, strict=True)]
 
     # Lock-step by hand: collect what each rank would say, then let both have the minimum.
-    deadline = time.monotonic() + 60
+    now, deadline = 0, time.monotonic() + 60
     while not all(node.writer.idle for node in ranks):
         assert time.monotonic() < deadline
         rounds: list[list[list[int]]] = []
         for node in ranks:
             said = []
             rounds.append(said)
-            node.writer._minimum = lambda numbers, said=said: said.append(numbers) or [0] * len(numbers)  # type: ignore[func-returns-value]
+            # Nothing new, at the time that was agreed on last: no clock of ranks goes back.
+            node.writer._minimum = lambda numbers, said=said, now=now: said.append(numbers) or [0, 0, now]  # type: ignore[func-returns-value]
             node.writer.step()
         agreed = agree_on([one[0] for one in rounds])
+        now = agreed[2]
         if not agreed[1]:
             for node in ranks:
                 node.writer._minimum = lambda numbers, agreed=agreed: agreed
