@@ -206,7 +206,19 @@ def _install_sgl_kernel_stub() -> None:
     stub.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", loader=None)
     stub.assign_req_to_token_pool_cpu = _assign_req_to_token_pool  # type: ignore[attr-defined]
     stub.__getattr__ = _missing_cpu_kernel  # type: ignore[method-assign]
+    for name in _NAMED_AT_IMPORT:
+        setattr(torch.ops.sgl_kernel, name, _missing_cpu_kernel(name))
     sys.modules |= {"sgl_kernel": stub, **hybrid_on_cpu.add_kernels(stub)}
+
+
+_NAMED_AT_IMPORT = (
+    "fused_moe_router_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+"""Operators that modules of SGLang name when they are imported, the processor of Qwen's images among them."""
 
 
 def _assign_req_to_token_pool(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_hybrid import make_tiny_hybrid
+from hicache_ext.testing.tiny_vision import IMAGE, make_tiny_vision
 from tests.e2e.conftest import file_tier_config
 from tests.e2e.modes import saw
 from tests.e2e.test_file_tier import PROMPT
@@ -135,3 +140,32 @@ def test_replicas_of_dp_attention_restore_what_either_stored(tmp_path: Path) -> 
     assert {answer.output_ids for answer in [*cold, *warm]} == {cold[0].output_ids}
     assert {answer.cached.storage for answer in warm} == {restorable("qwen3_next", len(prompt))}
     saw(mode.name, *warm)
+
+
+def test_a_prompt_with_an_image_is_restored_with_that_image_alone(tmp_path: Path) -> None:
+    """SGLang puts numbers made of what an image shows in the places of its tokens."""
+    mode = Mode("a prompt with an image (Qwen2-VL)", ("--mm-attention-backend", "sdpa"))
+    prompt = f"{'x' * 300}{IMAGE}{'What is on it? ' * 20}"
+    with serve(make_tiny_vision(tmp_path / "model"), tmp_path, mode) as server:
+        cold = [server.generate(prompt, image_data=[image_of(seed)]) for seed in (1, 2)]
+        server.flush_cache()
+        server.request("POST", "/hicache/storage-backend/clear")
+        server.generate(prompt, image_data=[image_of(1)])
+        server.flush_cache()
+        same = server.generate(prompt, image_data=[image_of(1)])
+        server.flush_cache()
+        other = server.generate(prompt, image_data=[image_of(2)])
+    assert cold[0].output_ids != cold[1].output_ids, "the image has to matter, or equal answers prove nothing"
+    assert same.output_ids == cold[0].output_ids
+    assert same.cached.storage == (same.prompt_tokens - 1) // 16 * 16
+    assert other.output_ids == cold[1].output_ids
+    assert other.cached.storage == 300 // 16 * 16, "what stands before the image"
+    saw(mode.name, same)
+
+
+def image_of(seed: int) -> str:
+    """Noise as SGLang takes it: a PNG in base64."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (168, 168, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
