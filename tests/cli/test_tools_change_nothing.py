@@ -285,7 +285,9 @@ def test_what_a_doctor_that_was_ended_has_made_is_gone(tmp_path: Path, number: s
     file = configuration(tmp_path, tmp_path / "l3", layout="pages")
     hold = "import hicache_ext.storage.contract.trial as t, time, sys; from hicache_ext.cli.main import main\n"
     hold += "t._judge = lambda *_: time.sleep(60)\nsys.exit(main(['doctor', sys.argv[1]]))"
-    process = subprocess.Popen([sys.executable, "-c", hold, file], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # Whoever runs the tests in the background has Ctrl-C ignored, in every process from there on.
+    command = ["env", "--default-signal=INT", sys.executable, "-c", hold, file]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
     while not list((tmp_path / "l3").glob("*/pages/*/*")) and time.monotonic() < until:
         time.sleep(0.02)

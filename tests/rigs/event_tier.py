@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from contextlib import closing, suppress
@@ -58,9 +59,9 @@ def act(store: SpreadStore, place: Path, chance: random.Random) -> str:
 
 def _damage(place: Path, chance: random.Random) -> None:
     """Turn over bytes in a few slots, or files of pages, whatever is there."""
-    slabs, pages = list(place.rglob("*.slab")), []
-    with suppress(FileNotFoundError):  # A directory is being cleared.
-        pages = sorted(place.rglob("*.page"))
+    # Not by rglob: directories are being cleared.
+    files = [Path(folder, name) for folder, _, names in os.walk(place) for name in names]
+    slabs, pages = ([file for file in sorted(files) if file.suffix == suffix] for suffix in (".slab", ".page"))
     for file in slabs or chance.sample(pages, min(4, len(pages))):
         with suppress(FileNotFoundError), file.open("r+b") as opened:
             for slot in chance.sample(range(CAPACITY // PAGE), 24) if slabs else [0]:
