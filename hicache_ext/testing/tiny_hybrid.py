@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
-from hicache_ext.testing.tiny_model import VOCABULARY_SIZE, make_directory, write_json, write_tokenizer
+from hicache_ext.testing.tiny_model import VOCABULARY_SIZE, make_directory, write_tokenizer
 
 Kind = Literal["gemma4", "qwen3_next"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -70,7 +70,6 @@ def _write(directory: Path, kind: Kind, seed: int) -> None:
                 # of Gated DeltaNet has forgotten them.
                 parameter.fill_(1.5)
     model.save_pretrained(directory)
-    write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 257})
     write_tokenizer(directory)
 
 

@@ -90,7 +90,6 @@ def _write(directory: Path, recipe: TinyModelRecipe) -> None:
 
     save_file(_weights(recipe), directory / "model.safetensors", metadata={"format": "pt"})
     write_json(directory / "config.json", _config(recipe))
-    write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 257})
     write_tokenizer(directory)
 
 
@@ -146,7 +145,8 @@ def _weights(recipe: TinyModelRecipe) -> dict[str, torch.Tensor]:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Byte-level tokens 0-255, three special ones, and filler tokens so that every id of the vocabulary decodes."""
+    """Byte-level tokens 0-255, three special ones, and filler tokens so that every id of the vocabulary decodes; and
+    which of them begin and end what is generated."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -159,6 +159,7 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 257})
     write_json(
         directory / "tokenizer_config.json",
         {

@@ -78,7 +78,6 @@ def _write(directory: Path, seed: int) -> None:
                 spread = 2.0 / parameter.shape[-1] ** 0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
     model.save_pretrained(directory)
-    write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 257})
     write_tokenizer(directory)
     _name_special_tokens(directory)
     Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=64 * 28 * 28).save_pretrained(directory)

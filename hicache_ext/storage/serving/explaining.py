@@ -6,6 +6,7 @@ asked whether they have the pages. Identities come from the documents that tiers
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -111,10 +112,13 @@ def explain(
         if not documents:
             raise WarmError(_nothing_known(unread))
         of_model = choose_model(documents, model)
+        sizes = {digest: page_sizes(document, of_model) for digest, document in of_model.items()}
+        # Ranks and pools of one page size have the same hashes.
+        hashes = {size: page_hashes(tokens, size, seed) for size in set(itertools.chain.from_iterable(sizes.values()))}
         chains = [
-            Chain(digest, document, page_hashes(tokens, size, seed), size)
+            Chain(digest, document, hashes[size], size)
             for digest, document in of_model.items()
-            for size in page_sizes(document, of_model)
+            for size in sizes[digest]
         ]
         for name, tier in tiers.items():
             if name in opened:

@@ -86,23 +86,28 @@ class SlabListing:
         """Known while servers are there."""
         if self._memory is None:
             return None
-        known = self._memory.identities[: int(self._memory.header[slot_code.IDENTITIES])]
-        for identity in known[(known[:, :2] == np.frombuffer(digest, np.int64)).all(axis=1)]:
-            hits, last = identity[[slot_code.HITS, slot_code.LAST]].tolist()
-            return Uses(hits, float(last)) if hits else None
-        return None
+        number = self._numbers(self._memory).get(digest)
+        if number is None:
+            return None
+        hits, last = self._memory.identities[number, [slot_code.HITS, slot_code.LAST]].tolist()
+        return Uses(hits, float(last)) if hits else None
 
     def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
         """Which of these pages were evicted, as far as it is remembered: while servers are there."""
         if self._memory is None or not keys:
             return []
-        known = self._memory.identities[: int(self._memory.header[slot_code.IDENTITIES])]
-        numbers = {identity.tobytes(): number for number, identity in enumerate(known[:, :2].copy())}
+        numbers = self._numbers(self._memory)
         of_known = [key for key in keys if key[:IDENTITY_LENGTH] in numbers]
         of = np.array([numbers[key[:IDENTITY_LENGTH]] for key in of_known], np.int64)
         words = np.frombuffer(bytearray(b"".join(of_known)), np.int64).reshape(-1, slot_code.KEY_WORDS)
         remembered = are_remembered(self._memory, words, of).tolist()
         return [key for key, is_one in zip(of_known, remembered, strict=True) if is_one]
+
+    @staticmethod
+    def _numbers(memory: IndexMemory) -> dict[bytes, int]:
+        """Digest -> number of each identity that servers know."""
+        known = memory.identities[: int(memory.header[slot_code.IDENTITIES]), :2].copy()
+        return {digest.tobytes(): number for number, digest in enumerate(known)}
 
     def read(self, page: ListedPage) -> bytes | None:
         """Header and payload; None when the page is not there any more. Raises OSError."""
