@@ -1,8 +1,8 @@
-"""Multi-turn conversations as `hicache-ext bench multiturn` holds them, also with servers and pairs made for the run.
+"""Multi-turn conversations as `hicache-ext bench multiturn` holds them, also with pairs made for the run.
 
     python -m benchmarks.bench_multiturn --arm pd-without --arm pd-ours --flush --markdown FILE.md
 
-The servers run on CPU too (hicache_ext.testing.server); a pair needs what tests/rigs/pd_pair.py does.
+The pairs run on CPU too (hicache_ext.testing.server); they need what tests/rigs/pd_pair.py does.
 """
 
 from __future__ import annotations
@@ -11,29 +11,22 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.bench.harness import fresh_directory
-from hicache_ext.bench.multiturn_command import add_arguments, compare, running_targets
-from hicache_ext.bench.multiturn_targets import Answer, Target
-from hicache_ext.bench.multiturn_workload import Conversation
+from hicache_ext.bench.multiturn_arms import ARMS, MadeTarget
+from hicache_ext.bench.multiturn_command import add_arguments, compare, model_of, targets
+from hicache_ext.bench.multiturn_targets import Target
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import BenchmarkError, ServerError
-from hicache_ext.testing.server import SglangServer
-from hicache_ext.testing.tiny_model import make_tiny_model
+from hicache_ext.testing.client import Generation
 from tests.rigs.pd_pair import PdPair
 
-_PAGE_SIZE = 16
-PAIR_ARMS = ("pd-without", "pd-sglang", "pd-ours")
-ARMS = {
-    "no-cache": "one server, no hierarchical cache",
-    "l2": "one server, HiCache with host memory only",
-    "sglang-file": "one server, HiCache with SGLang's file backend",
-    "ours": "one server, HiCache with a file tier of hicache_ext",
+PAIR_ARMS = {
     "pd-without": "a pair, decode node without offload",
     "pd-sglang": "a pair, SGLang's own decode offload into our tier",
     "pd-ours": "a pair, decode writer of hicache_ext",
@@ -42,99 +35,67 @@ ARMS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arms = "; ".join(f"{name}: {what}" for name, what in ARMS.items())
-    parser.add_argument(
-        "--arm", action="append", default=[], choices=tuple(ARMS), help=f"servers made for the run: {arms}"
-    )
-    parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="where made servers log (default: deleted)")
-    add_arguments(parser)
+    add_arguments(parser, {**ARMS, **PAIR_ARMS})
     arguments = parser.parse_args()
-    with fresh_directory(Path(tempfile.gettempdir())) as directory:
-        targets: list[Target] = running_targets(arguments)
-        if arguments.arm:
-            model = make_tiny_model(directory / "model")
-            targets += [rig_target(arm, model, directory, arguments.logs or directory) for arm in arguments.arm]
-        return compare(arguments, targets, {arguments.logs: "DIRECTORY"} if arguments.logs else None)
+    with fresh_directory(arguments.directory or Path(tempfile.gettempdir())) as directory:
+        return compare(arguments, lambda number: _targets(arguments, directory / str(number)))
 
 
-class RigTarget(Target):
-    """A server or a pair of the rig, started for one run with an empty storage directory."""
+def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
+    pairs = [arm for arm in arguments.arm if arm in PAIR_ARMS]
+    servers = argparse.Namespace(**{**vars(arguments), "arm": [arm for arm in arguments.arm if arm not in pairs]})
+    found = targets(servers, directory)
+    if pairs:
+        model, model_arguments = model_of(arguments, directory.parent)
+        given = [*model_arguments, *arguments.server_arguments]
+        logs = arguments.logs or directory
+        found += [_pair(arm, model, directory / arm, logs / arm, arguments.page_size, given) for arm in pairs]
+    return found
 
-    def __init__(self, name: str, start: Callable[[ExitStack], SglangServer | PdPair]) -> None:
-        self.name = name
-        self._start = start
-        self._stack = ExitStack()
-        self._server: SglangServer | PdPair | None = None
 
-    def __enter__(self) -> RigTarget:
-        self._server = self._start(self._stack)
-        return self
+def _pair(arm: str, model: str, directory: Path, logs: Path, page_size: int, server_arguments: list[str]) -> MadeTarget:
+    config = _our_config(directory / "pool", page_size, written_by_us=arm != "pd-sglang")
 
-    def __exit__(self, *error: object) -> None:
-        self._server = None
-        self._stack.close()
-
-    def ask(self, conversation: Conversation, tokens: int) -> Answer:
-        assert self._server is not None
-        try:
-            answer = self._server.generate(conversation.tokens, tokens, sampling={"ignore_eos": True})
-        except (ServerError, OSError) as error:
-            raise BenchmarkError(f"{self.name}: {error}") from error
-        return Answer(
-            answer.time_to_first_token,
-            answer.total_time,
-            answer.output_ids,
-            "",
-            answer.prompt_tokens,
-            len(answer.output_ids),
-            {"device": answer.cached.device, "host": answer.cached.host, "storage": answer.cached.storage},
+    def start(stack: ExitStack) -> _Pair:
+        logs.mkdir(parents=True, exist_ok=True)
+        pair = PdPair(
+            model,
+            directory=logs,
+            prefill_config=config,
+            decode_config=config,
+            decode_offload=arm != "pd-without",
+            page_size=page_size,
+            prefill_arguments=server_arguments,
+            decode_arguments=server_arguments,
         )
+        return _Pair(stack.enter_context(pair))
 
-    def flush(self) -> None:
-        server = self._server.prefill if isinstance(self._server, PdPair) else self._server
-        assert server is not None
-        server.flush_cache()
+    return MadeTarget(arm, start)
 
 
-def rig_target(arm: str, model: Path, directory: Path, logs: Path) -> RigTarget:
-    """The target of one of ``ARMS``; pages go to ``directory``."""
-    place, log_place = directory / arm, logs / arm
-    config = _our_config(place / "pool", written_by_us=arm != "pd-sglang")
+class _Pair:
+    """A pair as one server: the decode node's answer, with the prefill node's account of what was cached."""
 
-    def start(stack: ExitStack) -> SglangServer | PdPair:
-        log_place.mkdir(parents=True, exist_ok=True)
-        if arm in PAIR_ARMS:
-            return stack.enter_context(
-                PdPair(
-                    model,
-                    directory=log_place,
-                    prefill_config=config,
-                    decode_config=config,
-                    decode_offload=arm != "pd-without",
-                    page_size=_PAGE_SIZE,
-                )
-            )
-        backend = {"sglang-file": "file", "ours": "dynamic"}.get(arm)
-        return stack.enter_context(
-            SglangServer(
-                model,
-                log_file=log_place / "server.log",
-                page_size=_PAGE_SIZE,
-                hierarchical_cache=arm != "no-cache",
-                storage_backend=backend,
-                extra_config=config if arm == "ours" else {"prefetch_threshold": 16} if arm == "sglang-file" else None,
-                environment={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": os.fspath(place / "pool")},
-            )
-        )
+    def __init__(self, pair: PdPair) -> None:
+        self._pair = pair
 
-    return RigTarget(arm, start)
+    def generate(
+        self, prompt: Sequence[int], max_new_tokens: int, *, sampling: Mapping[str, Any] | None = None
+    ) -> Generation:
+        answer = self._pair.generate(prompt, max_new_tokens, sampling=sampling)
+        cached = {"cached_tokens_details": answer.prefill.meta_info.get("cached_tokens_details")}
+        meta_info = {**answer.decode.meta_info, **cached}
+        return replace(answer.decode, cached_tokens=answer.prefill.cached_tokens, meta_info=meta_info)
+
+    def flush_cache(self) -> None:
+        self._pair.prefill.flush_cache()
 
 
-def _our_config(pool: Path, *, written_by_us: bool) -> dict[str, Any]:
+def _our_config(pool: Path, page_size: int, *, written_by_us: bool) -> dict[str, Any]:
     section: dict[str, Any] = {"tiers": {"pool": {"type": "file", "path": os.fspath(pool), "capacity": "2GiB"}}}
     if not written_by_us:
         section["pd"] = {"write": {"enabled": False}}
-    return {**ExtraConfig.around(section), "prefetch_threshold": 16}
+    return {**ExtraConfig.around(section), "prefetch_threshold": page_size}
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from hicache_ext.bench.report import (
     number,
     plot,
     today,
+    where_and_when,
     write_json,
 )
 from hicache_ext.cli.main import without_traceback
@@ -347,7 +348,7 @@ def _write_report(arguments: argparse.Namespace, measured: Sequence[Measured], f
     for one in measured:
         sections += [_table(arguments, one).markdown(), f"{_waste_sentence(arguments, one)}."]
     if can_plot():
-        plot(report.with_suffix(".png"), _panels(measured))
+        plot(report.with_suffix(".png"), _panels(measured), "Prefetch under a queue of requests", where_and_when(facts))
         sections.append(f"![When each request's pages were in]({report.stem}.png)")
     report.write_text("\n\n".join(sections) + "\n")
     write_json(

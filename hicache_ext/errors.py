@@ -94,7 +94,8 @@ class MissingPackageError(HicacheExtError):
 
     def __init__(self, package: str, requirement: str, problem: str = "which is not installed") -> None:
         self.package = package
-        super().__init__(f"this needs the package {package}, {problem}: pip install '{requirement}'")
+        quoted = f"'{requirement}'" if "[" in requirement else requirement
+        super().__init__(f"this needs the package {package}, {problem}: pip install {quoted}")
 
 
 class WeightsError(HicacheExtError):

@@ -1,29 +1,33 @@
-"""``hicache-ext bench multiturn``: multi-turn conversations against running servers and pairs."""
+"""``hicache-ext bench multiturn``: conversations with servers and pairs that run, or with servers it starts."""
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from hicache_ext.bench.harness import fresh_directory
+from hicache_ext.bench.multiturn_arms import ARMS, made_arm
 from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, tables
 from hicache_ext.bench.multiturn_targets import Answer, Endpoint, RunningPair, Target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import BenchmarkError, MissingPackageError
+from hicache_ext.packages import need
 
 _PACKAGES = ("hicache-ext", "sglang", "torch")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
+    add_arguments(parser, ARMS)
     parser.set_defaults(run=run)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, arms: Mapping[str, str]) -> None:
     """Whom to talk to, what is said, and where the figures go."""
     default = Workload()
     parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs")
@@ -36,6 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api", choices=("generate", "openai"), default="generate", help="of the endpoints")
     parser.add_argument("--model", default="default", help="model name for --api openai")
+    made = parser.add_argument_group("servers that are started for the run, one after the other")
+    described = "; ".join(f"{name}: {what}" for name, what in arms.items())
+    made.add_argument("--arm", action="append", default=[], choices=tuple(arms), help=described)
+    made.add_argument("--model-path", help="their model (default: a small real one that comes as a package)")
+    made.add_argument("--page-size", type=positive, default=64, help="tokens per page (default: %(default)s)")
+    made.add_argument("--directory", type=Path, metavar="PATH", help="where storage lies (default: a temporary one)")
+    made.add_argument("--capacity", default="32GiB", help="of our file tier (default: %(default)s)")
+    made.add_argument("--logs", type=Path, metavar="DIRECTORY", help="where they log (default: deleted)")
+    made.add_argument("server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="for sglang.launch_server")
+    parser.add_argument(
+        "--rounds", type=positive, default=1, help="how often all arms take their turn (default: %(default)s)"
+    )
     parser.add_argument("--users", type=positive, default=default.users)
     parser.add_argument("--turns", type=positive, default=default.turns)
     parser.add_argument("--system-tokens", type=int, default=default.system_tokens, help="shared by all users")
@@ -51,13 +67,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk to every target in turn, print and write what came out."""
-    return compare(arguments, running_targets(arguments))
+    if arguments.arm:
+        need("sglang", "torch")
+    with fresh_directory(arguments.directory or Path(tempfile.gettempdir())) as directory:
+        return compare(arguments, lambda number: targets(arguments, directory / str(number)))
 
 
-def compare(arguments: argparse.Namespace, targets: Sequence[Target], hidden: Mapping[Path, str] | None = None) -> int:
-    """Have the same conversations with each of ``targets``; print and write what came out."""
-    if not targets:
-        raise BenchmarkError("nothing to talk to: give --endpoint or --pair")
+def targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
+    """What the arguments name, for one round. Raises BenchmarkError."""
+    found = running_targets(arguments)
+    if arguments.arm:
+        model, model_arguments = model_of(arguments, directory.parent)
+        found += [
+            made_arm(
+                arm,
+                model,
+                directory / arm,
+                log_file=(arguments.logs or directory) / f"{arm}.log",
+                page_size=arguments.page_size,
+                capacity=arguments.capacity,
+                server_arguments=[*model_arguments, *arguments.server_arguments],
+            )
+            for arm in arguments.arm
+        ]
+    return found
+
+
+def model_of(arguments: argparse.Namespace, directory: Path) -> tuple[str, Sequence[str]]:
+    """The model for servers that are started, made in ``directory`` unless one was named; and what it needs."""
+    if arguments.model_path is not None:
+        return arguments.model_path, ()
+    from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model  # torch
+
+    try:
+        return str(make_small_model(directory / NAME)), arguments_to_serve()
+    except MissingPackageError as error:
+        raise BenchmarkError(f"{error}, or name a model: --model-path") from error
+
+
+def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Target]]) -> int:
+    """Have the same conversations with each of ``targets(number of the round)``; print and write what came out."""
     workload = Workload(
         users=arguments.users,
         turns=arguments.turns,
@@ -68,11 +117,21 @@ def compare(arguments: argparse.Namespace, targets: Sequence[Target], hidden: Ma
         vocabulary=arguments.vocabulary,
         seed=arguments.seed,
     )
-    results = []
-    for target in targets:
-        with target:
-            results.append(converse(target, workload, flush=arguments.flush, settle=arguments.settle))
-        print(f"{target.name}: done in {results[-1].seconds:.1f} s", flush=True)
+    rounds: dict[str, list[ArmResult]] = {}
+    for number in range(arguments.rounds):
+        # Other conversations in each round: what runs already has the last one's in its caches.
+        said = replace(workload, seed=workload.seed + number)
+        for target in targets(number):
+            with target:
+                result = converse(target, said, flush=arguments.flush, settle=arguments.settle)
+            rounds.setdefault(target.name, []).append(result)
+            print(f"{target.name}: done in {result.seconds:.1f} s", flush=True)
+    if not rounds:
+        raise BenchmarkError("nothing to talk to: give --endpoint, --pair or --arm")
+    results = [ArmResult.of(of_one) for of_one in rounds.values()]
+    hidden = {path: name for path, name in ((arguments.logs, "LOGS"), (arguments.directory, "PATH")) if path}
+    if arguments.model_path:
+        hidden[Path(arguments.model_path)] = Path(arguments.model_path).name
     report = Report(
         "multiturn",
         "Multi-turn conversations",
@@ -89,8 +148,13 @@ def compare(arguments: argparse.Namespace, targets: Sequence[Target], hidden: Ma
 def converse(target: Target, workload: Workload, *, flush: bool = False, settle: float = 0.0) -> ArmResult:
     """All users, turn by turn: every user has had turn t before any has turn t + 1. Raises BenchmarkError."""
     conversations = [Conversation(user, workload) for user in range(workload.users)]
-    # A pair's first request meets connections that are not open yet; it shares nothing with the users.
-    target.ask(Conversation(-1, Workload(system_tokens=32, vocabulary=7, seed=workload.seed + 1)), 4)
+    # First requests pay for what is connected, loaded and compiled once, a restore as well. They share nothing with the
+    # users.
+    warm_up = Conversation(-1, Workload(system_tokens=512, vocabulary=7, seed=workload.seed + 1))
+    for _ in range(2):
+        target.ask(warm_up, 4)
+        if flush:
+            target.flush()
     turns: list[list[Answer]] = []
     seconds = 0.0
     for turn in range(workload.turns):

@@ -19,6 +19,14 @@ class ArmResult:
     turns: Sequence[Sequence[Answer]]
     seconds: float
 
+    @classmethod
+    def of(cls, rounds: Sequence[ArmResult]) -> ArmResult:
+        """Several rounds of one arm as one: more users, one after the other."""
+        turns = [
+            [answer for turn in turns for answer in turn] for turns in zip(*(r.turns for r in rounds), strict=True)
+        ]
+        return cls(rounds[0].name, turns, sum(r.seconds for r in rounds))
+
     def first_token(self, turn: int) -> Quartiles:
         return Quartiles.of([answer.time_to_first_token for answer in self.turns[turn]])
 

@@ -113,7 +113,14 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot(path: Path, panels: Sequence[Panel]) -> None:
+# Okabe and Ito's colours, which the colour-blind tell apart; the shapes help in grey.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vPX"
+_DODGE = 0.05
+"""How far neighbouring lines are moved apart, in steps of x, so that equal values do not hide each other."""
+
+
+def plot(path: Path, panels: Sequence[Panel], title: str, caption: str) -> None:
     """Draw ``panels`` into one PNG, a colour per contender; the x values are names, in the order they come."""
     # Not import statements: the type checker must accept them with and without the package.
     matplotlib: Any = importlib.import_module("matplotlib")
@@ -121,28 +128,44 @@ def plot(path: Path, panels: Sequence[Panel]) -> None:
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5.2 * columns, 3.8 * rows), squeeze=False)
+    height = 3.8 * rows + 1.1
+    figure, axes = pyplot.subplots(rows, columns, figsize=(5.2 * columns, height), squeeze=False)
     contenders = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    colours = {name: f"C{index % 10}" for index, name in enumerate(contenders)}
     for panel, axis in zip(panels, axes.flat, strict=False):
-        for name, points in panel.lines.items():
-            middle = [point[1] for point in points]
-            errors = [[y - low for _, y, low, _ in points], [high - y for _, y, _, high in points]]
-            axis.errorbar(
-                [x for x, *_ in points], middle, yerr=errors, marker="o", capsize=2, label=name, color=colours[name]
-            )
-        axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0, None))
-        axis.grid(alpha=0.3)
+        _draw(axis, panel, contenders)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
     handles: dict[str, Any] = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    figure.suptitle(title, y=1 - 0.12 / height, fontsize=13)
+    figure.text(0.5, 1 - 0.5 / height, caption, ha="center", va="center", fontsize=8, color="0.35")
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=min(5, len(handles) or 1))
-    figure.tight_layout(rect=(0, 0.06 if rows > 1 else 0.12, 1, 1))
+    lines = -(-len(handles) // 5)
+    figure.tight_layout(rect=(0, (0.12 + 0.25 * lines) / height, 1, 1 - 0.6 / height))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _draw(axis: Any, panel: Panel, contenders: Sequence[str]) -> None:
+    places = {x: number for number, x in enumerate(dict.fromkeys(x for line in panel.lines.values() for x, *_ in line))}
+    for name, points in panel.lines.items():
+        index = contenders.index(name)
+        moved = (index - (len(contenders) - 1) / 2) * _DODGE
+        axis.errorbar(
+            [places[x] + moved for x, *_ in points],
+            [point[1] for point in points],
+            yerr=[[y - low for _, y, low, _ in points], [high - y for _, y, _, high in points]],
+            marker=_MARKERS[index % len(_MARKERS)],
+            capsize=2,
+            label=name,
+            color=_COLOURS[index % len(_COLOURS)],
+            linestyle="-" if index < len(_COLOURS) else "--",
+        )
+    axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0, None))
+    axis.set_xticks(list(places.values()), list(places))
+    axis.grid(alpha=0.3)
 
 
 # -- the whole report --------------------------------------------------------------------------------------------------
@@ -176,25 +199,26 @@ class Report:
         if arguments.markdown:
             given = {arguments.json: "FILE.json", arguments.plot: "FILE.png", arguments.markdown: "FILE.md"}
             replaced = {**(hidden or {}), **{path: name for path, name in given.items() if path is not None}}
-            arguments.markdown.write_text(self.markdown(command_line(hidden=replaced)))
+            picture = arguments.plot.name if arguments.plot else None
+            arguments.markdown.write_text(self.markdown(command_line(hidden=replaced), picture))
         if arguments.plot:
-            plot(arguments.plot, self.panels)
+            plot(arguments.plot, self.panels, self.title, where_and_when(self.machine))
 
-    def markdown(self, command: str) -> str:
-        """A page for docs/benchmarks; ``command`` is the command line without paths."""
-        machine = self.machine
-        versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
+    def markdown(self, command: str, picture: str | None = None) -> str:
+        """A page for docs/benchmarks; ``command`` is the command line without paths; ``picture`` lies beside it."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.machine["packages"].items() if version)
         lines = [
             f"# {self.title}",
             "",
-            f"{today()[:10]}; {machine['cpus']} CPUs ({machine['cpu_model']}), {machine['memory_bytes'] >> 30} GiB of"
-            f" memory, {machine['file_system']}, kernel {machine['kernel']}, Python {machine['python']}; {versions}.",
+            f"{where_and_when(self.machine)}, {self.machine['file_system']}, kernel {self.machine['kernel']}, Python"
+            f" {self.machine['python']}; {versions}.",
             "",
             f"    {command}",
             "",
-            self.method,
+            *([f"![{self.title}]({picture})", ""] if picture else ()),
+            *([self.method] if self.method else ()),
             *(f"- {note}" for note in self.notes),
-            "",
+            *([""] if self.method or self.notes else ()),
             *(f"{table.markdown()}\n" for table in self.tables),
         ]
         return "\n".join(lines)
@@ -215,6 +239,12 @@ def machine_facts(directory: Path, packages: Sequence[str] = ()) -> dict[str, An
         "python": platform.python_version(),
         "packages": {name: installed_version(name) for name in packages},
     }
+
+
+def where_and_when(machine: Mapping[str, Any]) -> str:
+    """The line below a picture: today, and what ``machine_facts`` says of the machine."""
+    memory = machine["memory_bytes"] >> 30
+    return f"{today()[:10]}; {machine['cpus']} CPUs ({machine['cpu_model']}), {memory} GiB of memory"
 
 
 def _cpu_model() -> str:

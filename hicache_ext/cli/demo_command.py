@@ -1,36 +1,41 @@
 """``hicache-ext demo``: a conversation continues from disk after a restart.
 
-A real SGLang server without any cache holds a conversation. Another one with the file tier holds the same conversation,
-is restarted in the middle, and goes on from disk. All answers are compared.
+A real SGLang server without any cache holds a conversation. Another one with the file tier holds the same one, is
+restarted in the middle, and goes on from disk: its own caches are emptied before each turn. All answers are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import shutil
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hicache_ext.cli.demo_conversation import QUESTIONS, Story
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_flags
-from hicache_ext.errors import ServerError
+from hicache_ext.errors import MissingPackageError, ServerError
 from hicache_ext.packages import need
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 
-TURNS = 6
 RESTART_AFTER = 3
-USER_TOKENS = 480
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 40
 PAGE_SIZE = 16
 _ROUNDING = """In 16 bits that can be rounding alone: a prefix computed in other batch shapes rounds differently, with
 SGLang's own cache as well. Compare again with --dtype float32 or --enable-deterministic-inference after `--`."""
+
+_SAMPLING = {"ignore_eos": True, "frequency_penalty": 0.8}
+"""Greedy, so that answers can be compared; without the penalty a small model soon says one sentence again and again."""
+
+_WIDTH = 110
 
 _START_TIMEOUT = 1800
 """Seconds, for the load of a large model."""
@@ -38,7 +43,7 @@ _START_TIMEOUT = 1800
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", help="a model directory or name that SGLang can load (default: a tiny one, made here)"
+        "--model", help="a model directory or name that SGLang can load (default: a small one that comes as a package)"
     )
     parser.add_argument("--directory", type=Path, default=Path(".demo"), help="where the demo keeps its files")
     parser.add_argument("--capacity", default="2GiB", help="capacity of the file tier (default: %(default)s)")
@@ -51,8 +56,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the conversation: the whole prompt and the answer."""
+    """One turn of the conversation: the question, the whole prompt and the answer."""
 
+    question: str
     prompt: tuple[int, ...]
     answer: Generation
 
@@ -78,22 +84,25 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
     steps = _Steps(4)
     with steps.step("the model"):
         model, model_arguments = _model(arguments.model, directory)
+        story = Story(_tokenizer(model))
     rig = _Rig(model, directory, config_file, (*model_arguments, *arguments.server_arguments))
 
     plain: list[Turn] = []
-    with steps.step("a server without any cache holds the conversation"), rig.server_without_cache() as server:
+    with steps.step("a server without any cache tells a story"), rig.server_without_cache() as server:
         _warm_up(server)
-        for number in range(TURNS):
-            plain.append(_ask(server, _next_prompt(plain, number)))
+        for question in QUESTIONS:
+            plain.append(_ask(server, question, story.ask(question)))
+            story.answered(plain[-1].answer.text, plain[-1].answer.output_ids)
     cached: list[Turn] = []
-    with steps.step("a server with the file tier holds its first half"), rig.server("first-half") as server:
+    with steps.step("a server with the file tier is asked the same"), rig.server("first-half") as server:
         _warm_up(server)
-        cached += [_ask(server, turn.prompt) for turn in plain[:RESTART_AFTER]]
+        cached += [_ask(server, turn.question, turn.prompt) for turn in plain[:RESTART_AFTER]]
         server.flush_cache()
-    with steps.step("a new server process goes on from disk"), rig.server("second-half") as server:
+    with steps.step("it is restarted, and goes on from disk"), rig.server("second-half") as server:
         _warm_up(server)
-        cached += [_ask(server, turn.prompt) for turn in plain[RESTART_AFTER:]]
-        server.flush_cache()
+        for turn in plain[RESTART_AFTER:]:
+            cached.append(_ask(server, turn.question, turn.prompt, computed=turn.answer))
+            server.flush_cache()
 
     _print_table(plain, cached)
     with closing(open_inspector(storage)) as inspector:
@@ -103,7 +112,7 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
     different = [number for number, (a, b) in pairs if a.answer.output_ids != b.answer.output_ids]
     if different:
         print(f"The answers of turns {different} differ from those computed without a cache.")
-        if arguments.model is None:
+        if "float32" in rig.server_arguments:
             return 1
         print(_ROUNDING)
     if not cached[RESTART_AFTER].answer.cached.storage:
@@ -119,12 +128,30 @@ def _model(given: str | None, directory: Path) -> tuple[str, tuple[str, ...]]:
     """The model to serve and the server arguments it needs."""
     if given is not None:
         return given, ()
-    from hicache_ext.testing.tiny_model import make_tiny_model  # torch
+    from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model  # torch
+    from hicache_ext.testing.tiny_model import make_tiny_model
 
-    made = make_tiny_model(directory / "model-8x512", layers=8, hidden_size=512, heads=8, kv_heads=4, head_dim=64)
-    # In 16 bits other batch shapes round differently, and random weights turn that into other tokens, whatever the
-    # cache. In 32 bits answers must be equal.
-    return str(made), ("--dtype", "float32")
+    try:
+        made = make_small_model(directory / NAME)
+        print(f"      {NAME}")
+    except MissingPackageError as error:
+        print(f"      {error}\n      A tiny model with random weights takes its place: what it says means nothing.")
+        made = make_tiny_model(directory / "model-8x512", layers=8, hidden_size=512, heads=8, kv_heads=4, head_dim=64)
+    # Less memory than the default is sooner allocated.
+    return str(made), (*arguments_to_serve(), "--max-total-tokens", "8192")
+
+
+def _tokenizer(model: str) -> Any:
+    from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
+
+    declare_torchvision_operators()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # a tokenizer may raise anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ServerError(f"no tokenizer could be loaded from {model!r}: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,20 +187,51 @@ class _Rig:
 
 def _warm_up(server: SglangServer) -> None:
     """A first request, which pays for what is compiled and loaded once."""
-    generator = random.Random("warm-up")
-    server.generate([generator.randrange(10, 250) for _ in range(USER_TOKENS)], max_new_tokens=2, timeout=600)
+    server.generate(list(range(10, 250)) * 2, max_new_tokens=2, sampling=_SAMPLING, timeout=600)
 
 
-def _ask(server: SglangServer, prompt: Sequence[int]) -> Turn:
-    answer = server.generate(prompt, max_new_tokens=ANSWER_TOKENS, sampling={"ignore_eos": True}, timeout=600)
-    return Turn(tuple(prompt), answer)
+def _ask(server: SglangServer, question: str, prompt: Sequence[int], computed: Generation | None = None) -> Turn:
+    """Ask, and print the answer while it comes; ``computed`` is the same answer without a cache."""
+    print(textwrap.fill(f"You: {question}", _WIDTH, initial_indent="      ", subsequent_indent="           "))
+    words = _Words("      Model: ")
+    answer = server.generate(prompt, max_new_tokens=ANSWER_TOKENS, sampling=_SAMPLING, timeout=600, show=words.show)
+    words.end()
+    tokens = answer.cached
+    reused = tokens.device + tokens.host
+    parts = [f"{tokens.storage:,} from storage"] * bool(tokens.storage) + [f"{reused:,} from memory"] * bool(reused)
+    first = f"first token after {answer.time_to_first_token:.2f} s"
+    if computed is not None:
+        first += f" (without a cache: {computed.time_to_first_token:.2f} s)"
+    print(f"      [{first}; {len(prompt):,} tokens, {' and '.join(parts) if parts else 'all computed'}]", flush=True)
+    return Turn(question, tuple(prompt), answer)
 
 
-def _next_prompt(turns: Sequence[Turn], number: int) -> list[int]:
-    """The conversation so far, the last answer, and the user's next message (tokens that every tokenizer has)."""
-    before = [*turns[-1].prompt, *turns[-1].answer.output_ids] if turns else []
-    generator = random.Random(number)
-    return [*before, *(generator.randrange(10, 250) for _ in range(USER_TOKENS))]
+class _Words:
+    """Prints a text as it grows, in lines."""
+
+    def __init__(self, start: str) -> None:
+        self._printed = 0
+        self._indent = len(start)
+        self._column = self._indent
+        print(start, end="", flush=True)
+
+    def show(self, text: str, *, whole: bool = False) -> None:
+        """``text`` is all of it so far; its last word is kept back until it is ``whole``."""
+        end = len(text) if whole else max(text.rfind(" "), self._printed)
+        for word in text[self._printed : end].split():
+            # What a model with random weights says could hold anything.
+            shown = "".join(c if c.isprintable() else "?" for c in word)
+            if self._column + len(shown) >= _WIDTH:
+                print("\n" + " " * self._indent, end="")
+                self._column = self._indent
+            print(shown + " ", end="", flush=True)
+            self._column += len(shown) + 1
+        self._printed = end
+        self._text = text
+
+    def end(self) -> None:
+        self.show(self._text, whole=True)
+        print()
 
 
 class _Steps:

@@ -4,7 +4,6 @@
 missing on CPU                          mended by
 ======================================  ==============================================================================
 attention over a window's own pool      :mod:`hicache_ext.testing.torch_attention`, in place of torch_native
-the length of rows that pad a batch     1, as SGLang's other attention for CPUs has it (DP attention asks for it)
 the choice of experts                   SGLang's own torch path
 the gate of a shared expert             a line of torch
 Gated DeltaNet's kernels                :mod:`hicache_ext.testing.gdn_reference`
@@ -67,13 +66,9 @@ def hooks() -> Iterator[tuple[str, Callable[..., Any], Kind]]:
 def _attention(original: Callable[..., Any], **named: Any) -> Any:
     if named["backend_str"] != "torch_native":
         return original(**named)
-    if named["model_runner"].is_hybrid_swa:
-        from hicache_ext.testing.torch_attention import WindowAttention
+    from hicache_ext.testing.torch_attention import TorchAttention
 
-        return WindowAttention(named["model_runner"])
-    attention = original(**named)
-    attention.get_cpu_graph_seq_len_fill_value = lambda: 1
-    return attention
+    return TorchAttention(named["model_runner"])
 
 
 def _experts_in_torch(_: Callable[..., Any], choice: Any, *args: Any, **named: Any) -> Any:

