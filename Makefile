@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-fast coverage test-release releases test-gpu test-radosgw lint setup setup-test kills guards-campaign trouble soak
 .PHONY: conversations damages dying-devices power-loss
-.PHONY: decode-throughput pull-or-recompute clean
+.PHONY: decode-throughput pull-or-recompute docs clean
 
 help:
 	@echo "make demo       a real SGLang server restores a conversation from disk (MODEL=path for your own model)"
@@ -38,6 +38,7 @@ help:
 	@echo "make power-loss the power cut 200 times, ext4 and XFS, as root, 15 minutes; writes docs/reports/power-loss.md"
 	@echo "make decode-throughput  a real pair: decoding with and without the decode writer, 12 minutes; writes docs/reports/"
 	@echo "make pull-or-recompute  real servers over a tier that slows step by step, 8 minutes; writes docs/reports/"
+	@echo "make docs       the documentation as a site in build/site; every broken link and anchor fails it"
 	@echo "make clean      remove .venv and everything the demo made"
 
 setup:
@@ -117,5 +118,9 @@ decode-throughput: setup-test
 pull-or-recompute: setup-test
 	.venv/bin/python -m tests.campaigns.pull_or_recompute --minutes 7 --report docs/reports/pull-or-recompute.md
 
+docs: setup-test
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+	@echo "open build/site/index.html; with search: .venv/bin/python -m http.server -d build/site"
+
 clean:
-	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .demo build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

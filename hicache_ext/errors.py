@@ -1,7 +1,5 @@
 """The error tree of hicache_ext: every exception class of the package, and nothing else.
 
-::
-
     HicacheExtError
     |-- ConfigError                 the user's configuration is wrong; raised at start only
     |   `-- ConfigErrors            several wrong places in it

@@ -15,7 +15,7 @@ PACKAGE = Path(errors.__file__).parent
 
 def drawn_tree() -> dict[str, tuple[str | None, set[str]]]:
     """Class -> (the class it hangs from, other bases that its line names)."""
-    drawing = inspect.getdoc(errors).split("::", 1)[1]  # type: ignore[union-attr]
+    drawing = inspect.getdoc(errors).partition("\n\n")[2]  # type: ignore[union-attr]
     tree: dict[str, tuple[str | None, set[str]]] = {}
     above: list[str] = []
     for line in drawing.splitlines():

@@ -53,6 +53,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("explain", "hicache_ext.cli.explain_command", "where the pages of a prompt are, and why there is no hit"),
     Command("warm", "hicache_ext.cli.warm_command", "bring the pages of a prompt from the pool to this node's disk"),
     Command("reload", "hicache_ext.cli.reload_command", "have running servers take over their configuration file"),
+    Command("caches", "hicache_ext.cli.caches_command", "what is kept on this machine outside of tiers; --remove it"),
     Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
 )
 

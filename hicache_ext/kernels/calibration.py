@@ -22,6 +22,7 @@ import torch
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CalibrationError, ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
+from hicache_ext.runtime.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +100,14 @@ class Calibration:
 
 
 def calibration_file(gpu: str) -> Path:
-    """Where the calibration of a GPU model lies unless configured otherwise; ``gpu`` is its name in the driver."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    """Where the calibration of a GPU model lies unless configured otherwise; ``gpu`` is its name in the driver.
+
+    Raises ``CalibrationError`` for an account without a home directory."""
+    cache = user_cache()
+    if cache is None:
+        raise CalibrationError("this account has no home directory; say where the calibration is to lie")
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "unknown"
-    return Path(cache) / "hicache_ext" / "kernels" / f"{slug}.json"
+    return cache / "kernels" / f"{slug}.json"
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -134,11 +139,9 @@ def calibration_of_machine(settings: KernelsConfig) -> Calibration | None:
             raise ConfigError("kernels.calibration", str(error), remedy) from None
     if not torch.cuda.is_available():
         return None
-    path = calibration_file(torch.cuda.get_device_name())
-    if not path.exists():
-        return None
     try:
-        return read_calibration(path)
+        path = calibration_file(torch.cuda.get_device_name())
+        return read_calibration(path) if path.exists() else None
     except CalibrationError as error:
         logger.warning("%s; copies stay with SGLang's own path", error)
         return None

@@ -24,9 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hicache_ext.runtime.jit import sources_digest
+from hicache_ext.runtime.user_cache import user_cache
 
 _BEGINNING = b"hicache_ext compiled 1\n"
 _DIGEST = hashlib.sha256().digest_size
+_BEGINNING_OF_NAME = "hicache_ext-"
+_BEGINNING_OF_TEMPORARY = ".hicache_ext-"
+_END_OF_NAME = ".compiled"
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -73,7 +77,7 @@ class CodeCache:
     def keep(self, functions: Mapping[str, bytes], directory: Path) -> None:
         """Write the file, whole or not at all. Raises OSError."""
         content = pickle.dumps(dict(functions))
-        fd, temporary = tempfile.mkstemp(prefix=".hicache_ext-", dir=directory)
+        fd, temporary = tempfile.mkstemp(prefix=_BEGINNING_OF_TEMPORARY, dir=directory)
         try:
             with open(fd, "wb") as file:
                 file.write(_BEGINNING + hashlib.sha256(content).digest() + content)
@@ -86,7 +90,7 @@ class CodeCache:
             raise
 
     def _name(self, owner: int) -> str:
-        return f"hicache_ext-{self.version}.{owner}.compiled"
+        return f"{_BEGINNING_OF_NAME}{self.version}.{owner}{_END_OF_NAME}"
 
 
 def code_cache() -> CodeCache:
@@ -107,11 +111,17 @@ def code_cache() -> CodeCache:
     return CodeCache(version, tuple(configured or own), (*configured, *own))
 
 
+def compiled_files() -> list[Path]:
+    """Every file of compiled code where ``code_cache`` looks, of any version and account. Works without numba."""
+    configured = os.environ.get("NUMBA_CACHE_DIR")
+    places = [_PACKAGE / "__pycache__", *_of_account(), *([Path(configured).absolute()] if configured else [])]
+    patterns = (f"{_BEGINNING_OF_NAME}*{_END_OF_NAME}", f"{_BEGINNING_OF_TEMPORARY}*")
+    return sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
+
+
 def _of_account() -> list[Path]:
-    try:
-        return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hicache_ext"]
-    except RuntimeError:
-        return []
+    directory = user_cache()
+    return [] if directory is None else [directory]
 
 
 def _read(path: Path) -> Mapping[str, bytes]:

@@ -15,7 +15,10 @@ from hicache_ext.errors import ServerError
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any."""
+    """Where the cached tokens of a prompt came from, in tokens. SGLang reports it only when there were any.
+
+    ``storage_backend`` is the name of SGLang's backend, such as ``dynamic``.
+    """
 
     device: int = 0
     host: int = 0
@@ -25,7 +28,11 @@ class CachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer of ``/generate``. Times are seconds from sending the request to the first token and to the end."""
+    """One answer of ``/generate``. Times are seconds from sending the request to the first token and to the end.
+
+    ``cached_tokens`` of the ``prompt_tokens`` were not computed; ``cached`` says where they came from. ``meta_info`` is
+    SGLang's, as it came.
+    """
 
     text: str
     output_ids: tuple[int, ...]
@@ -61,7 +68,7 @@ class SglangClient:
 
         ``sampling`` adds to the sampling parameters and ``body`` to the request (``bootstrap_room`` and the like).
         ``show`` gets the text so far with each event.
-        Raises :class:`ServerError` when the server refuses or dies while it answers, ``OSError`` when it is gone.
+        Raises ``ServerError`` when the server refuses or dies while it answers, ``OSError`` when it is gone.
         """
         request = {
             **({"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}),
@@ -101,7 +108,7 @@ class SglangClient:
         )
 
     def events(self, path: str, body: Mapping[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer. Raises :class:`ServerError` when it breaks off."""
+        """The events of a streamed answer. Raises ``ServerError`` when it breaks off."""
         with self._open("POST", path, body, timeout) as response:
             for line in response:
                 if line.strip() == b"data: [DONE]":
@@ -116,7 +123,7 @@ class SglangClient:
 
         The wait is SGLang's own (``/flush_cache?timeout=``): it is idle only when its lists of ongoing write-throughs,
         load-backs, prefetches and backups are empty, so nothing on its way to storage is lost.
-        Raises :class:`ServerError` if that takes longer than ``timeout`` seconds.
+        Raises ``ServerError`` if that takes longer than ``timeout`` seconds.
         """
         with self._open("POST", f"/flush_cache?timeout={timeout}", None, timeout + 30):
             pass

@@ -19,12 +19,14 @@ class PageStoreWrapper(DelegatingStore):
     def __init__(self, inner: PageStore) -> None:
         super().__init__(inner)
         self.active = True
+        """False: calls go through unchanged. May be set from any thread, at any time."""
 
 
 class BeforeEachCall(PageStoreWrapper):
     """Does something before every call that reaches the medium; the base of SlowStore and RaisingStore."""
 
     def before_call(self) -> None:
+        """Overridden: called on the caller's thread before every get, set, contains, count_leading, remove, clear."""
         raise NotImplementedError
 
     def get(self, batch: PageBatch) -> list[GetResult]:

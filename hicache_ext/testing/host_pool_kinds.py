@@ -2,7 +2,7 @@
 
 ``MODELS`` names kinds of models; each makes its host pools by pool name, the anchor first, as SGLang's assembler does
 (srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py). Raises what SGLang raises for a layout that it does not have.
-Call :func:`hicache_ext.testing.sglang_cpu.prepare_process` before.
+Call ``hicache_ext.testing.sglang_cpu.prepare_process`` before.
 """
 
 from __future__ import annotations

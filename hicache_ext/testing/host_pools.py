@@ -1,6 +1,6 @@
 """Real SGLang device and host pools, small and on the CPU, and what SGLang gives a backend, for tests and benchmarks.
 
-Call :func:`hicache_ext.testing.sglang_cpu.prepare_process` before the first use in a process without a GPU.
+Call ``hicache_ext.testing.sglang_cpu.prepare_process`` before the first use in a process without a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from hicache_ext.sglang.releases import mha_host_arguments, mla_host_arguments
 
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+"""Of ``--hicache-mem-layout``, for pools of MHA and GQA models."""
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+"""The same for MLA models."""
 
 
 @dataclass(frozen=True, slots=True)

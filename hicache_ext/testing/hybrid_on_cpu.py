@@ -1,19 +1,19 @@
-"""What hybrid models need in SGLang on a machine without a GPU: used by :mod:`hicache_ext.testing.sglang_cpu`.
+"""What hybrid models need in SGLang on a machine without a GPU: used by ``hicache_ext.testing.sglang_cpu``.
 
 ======================================  ==============================================================================
 missing on CPU                          mended by
 ======================================  ==============================================================================
-attention over a window's own pool      :mod:`hicache_ext.testing.torch_attention`, in place of torch_native
+attention over a window's own pool      ``hicache_ext.testing.torch_attention``, in place of torch_native
 the choice of experts                   SGLang's own torch path
 the gate of a shared expert             a line of torch
-Gated DeltaNet's kernels                :mod:`hicache_ext.testing.gdn_reference`
+Gated DeltaNet's kernels                ``hicache_ext.testing.gdn_reference``
 Mamba states, host <-> device           SGLang's own torch path, the one for Ascend
 states kept for the prefix cache        SGLang's gate for them (CUDA and others) opened, and their copy in torch
 ======================================  ==============================================================================
 
 Not mended: FP8 and DeepSeek's sparse attention; docs/hybrid-models.md says what those would need.
 
-Nothing of SGLang is imported here: :func:`hooks` names what SGLang's hook registry is to wrap, and only the modules
+Nothing of SGLang is imported here: ``hooks`` names what SGLang's hook registry is to wrap, and only the modules
 that models without these layers import, too, or that cost nothing.
 """
 

@@ -1,6 +1,4 @@
-"""A real SGLang server as a context manager, for end-to-end tests and benchmarks.
-
-::
+"""A real SGLang server as a context manager, for end-to-end tests and benchmarks:
 
     with SglangServer(make_tiny_model(directory), storage_backend="file", log_file=directory / "server.log") as server:
         cold = server.generate([1, 2, 3] * 200)
@@ -9,7 +7,7 @@
         assert warm.output_ids == cold.output_ids and warm.cached.storage > 0
 
 The server is ``python -m hicache_ext.testing.sglang_cpu``: SGLang as it is on a GPU, the CPU rig elsewhere. It runs in
-a session of its own, so that :meth:`SglangServer.stop` can prove that no process of it is left.
+a session of its own, so that ``SglangServer.stop`` can prove that no process of it is left.
 """
 
 from __future__ import annotations
@@ -51,25 +49,29 @@ class SglangServer(SglangClient):
     A subclass may put ``command_prefix`` in front of its command.
 
     Args:
-        model: directory of the model, see :func:`hicache_ext.testing.tiny_model.make_tiny_model`.
+        model: directory of the model, see ``hicache_ext.testing.tiny_model.make_tiny_model``.
         log_file: where standard output and error of all processes go; truncated at start.
-        tp, dp: tensor-parallel and data-parallel size.
+        tp: tensor-parallel size.
+        dp: data-parallel size.
         page_size: tokens per page.
         hierarchical_cache: whether HiCache is on; the other cache arguments mean nothing without it.
-        mem_layout, io_backend, hicache_ratio: SGLang's ``--hicache-mem-layout``, ``--hicache-io-backend``,
-            ``--hicache-ratio``.
+        mem_layout: SGLang's ``--hicache-mem-layout``.
+        io_backend: ``--hicache-io-backend``.
+        hicache_ratio: ``--hicache-ratio``.
         storage_backend: ``--hicache-storage-backend``; none if not given.
         extra_config: ``--hicache-storage-backend-extra-config``: a mapping goes inline as JSON, a string as it is
             (``@file`` included).
         prefetch_policy: ``--hicache-storage-prefetch-policy``. The default waits, so that hits are no race.
         extra_arguments: anything else, as on the command line; comes last and therefore wins.
         environment: added to this process's environment.
-        start_timeout, stop_timeout: seconds.
+        start_timeout: seconds until the server has to answer.
+        stop_timeout: seconds until what has not left by itself is killed.
 
     One thread at a time may start and stop; any number may ask (client.py).
     """
 
     command_prefix: Sequence[str] = ()
+    """Words before the command: a debugger, ``unshare``, ``taskset``."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class SglangServer(SglangClient):
         self.stop()
 
     def start(self) -> None:
-        """Start the server and wait until it answers. Raises :class:`ServerError`, with no process left behind."""
+        """Start the server and wait until it answers. Raises ``ServerError``, with no process left behind."""
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +171,7 @@ class SglangServer(SglangClient):
             return f"(no log: {error})"
 
     def stop(self) -> None:
-        """Ask the server to leave, kill what has not left in time; raises :class:`ServerError` if anything survives."""
+        """Ask the server to leave, kill what has not left in time; raises ``ServerError`` if anything survives."""
         process = self._process
         if process is None:
             return
@@ -182,7 +184,7 @@ class SglangServer(SglangClient):
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL the whole process tree, as a power cut would; raises :class:`ServerError` if anything survives."""
+        """SIGKILL the whole process tree, as a power cut would; raises ``ServerError`` if anything survives."""
         process = self._process
         if process is None:
             return
@@ -276,6 +278,7 @@ def session_members(session: int) -> set[int]:
 
 
 def signal_process(pid: int, number: signal.Signals) -> None:
+    """Send a signal; one that is gone already is no error."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

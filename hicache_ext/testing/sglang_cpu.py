@@ -4,17 +4,15 @@
 server. On a machine with a GPU it hands over and changes nothing. Without one it mends, in every process of the server,
 what SGLang's CPU build of today lacks:
 
-==========================================  ==========================================================================
-missing on CPU                              mended by
-==========================================  ==========================================================================
-torchvision's operators (a CUDA build)      declaring the two schemas that its import needs
-``sgl_kernel``                              a stub module with the functions that are called
-what hybrid models need                     :mod:`hicache_ext.testing.hybrid_on_cpu`
-pinned host memory                          HiCache host pools, PD transfers and LoRA are told not to pin
-Triton, for token slots (until 0.5.21)      plain torch (cpu_allocation.py)
-host <-> device copy operations             the reference engine, through ``hicache_ext.sglang.kernel_hooks``
-CPU engine switch, CUDA events in PD        environment variables (only where unset)
-==========================================  ==========================================================================
+| missing on CPU | mended by |
+|---|---|
+| torchvision's operators (a CUDA build) | declaring the two schemas that its import needs |
+| ``sgl_kernel`` | a stub module with the functions that are called |
+| what hybrid models need | ``hicache_ext.testing.hybrid_on_cpu`` |
+| pinned host memory | HiCache host pools, PD transfers and LoRA are told not to pin |
+| Triton, for token slots (until 0.5.21) | plain torch (cpu_allocation.py) |
+| host <-> device copy operations | the reference engine, through ``hicache_ext.sglang.kernel_hooks`` |
+| CPU engine switch, CUDA events in PD | environment variables (only where unset) |
 
 SGLang spawns its processes, and a spawned child runs the module its parent was started from once more, under the name
 ``__mp_main__``: so this module mends each child before the child imports SGLang. What has to be patched inside SGLang
@@ -23,7 +21,7 @@ goes through SGLang's own hook registry.
 ``HICACHE_EXT_RIG_MODULES`` (module names, commas between them) adds hooks of a test's own: each module is imported in
 every process of the server, and its ``register()`` called, before SGLang starts there.
 
-Tests that build host pools in their own process call :func:`prepare_process` before they import SGLang.
+Tests that build host pools in their own process call ``prepare_process`` before they import SGLang.
 """
 
 from __future__ import annotations

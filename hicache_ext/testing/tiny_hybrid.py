@@ -2,12 +2,10 @@
 
 The weights are those of transformers' own classes, so that transformers can say what a model answers.
 
-==============  ====================================================================================================
-kind            layers
-==============  ====================================================================================================
-``gemma4``      Gemma 4's text model: 3 layers of sliding-window attention, 1 of full attention
-``qwen3_next``  Qwen3-Next: 3 layers of Gated DeltaNet, 1 of full attention, experts with a shared one in all
-==============  ====================================================================================================
+| kind | layers |
+|---|---|
+| ``gemma4`` | Gemma 4's text model: 3 layers of sliding-window attention, 1 of full attention |
+| ``qwen3_next`` | Qwen3-Next: 3 layers of Gated DeltaNet, 1 of full attention, experts with a shared one in all |
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from hicache_ext.testing.tiny_model import VOCABULARY_SIZE, make_directory, writ
 
 Kind = Literal["gemma4", "qwen3_next"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Every kind of model that can be made."""
 
 WINDOW = 96
 """Tokens that a layer of sliding-window attention sees; no multiple of most page sizes."""

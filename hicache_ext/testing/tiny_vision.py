@@ -16,6 +16,7 @@ from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
 from hicache_ext.testing.tiny_model import VOCABULARY_SIZE, make_directory, write_json, write_tokenizer
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""What stands in a prompt for an image."""
 
 _SPECIAL = {300: "<|vision_start|>", 301: "<|vision_end|>", 302: "<|image_pad|>", 303: "<|video_pad|>"}
 """In place of fillers of the tiny tokenizer."""

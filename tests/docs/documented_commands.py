@@ -69,6 +69,12 @@ RULES = (
     Rule("hicache-ext gc "),
     Rule("hicache-ext clear "),
     Rule("hicache-ext pins? "),
+    Rule(
+        "hicache-ext caches --remove",
+        How.PARSE,
+        why="it would remove the compiled code of whoever runs the tests; tests/test_distribution.py has it",
+    ),
+    Rule("hicache-ext caches"),
     Rule("hicache-ext unpin "),
     Rule(r"hicache-ext stats \S+ --once"),
     Rule(
@@ -115,6 +121,9 @@ RULES = (
     Rule("python -m tests.releases", How.NOT_RUN, why="it fetches wheels; the tests of releases use them"),
     Rule("make ", How.DRY, why="minutes; what the demo and the tests do is tested by themselves"),
     Rule("pip install ", How.NOT_RUN, why="a fixture does it; another test compares the extras with pyproject.toml"),
+    Rule("pip uninstall ", How.NOT_RUN, why="tests/test_distribution.py does it"),
+    Rule("python -m build", How.NOT_RUN, why="tests/test_distribution.py does it"),
+    Rule("python -m twine check ", How.NOT_RUN, why="tests/test_distribution.py does it"),
     Rule("mooncake_master ", How.NOT_RUN, why="a server; tests/rigs/mooncake_servers.py starts it"),
     Rule("mooncake_client ", How.NOT_RUN, why="a part of Mooncake"),
 )

@@ -124,8 +124,9 @@ def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     place = tmp_path_factory.mktemp("clean")
     source = place / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    (source / "scripts").mkdir()
+    for name in ("pyproject.toml", "setup.py", "scripts/documents.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
     shutil.copytree(ROOT / "hicache_ext", source / "hicache_ext", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
     programs = place / "venv" / "bin"

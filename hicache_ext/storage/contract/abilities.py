@@ -71,7 +71,8 @@ def clear_or_raise(store: PageStore, digests: Sequence[bytes] | None) -> int:
 class LooksUpFromMemory(Protocol):
     """A wrapper that answers look-ups from what it has learnt. clear() goes past the guards (tier_handle.py)."""
 
-    def forget_look_ups(self) -> None: ...
+    def forget_look_ups(self) -> None:
+        """Answer the next look-up from the medium again."""
 
 
 @runtime_checkable
@@ -86,7 +87,8 @@ class IdentityKeeper(Protocol):
 class Resizable(Protocol):
     """A store whose capacity may change while it is in use (a reload of the configuration)."""
 
-    def can_resize(self, capacity: int | None) -> bool: ...
+    def can_resize(self, capacity: int | None) -> bool:
+        """Whether ``resize`` takes this; bytes, None for no limit."""
 
     def resize(self, capacity: int | None) -> None:
         """``capacity`` as at the start, in bytes. What is too much goes with the next writes."""

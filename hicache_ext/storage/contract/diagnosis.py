@@ -9,10 +9,16 @@ from typing import Protocol, runtime_checkable
 
 
 class Level(enum.Enum):
+    """How bad a finding is. With an ERROR the doctor's exit code is 1."""
+
     OK = "ok"
+    """As it should be."""
     NOTE = "note"
+    """Worth knowing; nothing has to be done."""
     WARNING = "warning"
+    """It works, and costs something: speed, room, safety."""
     ERROR = "error"
+    """It does not work."""
 
 
 @dataclass(frozen=True, slots=True)

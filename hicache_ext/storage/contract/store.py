@@ -41,11 +41,13 @@ class GetResult(enum.Enum):
     """The result of one page of a ``get``. Only HIT means that the page's memory holds the page."""
 
     HIT = "hit"
+    """Identity, page hash, length and checksum agree; the segments hold the page."""
     MISS = "miss"
     """Absent."""
     CORRUPT = "corrupt"
     """An object was found that is not this page; the next write replaces it if the stored copy is bad."""
     TIMEOUT = "timeout"
+    """The call did not end within the tier's ``timeout``."""
     ERROR = "error"
     """The medium failed (EIO, connection lost)."""
     REJECTED = "rejected"
@@ -56,14 +58,19 @@ class SetResult(enum.Enum):
     """The result of one page of a ``set``. STORED and EXISTS mean that the page can be read from now on."""
 
     STORED = "stored"
+    """Written by this call."""
     EXISTS = "exists"
+    """It was there; the first writer wins."""
     REJECTED = "rejected"
     """Not stored and not an error: no space, larger than the tier takes, breaker open."""
     TIMEOUT = "timeout"
+    """The call did not end within the tier's ``timeout``; the page may be there."""
     ERROR = "error"
+    """The medium failed (EIO, connection lost); the page may be there."""
 
     @property
     def durable(self) -> bool:
+        """Whether the page can be read from now on."""
         return self in (SetResult.STORED, SetResult.EXISTS)
 
 
@@ -187,8 +194,9 @@ def counted(results: Sequence[_Result]) -> dict[str, int]:
 class PageBatch:
     """Pages to read into or write from: ``keys[i]`` belongs to the segments ``buffers[i]``.
 
-    A segment is a C-contiguous memoryview of bytes in host memory; the payload is the concatenation of a page's
-    segments. For a ``get`` they must be writable. ``PageMemory`` also has their addresses.
+    A key has 48 bytes: identity (16), page hash (32). A segment is a C-contiguous memoryview of bytes in host memory;
+    the payload is the concatenation of a page's segments. For a ``get`` they must be writable. ``PageMemory`` also has
+    their addresses. Raises ValueError where there are not as many keys as pages.
     """
 
     keys: Sequence[bytes]
@@ -209,6 +217,7 @@ class PageBatch:
         return len(self.sizes)
 
     def select(self, positions: Iterable[int]) -> PageBatch:
+        """The pages at these positions, in their order, over the same memory."""
         everything = range(len(self.sizes))
         if positions == everything:
             return self
@@ -242,27 +251,43 @@ class StoreInfo:
 
 @runtime_checkable
 class PageStore(Protocol):
-    """One tier. See the module docstring for the promises."""
+    """One tier, or several as one.
+
+    The caller guarantees that the memory of a batch stays valid and unshared until the call returns, and that keys have
+    48 bytes. The store guarantees that
+
+    - nothing touches the batch's memory after the call has returned;
+    - HIT means identity, page hash, length and checksum of what was read agree;
+    - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
+    - no call raises but after ``close()`` (StoreClosedError): a failure is a result.
+
+    Threads: any, several at once.
+    """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """That of the tier: its key in ``tiers``."""
 
     @property
-    def metrics(self) -> TierMetrics: ...
+    def metrics(self) -> TierMetrics:
+        """What was counted and timed, by event and reason."""
 
-    def describe(self) -> StoreInfo: ...
+    def describe(self) -> StoreInfo:
+        """What this store is; from memory alone, also after ``close()``."""
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         """Called once per identity before its first page, so that tools can name the pages. Never raises."""
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        """Read each page into its segments. Without a HIT the page's own segments may be half written."""
+        """Read each page into its segments: a result for each, in order.
+
+        Without a HIT the page's own segments may be half written."""
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        """Write each page that is absent."""
+        """Write each page that is absent: a result for each, in order."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are present. A present key may still turn out CORRUPT when read.
+        """Which keys are present, in order. A present key may still turn out CORRUPT when read.
 
         False also where that is unknown; ``metrics`` has then counted an error, timeout or rejected.
         """

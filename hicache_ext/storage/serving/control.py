@@ -35,14 +35,7 @@ _numbers = itertools.count()
 
 def runtime_directory() -> Path:
     """The directory of this user's sockets, made if missing. Raises ControlError if others can use it."""
-    chosen = os.environ.get(DIRECTORY_VARIABLE)
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if chosen:
-        directory = Path(chosen)
-    elif runtime and os.access(runtime, os.W_OK):
-        directory = Path(runtime) / "hicache_ext"
-    else:
-        directory = Path(tempfile.gettempdir()) / f"hicache_ext-{os.getuid()}"
+    directory = _place_of_sockets()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
@@ -110,17 +103,42 @@ class ControlSocket:
 
 def servers() -> Iterator[Path]:
     """Sockets of this user's running backends, sorted by process id; sockets without a listener are removed."""
-    for path in sorted(runtime_directory().glob("*.sock"), key=lambda path: (len(path.name), path.name)):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            try:
-                # The process id is no proof: in containers that share the directory it means another process.
-                connection.connect(os.fspath(path))
-            except (ConnectionRefusedError, FileNotFoundError):
-                path.unlink(missing_ok=True)
-                continue
-            except OSError as error:
-                logger.debug("hicache_ext: %s: %s", path, error)
-        yield path
+    for path in _sockets(runtime_directory()):
+        if _has_listener(path):
+            yield path
+        else:
+            path.unlink(missing_ok=True)
+
+
+def sockets_without_listener() -> list[Path]:
+    """What killed servers of this user have left. Makes nothing and removes nothing."""
+    return [path for path in _sockets(_place_of_sockets()) if not _has_listener(path)]
+
+
+def _place_of_sockets() -> Path:
+    chosen = os.environ.get(DIRECTORY_VARIABLE)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if chosen:
+        return Path(chosen)
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "hicache_ext"
+    return Path(tempfile.gettempdir()) / f"hicache_ext-{os.getuid()}"
+
+
+def _sockets(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.sock"), key=lambda path: (len(path.name), path.name))
+
+
+def _has_listener(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            # The process id is no proof: in containers that share the directory it means another process.
+            connection.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError as error:
+            logger.debug("hicache_ext: %s: %s", path, error)
+    return True
 
 
 def ask(path: Path, request: Request, seconds: float = 60.0) -> Answer:

@@ -30,6 +30,7 @@ class PageStoreCases:
 
     @pytest.fixture
     def store(self, medium: Medium) -> Iterator[PageStore]:
+        """A store over the medium; both are closed at the end."""
         store = medium.open()
         yield store
         store.close()

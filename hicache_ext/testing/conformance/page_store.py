@@ -1,6 +1,6 @@
 """Every promise of ``storage/contract/store.py`` as a test. For any PageStore, bare or wrapped.
 
-A store's test file::
+A store's test file:
 
     class MyMedium(Medium):
         type = "mine"

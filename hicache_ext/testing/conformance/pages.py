@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 
 IDENTITY = bytes(range(16))
+"""The first 16 bytes of most keys of the suite."""
 OTHER_IDENTITY = bytes(range(16, 32))
+"""Those of pages that must never be taken for the others."""
 
 _GUARD = b"\xa5" * 64
 
@@ -20,6 +22,7 @@ def page_key(name: int | str, identity: bytes = IDENTITY) -> bytes:
 
 
 def page_keys(count: int, prefix: str = "page", identity: bytes = IDENTITY) -> list[bytes]:
+    """``count`` keys; equal arguments give equal keys, in every process."""
     return [page_key(f"{prefix}-{number}", identity) for number in range(count)]
 
 
@@ -50,6 +53,7 @@ class HostPages:
             self.buffers.append([memory[begin:end] for begin, end in places])
 
     def write(self, page: int, payload: bytes) -> None:
+        """Put ``payload`` into the segments of a page, which have its size."""
         offset = 0
         for segment in self.buffers[page]:
             segment[:] = payload[offset : offset + segment.nbytes]
@@ -57,6 +61,7 @@ class HostPages:
         assert offset == len(payload), "the page and its payload differ in size"
 
     def payload(self, page: int) -> bytes:
+        """What the segments of a page hold, one behind the other."""
         return b"".join(self.buffers[page])
 
     def snapshot(self) -> list[bytes]:
@@ -64,6 +69,7 @@ class HostPages:
         return [bytes(arena) for arena in self._arenas]
 
     def assert_guards_intact(self) -> None:
+        """Fails if a byte beside a segment was changed."""
         for arena, segments in zip(self._arenas, self.buffers, strict=True):
             position = 0
             for segment in [*segments, None]:

@@ -1,7 +1,7 @@
 """A Hypothesis state machine that runs a backend with several pools beside a dict: a prefix is there with all of its
 pools, or it is not there.
 
-A backend's test file::
+A backend's test file:
 
     TestMyBackend = pools_machine(open_my_medium).TestCase
 
@@ -56,7 +56,8 @@ class BackendMedium(Protocol):
     def settle(self) -> None:
         """Wait for what the backend still writes, examines and takes away in the background."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Take the medium away; called once, after the backend was closed."""
 
 
 def pools_machine(open_medium: Callable[[], BackendMedium], *, evicts: bool = False) -> type[RuleBasedStateMachine]:

@@ -4,21 +4,19 @@ The conformance suite looks at stored bytes through it, so that a mistake made t
 reading, cannot hide. Written from ``docs/page-format.md``: a page object is a header and the payload behind it; numbers
 are little-endian. The first 128 bytes of the header are
 
-======  ====  =========================================================
-offset  size  field
-======  ====  =========================================================
-0       8     magic ``HICACHEX``
-8       2     format version, 1
-10      2     flags; bit 0: the payload checksum is present
-12      4     header length: where the payload begins, 128..65536
-16      16    identity digest
-32      32    page hash
-64      8     payload length
-72      16    xxh3-128 of the payload, big-endian
-88      8     time of writing, milliseconds since 1970
-96      16    reserved, zeros
-112     16    xxh3-128 of the bytes 0..111, big-endian
-======  ====  =========================================================
+| offset | size | field |
+|---|---|---|
+| 0 | 8 | magic ``HICACHEX`` |
+| 8 | 2 | format version, 1 |
+| 10 | 2 | flags; bit 0: the payload checksum is present |
+| 12 | 4 | header length: where the payload begins, 128..65536 |
+| 16 | 16 | identity digest |
+| 32 | 32 | page hash |
+| 64 | 8 | payload length |
+| 72 | 16 | xxh3-128 of the payload, big-endian |
+| 88 | 8 | time of writing, milliseconds since 1970 |
+| 96 | 16 | reserved, zeros |
+| 112 | 16 | xxh3-128 of the bytes 0..111, big-endian |
 
 and zeros up to the header length.
 """

@@ -1,6 +1,6 @@
 """A Hypothesis state machine that runs a PageStore beside a dict: any order of calls, never a wrong byte.
 
-A store's test file::
+A store's test file:
 
     TestMyStore = page_store_machine(open_my_medium).TestCase
 

@@ -1,6 +1,6 @@
 """What SGLang relies on in a storage backend, as tests. For any HiCacheStorage, ours or another.
 
-A backend's test file::
+A backend's test file:
 
     class TestMyBackend(StorageBackendTests):
         def open_backend(self, directory, storage_config):
@@ -27,7 +27,9 @@ from hicache_ext.testing.host_pools import Pools, make_storage_config, mha_pools
 from hicache_ext.testing.sglang_cpu import prepare_process
 
 PAGE_SIZE = 16
+"""Tokens."""
 PAGES = 16
+"""Of the host pool, beside the one that SGLang adds."""
 
 
 def page_keys(count: int, chain: str = "a") -> list[str]:
@@ -75,10 +77,12 @@ class Driver:
         return leading
 
     def content(self, page: int) -> bytes:
+        """The bytes of a host page."""
         data = self.pools.host.get_data_page(page * PAGE_SIZE).contiguous().view(torch.uint8)
         return bytes(data.numpy().tobytes())
 
     def wipe(self) -> None:
+        """Zeros in every host page."""
         self.pools.host.kv_buffer.view(torch.uint8).zero_()
 
 
@@ -86,6 +90,7 @@ class StorageBackendTests:
     """Inherit and fill in ``open_backend``; the rest has defaults."""
 
     zero_copy = True
+    """False: pages are copied to flat tensors and given to the generic calls."""
 
     kv_dtype: str | None = None
     """What ``--kv-cache-dtype`` would say in a server, where a test uses fp8 pools (SGLang keeps them as uint8)."""
