@@ -139,10 +139,32 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
         {"workload": asdict(workload), "flush": arguments.flush, "results": entries(results)},
         tables(results),
         panels(results),
+        _method(arguments),
     )
     report.show()
     report.write(arguments, hidden)
     return 0
+
+
+def _method(arguments: argparse.Namespace) -> str:
+    words = [
+        "All users ask at once, and every user has had turn t before any has turn t + 1; a prompt is the whole",
+        "conversation so far. Medians over users and rounds, quartiles as bars. Equal conversations in all arms, others in",
+        "each round.",
+    ]
+    if arguments.flush:
+        words += [
+            "After each turn the device and host memory of every arm is emptied, as other users' prompts would do it: what",
+            "is not in storage is computed again.",
+        ]
+    if arguments.arm:
+        words += [
+            "Each arm is a server of its own, one after the other, with an empty storage directory, pages of",
+            f"{arguments.page_size} tokens and the prefetch policy `wait_complete`. Two first requests pay for what is",
+            "loaded and compiled once.",
+        ]
+        words += [f"*{name}*: {what}." for name, what in ARMS.items() if name in arguments.arm]
+    return "\n".join(words) + "\n"
 
 
 def converse(target: Target, workload: Workload, *, flush: bool = False, settle: float = 0.0) -> ArmResult:
