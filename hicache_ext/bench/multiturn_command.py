@@ -149,13 +149,13 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
 def _method(arguments: argparse.Namespace) -> str:
     words = [
         "All users ask at once, and every user has had turn t before any has turn t + 1; a prompt is the whole",
-        "conversation so far. Medians over users and rounds, quartiles as bars. Equal conversations in all arms, others in",
-        "each round.",
+        "conversation so far. Medians over users and rounds, quartiles as bars. Equal conversations in all arms,",
+        "others in each round.",
     ]
     if arguments.flush:
         words += [
-            "After each turn the device and host memory of every arm is emptied, as other users' prompts would do it: what",
-            "is not in storage is computed again.",
+            "After each turn the device and host memory of every arm is emptied, as other users' prompts would do it:",
+            "what is not in storage is computed again.",
         ]
     if arguments.arm:
         words += [
