@@ -32,6 +32,8 @@ _FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inl
 _RENDERED_FILE = "hicache.yaml"
 _LONG_TIMEOUT = 30.0
 """Seconds of a tier's timeout that are a mistake rather."""
+_LONGEST_DRAIN = 13.0
+"""Seconds: SGLang kills its schedulers 15 s after it asked them to end (0.5.20 to 0.5.23); a close takes one more."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +155,12 @@ def _notes(checked: ExtraConfig, inline: bool) -> Iterator[str]:
                 f"tier {name}: timeout is {format_duration(tier.timeout)}, which a tier that hangs costs a request; a "
                 "number without unit is seconds, milliseconds are written 200ms"
             )
+    if config.background.drain > _LONGEST_DRAIN:
+        yield (
+            f"background.drain is {format_duration(config.background.drain)}, and SGLang kills its processes 15 s "
+            "after it told them to end: what is still queued then is lost; use "
+            f"{format_duration(_LONGEST_DRAIN)} or less"
+        )
     for _, secret in secrets_in(checked):
         try:
             secret.reveal()

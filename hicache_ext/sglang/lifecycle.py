@@ -176,6 +176,8 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def _export_sources(self) -> list[TierMetrics]:
         self._failures.set_level("serving", "", float(not self._pools.unavailable))
+        in_force = self._config_file is None or self._config_file.in_force
+        self._failures.set_level("config_in_force", "", float(in_force))
         for pool in list(self._pools.bound) + list(self._pools.unserved):
             self._failures.set_level("unserved_pool", pool, float(pool in self._pools.unserved))
         beside = [self._failures, kernel_metrics, *self._also_counted, *self._hints.metrics]

@@ -97,6 +97,15 @@ def test_check_notes_that_an_allocator_in_a_file_is_ignored_but_on_a_decode_node
     assert output.count("note: SGLang ignores 'allocator' in a file") == notes
 
 
+@pytest.mark.parametrize(("drain", "remarked"), [("13s", False), ("30s", True)])
+def test_check_notes_a_drain_that_sglang_does_not_wait_for(
+    drain: str, remarked: bool, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(example_config() + f"  background: {{drain: {drain}}}\n")
+    assert main(["config", "check", str(file)]) == 0
+    assert ("SGLang kills its processes 15 s after" in capsys.readouterr().out) is remarked
+
+
 def test_check_mentions_a_tier_that_is_never_used(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = "    spare: {type: file, path: /mnt/spare, capacity: 1GiB}\n  retrieve_locations"
     file.write_text(example_config().replace("  retrieve_locations", more))

@@ -61,6 +61,7 @@ _RIVALS = "the clean environment has no rivals; elsewhere one may be missing, an
 RULES = (
     Rule("hicache-ext .*--help$"),
     Rule("hicache-ext config "),
+    Rule("docker build ", How.NOT_RUN, why="it wants Docker and SGLang's image"),
     Rule("docker run ", How.NOT_RUN, why="it wants Docker, an image and a GPU"),
     Rule("hicache-ext doctor ", clean=(1,), why=_NO_SGLANG),
     Rule("hicache-ext ls "),

@@ -16,6 +16,7 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_document
 from hicache_ext.config.problems import config_error
 from hicache_ext.errors import ConfigError, ControlError, HicacheExtError
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.mounts import read_mounts
 from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
@@ -58,6 +59,7 @@ class ConfigFile:
         if view(self._document.hicache_ext) != store.config:
             raise ConfigError(file, "does not hold the configuration that this server was started with")
         self._lock = threading.Lock()
+        self._refused = self._gone = False
         self._watcher = BackgroundLoop("hicache-config", self._look)
         self._socket: ControlSocket | None = None
         try:
@@ -67,19 +69,34 @@ class ConfigFile:
         if watch:
             self._watcher.wake(watch_interval)
 
+    @property
+    def in_force(self) -> bool:
+        """Whether this server goes by its file, as far as it has looked: False after a file that was not taken over,
+        and while a watched one is gone. Such a server works; its next start will not. Threads: any."""
+        return not (self._refused or self._gone)
+
     def reload(self, *, only_check: bool = False) -> list[str]:
         """Put the file in force; returns the changes in words. Raises HicacheExtError; nothing has changed then."""
         with self._lock:
-            document = load_document(self._file)
-            if problems := _unchangeable(self._document, document):
-                raise config_error(problems)
-            config = self._view(document.hicache_ext)
-            if only_check:
-                self._store.check(config)
-                return []
-            changes = self._store.reload(config)
-            self._document = document
+            try:
+                changes = self._take_over(only_check)
+            except Exception:
+                self._refused = self._refused or not only_check
+                raise
+            self._refused = self._refused and only_check
             return changes
+
+    def _take_over(self, only_check: bool) -> list[str]:
+        document = load_document(self._file)
+        if problems := _unchangeable(self._document, document):
+            raise config_error(problems)
+        config = self._view(document.hicache_ext)
+        if only_check:
+            self._store.check(config)
+            return []
+        changes = self._store.reload(config)
+        self._document = document
+        return changes
 
     def close(self) -> None:
         if self._socket is not None:
@@ -98,6 +115,7 @@ class ConfigFile:
 
     def _look(self) -> float:
         signature = _signature(self._file)
+        self._gone = signature is None
         if signature == self._seen or signature is None:
             return self._interval
         if not self._watcher.rest(self._interval) or _signature(self._file) != signature:
@@ -132,6 +150,16 @@ def _signature(file: str) -> _Signature | None:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def _is_mounted_alone(file: str) -> bool:
+    """Whether the file is a mount of its own: that stays the same file, whatever is put in its place."""
+    directory, name = os.path.split(os.path.abspath(file))
+    point = os.path.join(os.path.realpath(directory), name)
+    try:
+        return any(mount.point == point for mount in read_mounts())
+    except OSError:
+        return False
+
+
 def config_file_of(
     file: str | None, store: ReloadableStore, config: HicacheExtConfig, view: View = _as_it_is
 ) -> ConfigFile | None:
@@ -140,6 +168,12 @@ def config_file_of(
         if config.watch_config:
             logger.warning("hicache_ext.watch_config: the configuration was given inline, so that no file is watched")
         return None
+    if config.watch_config and _is_mounted_alone(file):
+        logger.warning(
+            "hicache_ext.watch_config: %s is mounted by itself (subPath, or a file given to docker -v), so that a file "
+            "that takes its place is never seen here; mount the directory that holds it",
+            file,
+        )
     try:
         return ConfigFile(file, store, watch=config.watch_config, view=view)
     except (HicacheExtError, RuntimeError) as error:

@@ -57,6 +57,7 @@ HELP = {
     "rejected": "Pages not tried, by reason.",
     "error": "Failures of the medium.",
     "serving": "1 while pages are stored and served; 0 until the weights are identified, and while L1 is of old ones.",
+    "config_in_force": "0 after a configuration file that was not taken over; else 1.",
     "unserved_pool": "1 for a host pool that cannot be served, so that nothing is; 0 for the others.",
     "failure": "Calls that raised and were answered as a miss.",
     "dropped_pages": "Pages dropped from a queue in the background.",

@@ -112,6 +112,28 @@ def test_containers_that_mount_the_directory_at_different_places_share_it(
     assert other.do(hits, page_keys(8)) == 8
 
 
+def test_containers_with_different_capacities_never_take_more_than_the_largest_together(
+    start: Callable[..., Pod], place: Path
+) -> None:
+    large = start(capacity=4 * CAPACITY)
+    large.do(write_other_pages, "large", 8 * CAPACITY // sum(SIZES))
+    assert CAPACITY < bytes_on_disk(place) <= 4 * CAPACITY
+    small = start(capacity=CAPACITY)
+    # What is beyond its own capacity goes when it starts, the coldest pages first.
+    deadline = time.monotonic() + LONG
+    while bytes_on_disk(place) > CAPACITY:
+        assert time.monotonic() < deadline, "the smaller capacity is not kept"
+        time.sleep(0.05)
+    for turn in range(2):
+        small.do(write_other_pages, f"small {turn}", CAPACITY // sum(SIZES))
+        large.do(write_other_pages, f"large {turn}", 8 * CAPACITY // sum(SIZES))
+        assert bytes_on_disk(place) <= 4 * CAPACITY
+
+
+def bytes_on_disk(place: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in place.rglob("*") if file.is_file())
+
+
 def test_the_pages_are_there_when_the_first_container_has_ended_and_another_one_comes(
     start: Callable[..., Pod],
 ) -> None:

@@ -6,22 +6,29 @@ one or two words and an HTTP status are taken from them, so that no text of a se
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import Secret
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
+
+logger = logging.getLogger(__name__)
 
 RETRIES = 3
 _FIRST_PAUSE = timedelta(milliseconds=50)
 _LONGEST_PAUSE = timedelta(seconds=1)
 _CONNECT_TIMEOUT = 2.0
 """Seconds; a store in reach takes less, and one that is gone must not use up a call's time."""
+KEYS_LAST = timedelta(seconds=30)
+"""How long the keys of an S3 tier are used before their files are read again."""
+_RENEWED_BEFORE = timedelta(minutes=5)
+"""obstore asks for other keys so long before those that it has expire."""
 
 INSTALL_HINT = "pip install 'hicache-ext[object]'"
 
@@ -67,10 +74,9 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
         options |= _given(
             endpoint=_s3_endpoint(tier, virtual),
             region=tier.region or ("us-east-1" if tier.endpoint else None),
-            access_key_id=_revealed(tier.access_key),
-            secret_access_key=_revealed(tier.secret_key),
-            session_token=_revealed(tier.session_token),
         )
+        if tier.access_key is not None:
+            options["credential_provider"] = _S3Keys(name, tier)
         options["virtual_hosted_style_request"] = virtual
         # Saves a request per page: object tags are never used.
         options["disable_tagging"] = True
@@ -87,6 +93,33 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
         raise StoreSetupError(
             name, f"the client of {tier.url} cannot be made ({type(error).__name__})", ["check region and credentials"]
         ) from None
+
+
+class _S3Keys:
+    """The keys of a tier, for obstore to ask for, on threads of its own: those of a file may be others tomorrow.
+
+    Keys that cannot be read while a server runs are those that it had: a file may be being exchanged.
+    """
+
+    def __init__(self, name: str, tier: ObjectTierConfig) -> None:
+        """Raises ConfigError for a secret that cannot be read."""
+        self._name = name
+        self._tier = tier
+        self._keys = self._read()
+
+    def __call__(self) -> dict[str, Any]:
+        try:
+            self._keys = self._read()
+        except ConfigError as error:
+            logger.warning("tier %s: %s; going on with the keys that it had", self._name, error)
+        return {**self._keys, "expires_at": datetime.now(UTC) + _RENEWED_BEFORE + KEYS_LAST}
+
+    def _read(self) -> dict[str, str | None]:
+        return {
+            "access_key_id": _revealed(self._tier.access_key),
+            "secret_access_key": _revealed(self._tier.secret_key),
+            "token": _revealed(self._tier.session_token),
+        }
 
 
 def _s3_endpoint(tier: ObjectTierConfig, virtual: bool) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from typing import Any
@@ -29,10 +30,43 @@ def login_arguments(tier: RedisTierConfig) -> list[bytes]:
     return [b"AUTH", *user, tier.password.reveal().encode()]
 
 
-def tls_context(tier: RedisTierConfig) -> ssl.SSLContext | None:
-    """None without TLS. Raises OSError (ssl.SSLError is one) for files that cannot be used."""
-    if not tier.tls:
-        return None
+class TlsSettings:
+    """Certificates and key of a tier for its next connection: made anew when one of their files was exchanged.
+
+    Threads: any.
+    """
+
+    def __init__(self, tier: RedisTierConfig) -> None:
+        """Raises OSError (ssl.SSLError is one) for files that cannot be used."""
+        self._tier = tier
+        self._made = self._signature(), _tls_context(tier)
+
+    def context(self) -> ssl.SSLContext:
+        """What the files say; what they said before where they cannot be used, as amid an exchange."""
+        signature = self._signature()
+        before, context = self._made
+        if signature == before:
+            return context
+        try:
+            made = _tls_context(self._tier)
+        except OSError:
+            return context
+        self._made = signature, made
+        return made
+
+    def _signature(self) -> tuple[object, ...]:
+        """Changes with every write of a file, also where it is a link to another one by then."""
+        found: list[object] = []
+        for file in (self._tier.tls_ca, self._tier.tls_certificate, self._tier.tls_key):
+            try:
+                status = None if file is None else os.stat(file)
+            except OSError:
+                status = None
+            found.append(status and (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+        return tuple(found)
+
+
+def _tls_context(tier: RedisTierConfig) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=tier.tls_ca)
     context.check_hostname = tier.tls_verify == "full"
     context.verify_mode = ssl.CERT_NONE if tier.tls_verify == "none" else ssl.CERT_REQUIRED

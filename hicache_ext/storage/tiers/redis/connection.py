@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Sequence
 
 from hicache_ext.errors import LoginError, ProtocolError
-from hicache_ext.storage.tiers.redis.clients import login_arguments
+from hicache_ext.storage.tiers.redis.clients import TlsSettings, login_arguments
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.resp import ErrorReply, Reply, ReplyReader, command
 from hicache_ext.storage.tiers.redis.wire import Wire, connect
@@ -48,7 +47,7 @@ def open_connection(
     tier: RedisTierConfig,
     endpoint: Endpoint,
     address: tuple[int, tuple[str, int] | str],
-    tls: ssl.SSLContext | None,
+    tls: TlsSettings | None,
     deadline: float,
 ) -> Connection:
     """Connect, log in, choose the database.
@@ -57,7 +56,7 @@ def open_connection(
     cannot be read.
     """
     login = login_arguments(tier)
-    wire = connect(*address, deadline, tls=tls, server_name=endpoint.host)
+    wire = connect(*address, deadline, tls=None if tls is None else tls.context(), server_name=endpoint.host)
     try:
         connection = Connection(wire, deadline)
         steps = [login] if login else []

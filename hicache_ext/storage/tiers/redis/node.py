@@ -17,7 +17,7 @@ from hicache_ext.errors import ConfigError, LaneBusyError, NodeDownError, Protoc
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.redis.clients import resolve, short_call
+from hicache_ext.storage.tiers.redis.clients import TlsSettings, resolve, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection, open_connection
 
@@ -73,7 +73,7 @@ class Node:
         self,
         tier: RedisTierConfig,
         endpoint: Endpoint,
-        tls: ssl.SSLContext | None,
+        tls: TlsSettings | None,
         metrics: TierMetrics,
         when_down: Callable[[], None],
     ) -> None:

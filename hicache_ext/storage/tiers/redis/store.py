@@ -34,7 +34,7 @@ from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import hints
-from hicache_ext.storage.tiers.redis.clients import admin_client, short_call, tls_context
+from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.dispatch import Dispatch, Talk
 from hicache_ext.storage.tiers.redis.names import identity_name, page_name, page_names_of, page_prefix
@@ -98,7 +98,7 @@ class RedisPageStore(TierStore):
         self._documents: dict[bytes, bytes] = {}
         self._documents_saved: dict[bytes, float] = {}
         try:
-            tls = tls_context(tier)
+            tls = TlsSettings(tier) if tier.tls else None
         except (ssl.SSLError, OSError) as error:
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
         self._topology = Topology(name, tier, tls, self.metrics)

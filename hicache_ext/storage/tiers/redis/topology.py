@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import binascii
 import logging
-import ssl
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import redis
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.redis.clients import admin_client
+from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 
@@ -38,7 +37,7 @@ _LONGEST_FAREWELL = 5.0
 class Topology:
     """Threads: any; ``node_of`` costs a dictionary look-up or a checksum of the key."""
 
-    def __init__(self, name: str, tier: RedisTierConfig, tls: ssl.SSLContext | None, metrics: TierMetrics) -> None:
+    def __init__(self, name: str, tier: RedisTierConfig, tls: TlsSettings | None, metrics: TierMetrics) -> None:
         """Reach a server and learn the map, in at most the tier's timeout.
 
         Raises StoreSetupError when no server can be reached and the tier is ``required``, and always when what was

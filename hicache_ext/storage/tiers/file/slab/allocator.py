@@ -8,6 +8,9 @@ making and deleting files, is done without the lock of the index.
 from __future__ import annotations
 
 import bisect
+import enum
+import errno
+import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -17,6 +20,7 @@ from contextlib import suppress
 import numpy as np
 
 from hicache_ext.errors import IndexBusyError
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageKeys
@@ -31,6 +35,8 @@ from hicache_ext.storage.tiers.file.slab.shapes import Slab, slots_within
 from hicache_ext.storage.tiers.file.slab.slot_code import Words
 from hicache_ext.storage.tiers.file.slab.slot_references import Numbers
 
+logger = logging.getLogger(__name__)
+
 _SLABS_AT_CAPACITY = 16
 """A full directory has about this many slabs, unless they would be larger than ``_largest_slab``."""
 _LARGEST_SLAB = 1 << 30
@@ -42,10 +48,24 @@ _ATTEMPTS = 64
 """To take slots: slabs of other slot sizes that one write may take away, and portions that are evicted for it."""
 _FILES_INTERVAL = 10.0
 """Seconds between two looks whether the files of all slabs are there."""
+_FULL_DISK_PAUSE = 1.0
+"""Seconds for which a disk without room is not asked for more: pages take the slots of colder ones meanwhile."""
+_FULL_DISK_SAID = 600.0
+"""Seconds between two lines of the log about it."""
 _CLOCK_INTERVAL = 1.0
 """Seconds between two values that ``ClockTimes`` keeps, at first."""
 _MOST_CLOCK_VALUES = 4096
 """Values kept; beyond that every other one is dropped, and the interval doubles."""
+
+
+class _Growth(enum.Enum):
+    """What came of adding a slab."""
+
+    GREW = enum.auto()
+    AT_CAPACITY = enum.auto()
+    DISK_FULL = enum.auto()
+    FAILED = enum.auto()
+    """The device. To evict pages would make no room on it."""
 
 
 class SlotAllocator:
@@ -82,6 +102,9 @@ class SlotAllocator:
         self._spared_words: Words = np.empty(0, np.int64)
         self._full: dict[int, int] = {}
         """Slot sizes for which no slab could be added, each with the slabs as they were (``View.changes``)."""
+        self._disk_full_until = 0.0
+        """time.monotonic(); no slab is added before."""
+        self._log = LimitedLog(logger, _FULL_DISK_SAID)
         self._to_finish: deque[Slab] = deque()
         """Slabs whose files are there, and whose index was held by another process."""
         self._times_lock = threading.Lock()
@@ -135,9 +158,11 @@ class SlotAllocator:
         self._index.go_together(self._companions.of(self._index.numbers))
         with self._times_lock:
             self._clock_times.note(self._index.inserts, time.time())
+        found_full = False
         for _ in range(_ATTEMPTS):
             slabs = self._index.view().changes
-            left, evicting = wanted - len(taken[slot_size]), self._full.get(slot_size) == slabs
+            left, disk_full = wanted - len(taken[slot_size]), time.monotonic() < self._disk_full_until
+            evicting = disk_full or self._full.get(slot_size) == slabs
             rows, evicted = self._index.take(slot_size, left, ticket, oldest, spared, evicting=evicting)
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
@@ -147,11 +172,18 @@ class SlotAllocator:
             if len(rows) == left:
                 return
             if not evicting:
-                if not self._add_slab(slot_size):
+                growth = self._add_slab(slot_size)
+                if growth is _Growth.AT_CAPACITY:
                     self._full[slot_size] = slabs
-            elif not len(rows) and not evicted.slots and not self._reclaim(slot_size, oldest, needed=True):
-                # Nothing is left to evict.
-                return
+                elif growth is _Growth.FAILED or (growth is _Growth.DISK_FULL and found_full):
+                    return
+                found_full = found_full or growth is _Growth.DISK_FULL
+            elif not len(rows) and not evicted.slots:
+                # Of a full disk one slab in a while: others may take the room of each that is given up.
+                if (disk_full and not found_full) or not self._reclaim(slot_size, oldest, needed=True):
+                    # Nothing is left to evict.
+                    return
+                self._disk_full_until = 0.0
 
     def _spared(self) -> Words:
         """The hashes of pinned pages as ``SlabIndex.take`` wants them."""
@@ -209,8 +241,8 @@ class SlotAllocator:
                 return self._drop_slab(slab)
         return False
 
-    def _add_slab(self, slot_size: int) -> bool:
-        """Grow by one slab within the capacity; False when that is used up or the disk is full."""
+    def _add_slab(self, slot_size: int) -> _Growth:
+        """Grow by one slab within the capacity and what the disk has left."""
         whole = max(1, slots_within(self._whole_slab(), slot_size))
         # Looks at the disk at times: not under the lock.
         former = self._former.bytes()
@@ -227,15 +259,16 @@ class SlotAllocator:
             former = self._former.bytes()
             slab = self._index.begin_slab(slot_size, wanted)
         if slab is None:
-            return False
-        made = False
+            return _Growth.AT_CAPACITY
+        growth = _Growth.FAILED
         try:
-            made = self._make_files(slab)
+            growth = self._make_files(slab)
         finally:
-            if not made:
+            if growth is not _Growth.GREW:
                 self._index.forget_slab(slab)
-        self._finish(slab)
-        return True
+        if growth is _Growth.GREW:
+            self._finish(slab)
+        return growth
 
     def _finish(self, slab: Slab) -> None:
         """Have the slots of a slab taken, whose files are there. Raises IndexBusyError: then the next write does it."""
@@ -247,16 +280,21 @@ class SlotAllocator:
             raise
         self._look_at_slabs()
 
-    def _make_files(self, slab: Slab) -> bool:
+    def _make_files(self, slab: Slab) -> _Growth:
         for last in (False, True):
             try:
                 self._directory.create_slab_files(slab)
-                return True
+                return _Growth.GREW
             except OSError as error:
                 if last or not self._former.make_room(self._tier):
                     self._failed(error)
-                    return False
-        return False
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        return _Growth.FAILED
+                    self._disk_full_until = time.monotonic() + _FULL_DISK_PAUSE
+                    words = "tier %s: no space left for %s below its capacity; new pages take the place of cold ones"
+                    self._log.log(logging.WARNING, "full", words, self._tier, self._directory.path)
+                    return _Growth.DISK_FULL
+        return _Growth.FAILED
 
     def _whole_slab(self) -> int:
         """Bytes of disk of a slab."""

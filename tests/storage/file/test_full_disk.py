@@ -1,0 +1,127 @@
+"""Slabs on a disk that others have filled: what is stored stays useful, and the disk is not asked again and again."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiers.file.multipath import SpreadStore
+from hicache_ext.storage.tiers.file.slab import allocator
+from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+from tests.rigs.slab_tier import open_slab_tier
+
+SIZE = 100_000
+CAPACITY = 64 << 20
+
+
+class FullDisk:
+    """Slabs can be made while ``room`` is true."""
+
+    def __init__(self) -> None:
+        self.room = True
+        self.code = errno.ENOSPC
+        self.refused = 0
+        self.room_of_dropped = False
+
+    def around(self, create: Callable[..., None]) -> Callable[..., None]:
+        def create_slab_files(*arguments: object) -> None:
+            if not self.room:
+                self.refused += 1
+                raise OSError(self.code, "no room")
+            create(*arguments)
+
+        return create_slab_files
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    disk = FullDisk()
+    monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 3600.0)
+    monkeypatch.setattr(SlabDirectory, "create_slab_files", disk.around(SlabDirectory.create_slab_files))
+    delete = SlabDirectory.delete_slab_files
+
+    def delete_slab_files(*arguments: object) -> None:
+        delete(*arguments)  # type: ignore[arg-type]
+        disk.room = disk.room or disk.room_of_dropped
+
+    monkeypatch.setattr(SlabDirectory, "delete_slab_files", delete_slab_files)
+    return disk
+
+
+@pytest.fixture
+def store(tmp_path: Path, disk: FullDisk) -> Iterator[SpreadStore]:
+    store = open_slab_tier(tmp_path, capacity=CAPACITY)
+    store_pages(store, page_keys(100, "first"), [SIZE])
+    disk.room = False
+    yield store
+    store.close()
+
+
+def write(store: SpreadStore, name: str, batches: int = 20, pages: int = 16) -> list[SetResult]:
+    keys = page_keys(batches * pages, name)
+    return [
+        result
+        for first in range(0, len(keys), pages)
+        for result in store_pages(store, keys[first : first + pages], [SIZE])
+    ]
+
+
+def test_new_pages_take_the_room_of_the_coldest_ones(store: SpreadStore) -> None:
+    assert set(write(store, "more")) == {SetResult.STORED}
+    assert_hits(store, page_keys(20 * 16, "more")[-16:], [SIZE])
+    assert store.metrics.value("evicted", "capacity") > 100
+
+
+def test_the_disk_is_asked_for_room_once_in_a_while_and_not_by_every_write(store: SpreadStore, disk: FullDisk) -> None:
+    write(store, "more", batches=50)
+    assert disk.refused == 1
+
+
+def test_the_tier_grows_again_when_there_is_room(
+    store: SpreadStore, disk: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 0.01)
+    write(store, "more")
+    disk.room = True
+    time.sleep(0.02)
+    write(store, "last")
+    assert_hits(store, page_keys(20 * 16, "last"), [SIZE])
+
+
+def test_a_slot_size_without_slabs_gets_the_room_of_another_one(store: SpreadStore, disk: FullDisk) -> None:
+    disk.room_of_dropped = True
+    keys = page_keys(8, "small")
+    assert store_pages(store, keys, [1000]) == [SetResult.STORED] * 8
+    assert_hits(store, keys, [1000])
+
+
+def test_room_that_others_take_at_once_costs_one_slab_in_a_while(store: SpreadStore, disk: FullDisk) -> None:
+    for number in range(20):
+        assert set(store_pages(store, page_keys(8, f"small {number}"), [1000])) == {SetResult.REJECTED}
+    assert disk.refused == 2
+    left = store.contains(page_keys(100, "first")).count(True)
+    assert left >= 100 - 2 * CAPACITY // 16 // SIZE
+
+
+def test_a_disk_that_cannot_be_written_evicts_nothing(store: SpreadStore, disk: FullDisk) -> None:
+    disk.code = errno.EROFS
+    before = store.metrics.value("evicted", "capacity")
+    write(store, "more", batches=1, pages=100)
+    assert store.metrics.value("evicted", "capacity") == before
+    assert_hits(store, page_keys(100, "first"), [SIZE])
+
+
+def test_a_tier_that_never_had_room_refuses_and_says_why(tmp_path: Path, disk: FullDisk) -> None:
+    disk.room = False
+    store = open_slab_tier(tmp_path, capacity=CAPACITY)
+    try:
+        assert set(write(store, "any", batches=3)) == {SetResult.REJECTED}
+        assert store.metrics.value("error", "ENOSPC") == disk.refused == 1
+    finally:
+        store.close()
