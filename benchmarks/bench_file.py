@@ -8,6 +8,7 @@ import sys
 
 from hicache_ext.bench import file_command
 from hicache_ext.cli.main import without_traceback
+from hicache_ext.runtime.results import standard_output_of
 
 
 def main() -> int:
@@ -15,7 +16,9 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     file_command.configure(parser)
-    return file_command.run(parser.parse_args(), rivals)
+    arguments = parser.parse_args()
+    with standard_output_of(arguments):
+        return file_command.run(arguments, rivals)
 
 
 if __name__ == "__main__":

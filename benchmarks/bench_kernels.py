@@ -24,6 +24,7 @@ from benchmarks.kernels.report import OUTSTANDING, KernelResults, method, panels
 from benchmarks.kernels.submit import LAYOUTS, SubmitCase, measure
 from hicache_ext.bench.report import Report, add_output_arguments, machine_facts
 from hicache_ext.cli.main import without_traceback
+from hicache_ext.runtime.results import standard_output_of
 
 _PACKAGES = ("hicache-ext", "torch", "triton", "sglang", "numpy")
 
@@ -50,6 +51,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a minute instead of 20: shows that it works, no more")
     add_output_arguments(parser)
     arguments = parser.parse_args(words)
+    with standard_output_of(arguments):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     settings = Settings.of(quick=arguments.quick)
     results = KernelResults()
     facts = gpu.gpu_facts() if torch.cuda.is_available() else None
@@ -58,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _on_gpu(settings, results)
     told = {"rounds": settings.rounds, "repeats": settings.repeats}
     report = Report(
-        "kernels",
+        "copy engines",
         "Copy engines benchmark",
         machine_facts(Path("."), _PACKAGES),
         {"gpu": facts, "settings": told, **results.entries()},

@@ -23,6 +23,7 @@ from hicache_ext.bench.multiturn_command import add_arguments, compare, model_of
 from hicache_ext.bench.multiturn_targets import Target
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
+from hicache_ext.runtime.results import standard_output_of
 from hicache_ext.testing.client import Generation
 from tests.rigs.pd_pair import PdPair
 
@@ -37,7 +38,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, {**ARMS, **PAIR_ARMS})
     arguments = parser.parse_args()
-    with fresh_directory(arguments.directory or Path(tempfile.gettempdir())) as directory:
+    place = arguments.directory or Path(tempfile.gettempdir())
+    with standard_output_of(arguments), fresh_directory(place) as directory:
         return compare(arguments, lambda number: _targets(arguments, directory / str(number)))
 
 

@@ -17,6 +17,7 @@ from benchmarks.rivals.redis import redis_servers
 from hicache_ext.bench.pool_command import add_measuring_arguments, compare
 from hicache_ext.bench.pool_measuring import Engine
 from hicache_ext.cli.main import without_traceback
+from hicache_ext.runtime.results import standard_output_of
 
 ENGINES = {"mooncake": mooncake_servers, "redis": redis_servers, "object": object_stores}
 _METHOD = """\
@@ -37,7 +38,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", action="append", choices=tuple(ENGINES), help="may be repeated (default: all)")
     add_measuring_arguments(parser)
     arguments = parser.parse_args(words)
-    return compare(arguments, engines(arguments.engine or tuple(ENGINES)), _METHOD)
+    with standard_output_of(arguments):
+        return compare(arguments, engines(arguments.engine or tuple(ENGINES)), _METHOD)
 
 
 if __name__ == "__main__":

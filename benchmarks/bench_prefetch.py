@@ -354,6 +354,7 @@ def _write_report(arguments: argparse.Namespace, measured: Sequence[Measured], f
     write_json(
         report.with_suffix(".json"),
         {
+            "benchmark": "prefetch",
             "command": command,
             "date": today(),
             "machine": facts,

@@ -9,7 +9,6 @@ costs. The guards of a local file tier are off by default because of these figur
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hicache_ext.bench.report import machine_facts, today, write_json
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config import format_size, parse_size
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
@@ -51,7 +51,8 @@ def main() -> int:
             print(f"{row['page']:>8} {call:>6} {direct:12.2f} {bounced:13.2f} {bounced / direct:6.2f}")
         print(f"{row['page']:>8} exists {row['exists_direct']:9.1f} us {row['exists_bounced']:10.1f} us")
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2))
+        machine = machine_facts(arguments.directory or Path(tempfile.gettempdir()))
+        write_json(arguments.json, {"benchmark": "bounce", "date": today(), "machine": machine, "rows": rows})
     return 0
 
 

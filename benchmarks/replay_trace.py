@@ -427,7 +427,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[title] = replay(requests, capacities, options.policy)
         print(table(title, capacities, results[title]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"capacities": list(capacities), "shares": results}, indent=2) + "\n")
+        document = {"benchmark": "replay", "capacities": list(capacities), "shares": results}
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
     if options.plot and not plot(options.plot, capacities, results):
         print("no plot: matplotlib is not installed", file=sys.stderr)
     return 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import hicache_ext
-from hicache_ext.cli import stats_command
+from hicache_ext.cli import stats_command, stats_figures
 from hicache_ext.cli.main import main
 from hicache_ext.cli.stats_command import read_samples, table
 from hicache_ext.kernels.engine import Direction
@@ -308,7 +308,7 @@ def test_every_metric_of_sglang_that_the_dashboard_uses_is_one_of_its_own():
         pytest.skip("missing: sglang")
     collector = (Path(found.origin).parent / "srt" / "observability" / "metrics_collector.py").read_text()
     text = (ROOT / "docs" / "grafana.json").read_text() + (ROOT / "docs" / "metrics.md").read_text()
-    used = set(re.findall(r"sglang:\w+", text)) | {stats_command._PROMPT_TOKENS, stats_command._CACHED_TOKENS}
+    used = set(re.findall(r"sglang:\w+", text)) | {stats_figures.PROMPT_TOKENS, stats_figures.CACHED_TOKENS}
     assert len(used) >= 2
     assert {name for name in used if f'"{name}"' not in collector} == set()
     assert '"cache_source"' in collector
@@ -317,7 +317,7 @@ def test_every_metric_of_sglang_that_the_dashboard_uses_is_one_of_its_own():
 def test_the_first_panel_is_the_share_of_prompt_tokens_from_each_source():
     first, *_ = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
     expressions = " ".join(target["expr"] for target in first["targets"])
-    assert "cache_source" in expressions and stats_command._PROMPT_TOKENS in expressions
+    assert "cache_source" in expressions and stats_figures.PROMPT_TOKENS in expressions
     assert (first["gridPos"]["x"], first["gridPos"]["y"]) == (0, 0)
 
 

@@ -18,12 +18,20 @@ from typing import Any
 
 from hicache_ext.packages import installed_version, need
 from hicache_ext.runtime.file_systems import file_system_of
+from hicache_ext.runtime.results import JSON_ON_STANDARD_OUTPUT, print_json
 
 # -- the arguments that name files to write ----------------------------------------------------------------------------
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write everything measured")
+    parser.add_argument(
+        "--json",
+        type=new_file,
+        nargs="?",
+        const=JSON_ON_STANDARD_OUTPUT,
+        metavar="FILE",
+        help="write everything measured; without FILE on standard output, and all else on standard error",
+    )
     parser.add_argument("--plot", type=_plot_file, metavar="FILE.png", help="draw it (needs matplotlib)")
     parser.add_argument(
         "--markdown", type=new_file, metavar="FILE", help="write the tables, without paths of this machine"
@@ -195,7 +203,11 @@ class Report:
         """Write what ``add_output_arguments`` asked for. The page names neither these files nor what is ``hidden``."""
         if arguments.json:
             document = {"benchmark": self.name, "date": today(), "command": command_line(), "machine": self.machine}
-            write_json(arguments.json, {**document, **self.figures})
+            document.update(self.figures)
+            if arguments.json == JSON_ON_STANDARD_OUTPUT:
+                print_json(document)
+            else:
+                write_json(arguments.json, document)
         if arguments.markdown:
             given = {arguments.json: "FILE.json", arguments.plot: "FILE.png", arguments.markdown: "FILE.md"}
             replaced = {**(hidden or {}), **{path: name for path, name in given.items() if path is not None}}

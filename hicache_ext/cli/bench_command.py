@@ -4,17 +4,49 @@ from __future__ import annotations
 
 import argparse
 
-from hicache_ext.bench import file_command, kernel_command, multiturn_command, pool_command
+from hicache_ext.bench import compare_command, file_command, kernel_command, multiturn_command, pool_command
+from hicache_ext.cli.usage import describe
+
+_FAILED = "something could not be measured, or a contender answered wrongly"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add a sub-command for each benchmark."""
     actions = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    help_line = "the file tier against SGLang's HiCacheFile and the raw disk"
-    file_command.configure(actions.add_parser("file", help=help_line, description=help_line))
-    help_line = "the pool tiers (Mooncake, Redis, object stores) against their engines' own clients"
-    pool_command.configure(actions.add_parser("pool", help=help_line, description=help_line))
-    help_line = "copies between GPU and host memory, and the calibration that picks among them"
-    kernel_command.configure(actions.add_parser("kernels", help=help_line, description=help_line))
-    help_line = "multi-turn conversations against servers and disaggregated pairs"
-    multiturn_command.configure(actions.add_parser("multiturn", help=help_line, description=help_line))
+
+    def add(name: str, help_line: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=help_line, description=help_line)
+
+    action = add("file", "the file tier against SGLang's HiCacheFile and the raw disk")
+    file_command.configure(action)
+    describe(
+        action,
+        examples=["hicache-ext bench file --directory /mnt/nvme0 --minutes 14 --json file.json --markdown file.md"],
+        problem=_FAILED,
+    )
+    action = add("pool", "the pool tiers (Mooncake, Redis, object stores) against their engines' own clients")
+    pool_command.configure(action)
+    describe(action, examples=["hicache-ext bench pool hicache.yaml --json pool.json"], problem=_FAILED)
+    action = add("kernels", "copies between GPU and host memory, and the calibration that picks among them")
+    kernel_command.configure(action)
+    describe(action, examples=["hicache-ext bench kernels --calibrate"], problem=_FAILED)
+    action = add("multiturn", "multi-turn conversations against servers and disaggregated pairs")
+    multiturn_command.configure(action)
+    describe(
+        action,
+        examples=[
+            "hicache-ext bench multiturn --endpoint ours=http://127.0.0.1:30000 "
+            "--endpoint plain=http://127.0.0.1:30001 --json multiturn.json"
+        ],
+        problem=_FAILED,
+    )
+    action = add("compare", "two JSON files of the same benchmark, row by row")
+    compare_command.configure(action)
+    describe(
+        action,
+        examples=[
+            "hicache-ext bench compare before.json after.json",
+            "hicache-ext bench compare before.json after.json --fail-below 0.9",
+        ],
+        problem="a row is below --fail-below, or was measured in the first file alone",
+    )

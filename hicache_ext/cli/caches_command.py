@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hicache_ext.cli.terminal import print_json, print_table
+from hicache_ext.cli.terminal import fitted
+from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import rounded_size
 from hicache_ext.runtime.code_cache import compiled_files
 from hicache_ext.runtime.user_cache import user_cache
@@ -31,23 +32,26 @@ class KeptFile:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="remove these files; running servers need none of them")
-    parser.add_argument("--json", action="store_true", help="print the files as JSON")
-    parser.set_defaults(run=run)
+    describe(
+        parser,
+        run=run,
+        examples=["hicache-ext caches", "hicache-ext caches --remove"],
+        problem="a file could not be removed",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the files; 1 when one could not be removed."""
     kept = list(_kept_files())
     failed = _remove(kept) if arguments.remove else []
-    if arguments.json:
-        print_json({"removed": arguments.remove, "files": [asdict(file) for file in kept], "failed": failed})
-    elif not kept:
-        print("Nothing is kept outside of tiers.")
-    else:
+    document = {"removed": arguments.remove, "files": [asdict(file) for file in kept], "failed": failed}
+    lines = ["Nothing is kept outside of tiers."]
+    if kept:
         rows = [(file.kind, rounded_size(file.bytes), file.path) for file in kept]
-        print_table([("what", "size", "file"), *rows])
+        lines = fitted([("what", "size", "file"), *rows])
         if arguments.remove:
-            print(f"{len(kept) - len(failed)} of {len(kept)} removed")
+            lines.append(f"{len(kept) - len(failed)} of {len(kept)} removed")
+    show(arguments, document, lines)
     for sentence in failed:
         print(sentence, file=sys.stderr)
     return 1 if failed else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.demo_conversation import QUESTIONS, Story
+from hicache_ext.cli.usage import describe
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_flags
 from hicache_ext.errors import MissingPackageError, ServerError
 from hicache_ext.packages import need
+from hicache_ext.runtime.results import print_json
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
@@ -51,7 +54,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="passed to sglang.launch_server, after --"
     )
-    parser.set_defaults(run=run)
+    describe(
+        parser,
+        run=run,
+        examples=["hicache-ext demo", "hicache-ext demo --model /models/llama --capacity 20GiB -- --tp 2"],
+        success="every answer is the one that was computed without a cache",
+        problem="an answer differs, nothing came from storage after the restart, or a server failed",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _demonstrate(arguments)
     except ServerError as error:
-        print(f"The demo's server failed: {error}")
+        print(f"The demo's server failed: {error}", file=sys.stderr)
         return 1
 
 
@@ -107,6 +116,8 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
     _print_table(plain, cached)
     with closing(open_inspector(storage)) as inspector:
         pages = sum(1 for _ in inspector.pages())
+    if arguments.json:
+        print_json({"turns": [_turn(*both) for both in zip(plain, cached, strict=True)], "pages": pages})
     print(f"\n{pages} pages of {PAGE_SIZE} tokens are stored in {storage}; the servers' logs are in {directory}.")
     pairs = enumerate(zip(plain, cached, strict=True), 1)
     different = [number for number, (a, b) in pairs if a.answer.output_ids != b.answer.output_ids]
@@ -232,6 +243,19 @@ class _Words:
     def end(self) -> None:
         self.show(self._text, whole=True)
         print()
+
+
+def _turn(reference: Turn, turn: Turn) -> dict[str, Any]:
+    """For ``--json``; times in seconds."""
+    return {
+        "prompt_tokens": len(turn.prompt),
+        "from_device": turn.answer.cached.device,
+        "from_host": turn.answer.cached.host,
+        "from_storage": turn.answer.cached.storage,
+        "first_token": turn.answer.time_to_first_token,
+        "first_token_without_cache": reference.answer.time_to_first_token,
+        "same_answer": turn.answer.output_ids == reference.answer.output_ids,
+    }
 
 
 class _Steps:

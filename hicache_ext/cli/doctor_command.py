@@ -7,26 +7,30 @@ configuration.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
 from hicache_ext.cli.inputs import read_configuration
+from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import check_document
 from hicache_ext.doctor.examination import Section, examine, worst
 from hicache_ext.doctor.sglang_names import table_as_text
 from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.contract.diagnosis import Level
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "exit codes: 0 nothing is wrong, 1 an error was found, 2 wrong usage or wrong configuration"
     parser.add_argument(
         "file", metavar="CONFIG", help="a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
     )
     parser.add_argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.set_defaults(run=run)
+    describe(
+        parser,
+        run=run,
+        examples=["hicache-ext doctor hicache.yaml", "hicache-ext doctor hicache.yaml --tier pool"],
+        success="nothing is wrong; notes and warnings may be there",
+        problem="an error was found",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         if arguments.json:
             sentences = [str(one) for one in (error.errors if isinstance(error, ConfigErrors) else (error,))]
-            print(json.dumps({"level": "error", "configuration": sentences}, indent=1))
+            print_json({"level": "error", "configuration": sentences, "sections": []})
             return 2
         raise
     sections: list[Section] = []
@@ -52,11 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
                 # Printed one by one: a tier that hangs until its timeout must not hide earlier findings.
                 print(_text(section), flush=True)
     level = worst(sections)
-    if arguments.json:
-        print(json.dumps({"level": level.value, "sections": [section.document() for section in sections]}, indent=1))
-    else:
-        print(_SUMMARY[level])
-        sys.stdout.flush()
+    document = {"level": level.value, "configuration": [], "sections": [section.document() for section in sections]}
+    show(arguments, document, [_SUMMARY[level]])
     return 1 if level is Level.ERROR else 0
 
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hicache_ext.cli.inputs import add_json_argument, add_namespace_arguments, add_prompt_arguments, prompts_of, seed_of
-from hicache_ext.cli.terminal import print_json, rough_span
+from hicache_ext.cli.inputs import add_namespace_arguments, add_prompt_arguments, prompts_of, seed_of
+from hicache_ext.cli.terminal import rough_span
+from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import load_config
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
@@ -22,9 +23,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser)
     parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
     parser.add_argument("--role", choices=("prefill", "decode", "both"), default="both", help="default: %(default)s")
-    add_json_argument(parser)
     add_namespace_arguments(parser)
-    parser.set_defaults(run=run)
+    describe(
+        parser,
+        run=run,
+        examples=[
+            "hicache-ext explain hicache.yaml --tokens tokens.json",
+            "hicache-ext explain hicache.yaml --prompt prompt.txt --model /models/llama",
+        ],
+        success="all pages of each prompt's KV are there",
+        problem="a page of the KV is missing",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,10 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config).for_role(arguments.role)
     model, seed = arguments.served_name, seed_of(arguments)
     explained = [explain(config, tokens, model=model, seed=seed) for tokens in prompts_of(arguments)]
-    if arguments.json:
-        print_json([_document(one) for one in explained])
-    else:
-        print("\n\n".join("\n".join(_lines(one)) for one in explained))
+    lines = ["\n\n".join("\n".join(_lines(one)) for one in explained)]
+    show(arguments, [_document(one) for one in explained], lines)
     return 0 if all(map(_is_whole, explained)) else 1
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from hicache_ext.config import load_config, read_document
 from hicache_ext.config.sources import read_text
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, StoreError
 from hicache_ext.page.hashes import namespace_seed, namespaced_extra_key
 from hicache_ext.storage.tiers.file.config import FileTierConfig
+
+FILE_HELP = "a .json, .yaml, .yml or .toml file, '-' for standard input, or inline JSON"
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -25,10 +27,16 @@ def read_configuration(file: str) -> Mapping[str, Any]:
     if file != "-":
         return read_document(file)
     try:
-        text = sys.stdin.read()
+        text = _standard_input()
     except UnicodeDecodeError:
         raise ConfigError("standard input", "is not UTF-8 text") from None
     return read_text(text, "standard input")
+
+
+def _standard_input() -> str:
+    """All of it, as UTF-8 whatever the locale says."""
+    raw = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if raw is None else str(raw.read(), "utf-8")
 
 
 def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,14 +106,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-
-
 def targets(named: str) -> list[Target]:
     """The file tiers of a configuration, or the one directory that was named. Raises ConfigError, StoreError."""
     if Path(named).is_dir():
         return [Target([Path(named)])]
+    if not named.lstrip().startswith("{") and not Path(named.removeprefix("@")).exists():
+        raise StoreError(f"{named!r}: there is no such directory or configuration file")
     tiers = load_config(named).tiers
     found = [
         Target([Path(path) for path in tier.path], name, tier.capacity)
@@ -117,10 +123,15 @@ def targets(named: str) -> list[Target]:
     return found
 
 
+def directories_of(named: str) -> list[Path]:
+    """The directories of ``targets``."""
+    return [directory for target in targets(named) for directory in target.directories]
+
+
 def read_input(file: str, key: str) -> str:
     """The text of a file, or of standard input for "-". Raises ConfigError naming ``key``."""
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text()
+        return _standard_input() if file == "-" else Path(file).read_text("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(key, f"{file!r} is not UTF-8 text") from None
     except OSError as error:

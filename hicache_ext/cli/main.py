@@ -3,14 +3,18 @@
 A new sub-command is a module with a function ``configure(parser)`` that adds its arguments and sets ``run`` (a function
 from the parsed arguments to an exit code), and one line in ``COMMANDS``.
 
-Exit codes: 0 success, 1 the command found or met a problem, 2 wrong usage or wrong configuration.
+Exit codes: 0 done, 1 the command found or met a problem, 2 wrong usage or wrong configuration, 130 interrupted. With
+``--json`` standard output holds one JSON document, the result, and nothing else; why a command could not do its work is
+a sentence on standard error in any case. docs/command-line.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ from hicache_ext import __version__
 from hicache_ext.errors import ConfigError, HicacheExtError, MissingPackageError
 from hicache_ext.packages import package_behind
 from hicache_ext.runtime.progress import progress_on_standard_error
+from hicache_ext.runtime.results import standard_output_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Command:
 
 
 _DIRECTORY = "hicache_ext.cli.directory_commands"
+_CLEANING = "hicache_ext.cli.cleaning_commands"
 _PINS = "hicache_ext.cli.pin_commands"
 
 COMMANDS: tuple[Command, ...] = (
@@ -41,9 +47,9 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("ls", _DIRECTORY, "what a directory of the file tier holds: models, dtypes, ages, bytes", "configure_ls"),
     Command("stat", _DIRECTORY, "how full a directory of the file tier is", "configure_stat"),
-    Command("verify", _DIRECTORY, "read and check every page of a directory", "configure_verify"),
-    Command("gc", _DIRECTORY, "remove what killed processes left in a directory", "configure_gc"),
-    Command("clear", _DIRECTORY, "remove the pages of a model, or all, from a directory", "configure_clear"),
+    Command("verify", _CLEANING, "read and check every page of a directory", "configure_verify"),
+    Command("gc", _CLEANING, "remove what killed processes left in a directory", "configure_gc"),
+    Command("clear", _CLEANING, "remove the pages of a model, or all, from a directory", "configure_clear"),
     Command("pin", _PINS, "keep the pages of a prompt from being evicted", "configure_pin"),
     Command("unpin", _PINS, "let the pages of a pin go like all others", "configure_unpin"),
     Command("pins", _PINS, "which pages are pinned, until when, and what they take", "configure_pins"),
@@ -55,16 +61,27 @@ COMMANDS: tuple[Command, ...] = (
     Command("reload", "hicache_ext.cli.reload_command", "have running servers take over their configuration file"),
     Command("caches", "hicache_ext.cli.caches_command", "what is kept on this machine outside of tiers; --remove it"),
     Command("bench", "hicache_ext.cli.bench_command", "measure the tiers on this machine against what else there is"),
+    Command("completion", "hicache_ext.cli.completion_command", "print what completes these commands in a shell"),
 )
+_HELP_END = """\
+examples:
+  hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml
+  hicache-ext doctor hicache.yaml
+  hicache-ext COMMAND --help
+
+exit codes:
+  0 done, 1 a problem was found or met, 2 wrong usage or wrong configuration, 130 interrupted
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hicache-ext``; the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _mend_streams()
 
     def run() -> int:
-        parsed = _parser(words[0] if words else "").parse_args(words)
-        with progress_on_standard_error():
+        parsed = make_parser(*words[:1]).parse_args(words)
+        with progress_on_standard_error(), standard_output_of(parsed):
             code: int = parsed.run(parsed)
         return code
 
@@ -90,26 +107,48 @@ def without_traceback(run: Callable[[], int]) -> int:
             raise
         print(missing, file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except KeyboardInterrupt:
         return 130
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            return 1
         place = "" if error.filename is None else f"{error.filename}: "
         print(f"{place}{error.strerror or error}", file=sys.stderr)
         return 1
 
 
-def _parser(chosen: str) -> argparse.ArgumentParser:
-    """The parser, with the arguments of the ``chosen`` command only: the other modules are not imported."""
+def _mend_streams() -> None:
+    """Whatever streams a caller leaves us: closed ones (``>&-``, cron) are empty; what the locale's encoding lacks, as
+    in names of files and models, is printed as an escape."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _output_is_closed() -> bool:
+    """Whether the reader of standard output has gone (``| head``); then nothing more is written to it."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def make_parser(*chosen: str) -> argparse.ArgumentParser:
+    """The parser, with the arguments of the ``chosen`` commands only: the other modules are not imported."""
     parser = argparse.ArgumentParser(
-        prog="hicache-ext", description="Storage tiers for SGLang's hierarchical KV cache (HiCache)."
+        prog="hicache-ext",
+        description="Storage tiers for SGLang's hierarchical KV cache (HiCache).",
+        epilog=_HELP_END,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hicache-ext {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if command.name == chosen:
+        if command.name in chosen:
             getattr(importlib.import_module(command.module), command.configure)(subparser)
     return parser

@@ -10,15 +10,15 @@ from contextlib import closing
 from pathlib import Path
 
 from hicache_ext.cli.inputs import (
-    add_json_argument,
     add_namespace_arguments,
     add_target,
+    directories_of,
     parse_tokens,
     read_input,
     seed_of,
-    targets,
 )
-from hicache_ext.cli.terminal import print_json, print_table, rough_span
+from hicache_ext.cli.terminal import fitted, rough_span
+from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
@@ -39,19 +39,28 @@ def configure_pin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
     add_namespace_arguments(parser)
     parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
-    parser.set_defaults(run=_pin)
+    describe(
+        parser,
+        run=_pin,
+        examples=["hicache-ext pin hicache.yaml --name system-prompt --tokens prompt.json --for 30d"],
+        problem="the directory is none of a file tier, or cannot be changed",
+    )
 
 
 def configure_unpin(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     _add_name(parser)
-    parser.set_defaults(run=_unpin)
+    describe(
+        parser,
+        run=_unpin,
+        examples=["hicache-ext unpin hicache.yaml --name system-prompt"],
+        problem="there is no such pin",
+    )
 
 
 def configure_pins(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    add_json_argument(parser)
-    parser.set_defaults(run=_pins)
+    describe(parser, run=_pins, examples=["hicache-ext pins hicache.yaml"], problem="the directory cannot be read")
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +90,13 @@ def _pin(arguments: argparse.Namespace) -> int:
             raise StoreError(f"{str(directory)!r}: {error.strerror or error}") from error
         except ValueError as error:
             raise ConfigError("--keys", str(error)) from None
-    print(f"{arguments.name}: {len(hashes)} pages pinned in {_listed(directories)}")
+    document = {
+        "name": arguments.name,
+        "pages": len(hashes),
+        "seconds": seconds,
+        "directories": [str(directory) for directory in directories],
+    }
+    show(arguments, document, [f"{arguments.name}: {len(hashes)} pages pinned in {_listed(directories)}"])
     return 0
 
 
@@ -92,7 +107,8 @@ def _unpin(arguments: argparse.Namespace) -> int:
         known = sorted({pin.name for directory in directories for pin in read_pins(directory)})
         print(f"no pin is named {arguments.name!r}; pins here: {', '.join(known) or 'none'}", file=sys.stderr)
         return 1
-    print(f"{arguments.name}: unpinned in {_listed(removed)}")
+    document = {"name": arguments.name, "directories": [str(directory) for directory in removed]}
+    show(arguments, document, [f"{arguments.name}: unpinned in {_listed(removed)}"])
     return 0
 
 
@@ -105,33 +121,29 @@ def _pins(arguments: argparse.Namespace) -> int:
                 pins[pin.name] = pin
                 present[pin.name] = present.get(pin.name, 0) + sum(inspector.occupied_by(pin.hashes))
     by_age = sorted(pins.values(), key=lambda pin: pin.created)
-    if arguments.json:
-        print_json(
-            [
-                {
-                    "name": pin.name,
-                    "pages": len(pin.hashes),
-                    "bytes_on_disk": present[pin.name],
-                    "since": pin.created,
-                    "until": pin.until,
-                }
-                for pin in by_age
-            ]
-        )
-        return 0
+    document = [
+        {
+            "name": pin.name,
+            "pages": len(pin.hashes),
+            "bytes_on_disk": present[pin.name],
+            "since": pin.created,
+            "until": pin.until,
+        }
+        for pin in by_age
+    ]
     rows = [("name", "pages", "on disk", "since", "for another")]
     for pin in by_age:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(pin.created))
         rows.append(
             (pin.name, str(len(pin.hashes)), rounded_size(present[pin.name]), since, _time_left(pin, time.time()))
         )
-    print_table(rows)
+    show(arguments, document, fitted(rows))
     return 0
 
 
 def _directories(target: str) -> list[Path]:
     """The directories of file tiers behind a configuration, or the one directory that was named."""
-    directories = [directory for one in targets(target) for directory in one.directories]
+    directories = directories_of(target)
     for directory in directories:
         if layout_in(directory) is None:
             raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has no hicache_ext.json")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import load_document
 from hicache_ext.errors import ControlError, HicacheExtError
 from hicache_ext.storage.serving.control import Answer, ask, servers
@@ -15,7 +17,13 @@ from hicache_ext.storage.serving.control import Answer, ask, servers
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="the file that the servers were started with (@FILE)")
     parser.add_argument("--check", action="store_true", help="only say whether it would be taken over")
-    parser.set_defaults(run=_reload)
+    describe(
+        parser,
+        run=_reload,
+        examples=["hicache-ext reload --check hicache.yaml", "hicache-ext reload hicache.yaml"],
+        success="every process has taken it over (--check: would)",
+        problem="no server runs with that file, or a process refuses it",
+    )
 
 
 def _reload(arguments: argparse.Namespace) -> int:
@@ -30,16 +38,24 @@ def _reload(arguments: argparse.Namespace) -> int:
         print("(a server that was given its configuration inline has to be restarted)", file=sys.stderr)
         return 1
     # All ranks are asked before the first one changes, so that they stay equal.
-    refused = sum(not _asked(path, only_check=True) for path in chosen)
+    answers = [_asked(path, only_check=True) for path in chosen]
+    refused = sum(not answer.ok for answer in answers)
+    if not refused and not arguments.check:
+        answers = [_asked(path, only_check=False) for path in chosen]
+    willing, total = sum(answer.ok for answer in answers), len(answers)
     if refused:
-        print(f"refused by {refused} of {len(chosen)} processes; nothing was changed", file=sys.stderr)
-        return 1
-    if arguments.check:
-        print(f"{len(chosen)} processes would take it over")
-        return 0
-    failed = sum(not _asked(path, only_check=False) for path in chosen)
-    print(f"taken over by {len(chosen) - failed} of {len(chosen)} processes")
-    return 1 if failed else 0
+        print(f"refused by {refused} of {total} processes; nothing was changed", file=sys.stderr)
+    document = {
+        "file": file,
+        "check": arguments.check,
+        "changed": not refused and not arguments.check,
+        "processes": [{"process": one.process, "ok": one.ok, "messages": one.messages} for one in answers],
+    }
+    done = (
+        f"{total} processes would take it over" if arguments.check else f"taken over by {willing} of {total} processes"
+    )
+    show(arguments, document, [] if refused else [done])
+    return 0 if willing == total else 1
 
 
 def _serves(path: Path, file: str) -> bool:
@@ -54,15 +70,27 @@ def _same_file(one: object, other: str) -> bool:
     return isinstance(one, str) and (one == other or os.path.realpath(one) == os.path.realpath(other))
 
 
-def _asked(path: Path, *, only_check: bool) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """What one process of a server answered."""
+
+    process: str
+    """Its number."""
+    ok: bool
+    messages: list[str]
+
+
+def _asked(path: Path, *, only_check: bool) -> _Process:
     process = path.name.partition("-")[0]
     try:
         answer: Answer = ask(path, {"call": "reload", "only_check": only_check})
     except ControlError as error:
         answer = {"ok": False, "messages": [str(error)]}
-    messages = answer.get("messages", [])
-    for line in messages if isinstance(messages, list) else []:
-        print(f"process {process}: {line}", file=sys.stdout if answer.get("ok") else sys.stderr)
-    if answer.get("ok") and not messages and not only_check:
+    told = answer.get("messages", [])
+    messages = [str(line) for line in told] if isinstance(told, list) else []
+    ok = bool(answer.get("ok"))
+    for line in messages:
+        print(f"process {process}: {line}", file=sys.stdout if ok else sys.stderr)
+    if ok and not messages and not only_check:
         print(f"process {process}: nothing to change")
-    return bool(answer.get("ok"))
+    return _Process(process, ok, messages)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,14 +11,21 @@ from collections.abc import Callable, Sequence
 _PROGRESS_INTERVAL = 0.1
 
 
-def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows of equal length, the first one the heading, in aligned columns."""
-    print("\n".join(aligned(rows, str.ljust)))
+def fitted(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """Rows of equal length, the first one the heading, as lines of aligned columns.
 
-
-def print_json(value: object) -> None:
-    """What ``--json`` prints."""
-    print(json.dumps(value, indent=1))
+    On a terminal that is too narrow for them the headings stand at the left: rows beside each other where they fit,
+    else one below the other.
+    """
+    lines = aligned(rows, justify)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    if max(map(len, lines)) <= width:
+        return lines
+    turned = aligned(list(zip(*rows, strict=True)), str.ljust)
+    if max(map(len, turned)) <= width:
+        return turned
+    blocks = [aligned(list(zip(rows[0], row, strict=True)), str.ljust) for row in rows[1:]]
+    return [line for block in blocks for line in (*block, "")][:-1]
 
 
 def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> list[str]:
@@ -35,21 +43,27 @@ def rough_span(seconds: float) -> str:
 
 
 class Progress:
-    """A bar on standard error where that is a terminal; ``what`` says what is counted."""
+    """A bar on standard error where that is a terminal, while its context is open; ``what`` says what is counted."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._terminal = sys.stderr.isatty()
         self._shown = 0.0
 
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Go to the next line, also after Ctrl-C."""
+        if self._shown:
+            print(file=sys.stderr)
+
     def show(self, done: int, total: int) -> None:
         """Draw it, at most some times a second."""
         if self._terminal and total and (done == total or time.monotonic() - self._shown >= _PROGRESS_INTERVAL):
             self._shown = time.monotonic()
-            bar = "#" * (30 * done // total)
-            print(f"\r[{bar:30}] {done}/{total} {self._what}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Go to the next line."""
-        if self._shown:
-            print(file=sys.stderr)
+            told = f"{done}/{total} {self._what}"
+            # A line that is broken by the edge of the terminal would not be written over.
+            length = max(0, min(30, shutil.get_terminal_size().columns - len(told) - 4))
+            bar = "#" * (length * done // total)
+            print(f"\r[{bar:{length}}] {told}", end="", file=sys.stderr, flush=True)

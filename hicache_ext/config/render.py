@@ -81,6 +81,36 @@ def as_inline_json(document: Mapping[str, Any]) -> str:
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+_PAGES = {
+    "--page-size 64": "whole pages are stored: larger ones are fewer reads, smaller ones lose less of a prompt",
+    "--hicache-mem-layout page_first": "a page lies in one piece per pool, not in one per layer",
+    "--hicache-io-backend kernel": "what page_first is copied with",
+}
+"""The bytes of a page depend on these: the same on all servers that share pages."""
+_SERVING = {
+    "--hicache-ratio 2": "host memory (L2) for twice the device's tokens",
+    "--hicache-write-policy write_through": "a page is stored when it is computed, not when the device is full",
+    "--hicache-storage-prefetch-policy timeout": "best_effort would read nothing on an idle server",
+}
+_DECODING = {"--hicache-ratio 1": "host memory for pages on their way to the pool"}
+
+
+def chosen_flags(role: str) -> dict[str, str]:
+    """SGLang's own flags for a server of this role, and why."""
+    return {**_PAGES, **(_DECODING if role == "decode" else _SERVING)}
+
+
+def launch_lines(file: str, role: str) -> list[str]:
+    """The whole launch of a server with the configuration in ``file``, in parts for one line each."""
+    parts = ["python -m sglang.launch_server --model-path MODEL"]
+    if role in ("prefill", "decode"):
+        parts.append(f"--disaggregation-mode {role}")
+    parts.append(
+        "--disaggregation-decode-enable-offload-kvcache" if role == "decode" else "--enable-hierarchical-cache"
+    )
+    return [*parts, *chosen_flags(role), f"{_STORAGE_FLAGS} {shlex.quote('@' + file)}"]
+
+
 def launch_flags(file: str, role: str) -> str:
     """The flags of ``sglang launch_server`` for the configuration in ``file``."""
     role_flags = _DECODE_FLAGS if role == "decode" else "--enable-hierarchical-cache"

@@ -14,7 +14,7 @@ import yaml
 
 from hicache_ext import __version__
 from hicache_ext.cli.main import COMMANDS, main
-from hicache_ext.config import ExtraConfig, example_config, load_config
+from hicache_ext.config import ExtraConfig, example_config
 from hicache_ext.runtime import file_systems
 from hicache_ext.runtime.mounts import Mount
 
@@ -121,82 +121,6 @@ def test_check_takes_whatever_the_launch_flag_takes(
     given = {"standard input": "-", "inline JSON": json.dumps(yaml.safe_load(example_config())), "at file": f"@{file}"}
     assert main(["config", "check", given[kind]]) == 0
     assert capsys.readouterr().out.startswith("OK")
-
-
-def test_render_without_anything_prints_the_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "render"]) == 0
-    assert capsys.readouterr().out == example_config()
-
-
-def test_render_makes_a_valid_file_from_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--path", "/mnt/a", "--path", "/mnt/b", "--capacity", "2TiB", "--role", "prefill", "--name", "nvme"]
-    assert main(["config", "render", *options]) == 0
-    text = capsys.readouterr().out
-    assert text.splitlines()[0] == (
-        "# launch flags: --enable-hierarchical-cache --hicache-storage-backend dynamic "
-        "--hicache-storage-backend-extra-config @hicache.yaml"
-    )
-    file = tmp_path / "hicache.yaml"
-    file.write_text(text)
-    config = load_config(file)
-    assert config.role == "prefill"
-    assert config.tiers["nvme"].directories() == ("/mnt/a", "/mnt/b")
-
-
-def test_render_takes_a_capacity_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "render", "--path", "/a", "--capacity", "1073741824", "--inline"]) == 0
-    assert load_config(capsys.readouterr().out).tiers["disk"].summary() == "file, capacity 1GiB, /a"
-
-
-def test_render_inline_is_one_line_that_sglang_reads_in_place_of_a_file(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", "render", "--inline", str(file)]) == 0
-    text = capsys.readouterr().out
-    assert text.count("\n") == 1
-    assert json.loads(text) == yaml.safe_load(file.read_text())
-
-
-def test_render_keeps_templates_for_the_node_that_reads_them(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text(example_config().replace("/mnt/nvme0/hicache ", "'/mnt/{hostname}'"))
-    assert main(["config", "render", str(file)]) == 0
-    assert "/mnt/{hostname}" in capsys.readouterr().out
-
-
-def test_render_gives_a_decode_node_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "render", "--path", "/a", "--capacity", "1GiB", "--role", "decode"]) == 0
-    flags = shlex.split(capsys.readouterr().out.splitlines()[0], comments=False)
-    assert "--disaggregation-decode-enable-offload-kvcache" in flags
-    assert flags[-1] == "@hicache.yaml"
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            ["--path", "/a"],
-            "--path and --capacity are both needed to make a tier; allowed: --path PATH --capacity SIZE",
-        ),
-        (["--role", "decode"], "--path and --capacity are both needed to make a tier; allowed: "),
-        (["x.yaml", "--role", "both"], "FILE cannot be combined with --path, --capacity, --role or --name; allowed: "),
-        (["none.yaml"], "none.yaml: there is no such file"),
-    ],
-)
-def test_render_refuses_what_would_not_start(
-    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", "render", *options]) == 2
-    assert capsys.readouterr().err.startswith(sentence)
-
-
-def test_render_takes_a_relative_path_as_below_this_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DISK", "/mnt/disk")
-    assert main(["config", "render", "--path", "kv", "--path", "{env:DISK}/kv", "--capacity", "1GiB"]) == 0
-    document = yaml.safe_load(capsys.readouterr().out)
-    assert document["hicache_ext"]["tiers"]["disk"]["path"] == [str(tmp_path / "kv"), "{env:DISK}/kv"]
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,34 @@ def test_stat_of_a_configuration_knows_the_capacity(
     assert line.endswith(" %")
 
 
+def test_of_a_configuration_all_paths_are_looked_at_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    disk = {"type": "file", "path": [str(path) for path in paths], "capacity": "64MiB", "layout": "pages"}
+    file = tmp_path / "hicache.json"
+    file.write_text(json.dumps(ExtraConfig.around({"tiers": {"disk": disk}})))
+    facts = identity("a")
+    store = open_tiers(load_config(file))
+    store.register_identity(facts.digest(), facts.document())
+    keys = page_keys(40, "page", facts.digest())
+    store_pages(store, keys, (500, 500))
+    store.close()
+    apart = [json.loads(run(capsys, "ls", path, "--json")[1]) for path in paths]
+    assert all(0 < groups[0]["pages"] < 40 for groups in apart)
+    (together,) = json.loads(run(capsys, "ls", file, "--json")[1])
+    assert together["pages"] == 40 == sum(groups[0]["pages"] for groups in apart)
+    one, two = (next(key for key in keys if RawFiles(path).read(key)) for path in paths)
+    for path, key in zip(paths, (one, two), strict=True):
+        raw = RawFiles(path)
+        raw.write(key, raw.read(key)[:-1] + b"\xff")
+    code, out = run(capsys, "verify", file, "--remove", "--json")
+    found = json.loads(out)
+    assert (code, found["good"], found["bad"], found["removed"]) == (0, 38, 2, 2)
+    assert {page["hash"] for page in found["bad_pages"]} == {key[16:].hex() for key in (one, two)}
+    assert run(capsys, "verify", file)[1] == "38 good, 0 bad, 0 evicted meanwhile\n"
+
+
 def test_ls_and_stat_print_json(directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys, "ls", directory[0], "--json")
     groups = json.loads(out)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.cli.main import COMMANDS, _parser, without_traceback
+from hicache_ext.cli.main import COMMANDS, make_parser, without_traceback
 from hicache_ext.errors import MissingPackageError
 from hicache_ext.packages import EXTRAS, need
 
@@ -58,7 +58,7 @@ def all_commands() -> Iterator[list[str]]:
     """The words of every command and sub-command, as the parsers have them."""
     yield []
     for command in COMMANDS:
-        top = _parser(command.name)
+        top = make_parser(command.name)
         yield from ([command.name, *below] for below in _commands_of(_subparsers(top)[command.name]))
 
 

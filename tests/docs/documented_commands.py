@@ -23,7 +23,9 @@ LANGUAGES = {"sh", "text", "yaml", "json", "python", "hex"}
 
 _FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"`([^`]+)`")
-_SUBCOMMANDS = {command.name for command in COMMANDS} | {"check", "render", "file", "pool", "kernels", "multiturn"}
+_SUBCOMMANDS = {command.name for command in COMMANDS} | {
+    *("check", "render", "schema", "file", "pool", "kernels", "multiturn", "compare")
+}
 
 
 class How(Enum):
@@ -100,6 +102,8 @@ RULES = (
         in_short=(("$", " --quick --tier pool"),),
         why="seconds, and the tiers of the test are of type file",
     ),
+    Rule("hicache-ext bench compare ", clean=(1,), sglang=(1,), why="the second file of the test is slower than 0.9"),
+    Rule("hicache-ext completion "),
     Rule("hicache-ext bench kernels --calibrate", How.PARSE, why="a minute on a GPU, whose calibration it would write"),
     Rule(
         "hicache-ext bench kernels ",
@@ -136,6 +140,7 @@ PLACEHOLDERS = {
     "http://127.0.0.1:30000": "{url}",
     "http://server:30000": "{url}",
     "URL": "{url}",
+    "COMMAND": "ls",
     "PATH": "kv/pool",
     "FILE": "hicache.yaml",
     "DIR": "scratch",
@@ -198,7 +203,7 @@ def parsed(command: str) -> str:
     """A shell command that parses the words of ``command`` and does nothing else."""
     words = shlex.split(command)[1:]
     program = (
-        "import sys; from hicache_ext.cli.main import _parser, without_traceback; "
-        "sys.exit(without_traceback(lambda: 0 * len(vars(_parser(sys.argv[1]).parse_args(sys.argv[1:])))))"
+        "import sys; from hicache_ext.cli.main import make_parser, without_traceback; "
+        "sys.exit(without_traceback(lambda: 0 * len(vars(make_parser(sys.argv[1]).parse_args(sys.argv[1:])))))"
     )
     return shlex.join(["python", "-c", program, *words])

@@ -216,6 +216,10 @@ def workplace(tmp_path: Path) -> Path:
         (tmp_path / name).write_text(json.dumps(TOKENS))
     (tmp_path / "prompt.txt").write_text("What is a page? " * 20)
     (tmp_path / "scratch").mkdir()
+    for name, rate in (("before", 100.0), ("after", 80.0)):
+        rates = {"median": rate, "lower": rate, "upper": rate}
+        entry = {"mode": "write", "contender": "slab", "unit": "bytes", "summary": {"rate": rates}}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"benchmark": "file", "date": name, "results": [entry]}))
     return tmp_path
 
 

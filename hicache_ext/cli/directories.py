@@ -1,0 +1,96 @@
+"""What commands find in a directory of the file tier: its pages by identity. They may look while servers run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache_ext.storage.tiers.file.inspection import Inspector, open_inspector
+from hicache_ext.storage.tiers.file.pages.tree import load_document
+
+
+@dataclass(slots=True)
+class Group:
+    """The pages of one identity."""
+
+    digest: bytes
+    document: dict[str, Any] | None
+    pages: int = 0
+    size: int = 0
+    hits: int | None = None
+    written: float | None = None
+    """When the newest page was written."""
+    used: float | None = None
+
+    @property
+    def model(self) -> str:
+        return str((self.document or {}).get("model", {}).get("id", "")) or "unknown"
+
+    def together_with(self, other: Group) -> Group:
+        """The pages of this identity in both."""
+        return Group(
+            self.digest,
+            self.document or other.document,
+            self.pages + other.pages,
+            self.size + other.size,
+            None if self.hits is None and other.hits is None else (self.hits or 0) + (other.hits or 0),
+            _later(self.written, other.written),
+            _later(self.used, other.used),
+        )
+
+    def document_for_json(self) -> dict[str, Any]:
+        """Moments in seconds since 1970."""
+        return {
+            "identity": self.digest.hex(),
+            "facts": self.document,
+            "pages": self.pages,
+            "bytes": self.size,
+            "hits": self.hits,
+            "last_written": self.written,
+            "last_used": self.used,
+        }
+
+
+def opened(path: Path) -> Inspector:
+    """An inspector of the directory; prints a warning if it cannot see everything. Raises StoreError."""
+    inspector = open_inspector(path)
+    if inspector.remark:
+        print(f"{path}: {inspector.remark}", file=sys.stderr)
+    return inspector
+
+
+def groups_of(directories: Sequence[Path]) -> list[Group]:
+    """The pages of all of them by identity. Raises StoreError."""
+    groups: dict[bytes, Group] = {}
+    for directory in directories:
+        with closing(opened(directory)) as inspector:
+            for group in groups_in(inspector):
+                known = groups.get(group.digest)
+                groups[group.digest] = group if known is None else known.together_with(group)
+    return list(groups.values())
+
+
+def groups_in(inspector: Inspector) -> list[Group]:
+    """The pages of one directory by identity."""
+    groups: dict[bytes, Group] = {}
+    for page in inspector.pages():
+        group = groups.get(page.identity)
+        if group is None:
+            group = groups[page.identity] = Group(page.identity, load_document(inspector.path, page.identity))
+        group.pages += 1
+        group.size += page.size
+        group.written = _later(page.written, group.written)
+        group.used = _later(page.used, group.used)
+    for group in groups.values():
+        uses = inspector.uses(group.digest)
+        if uses is not None:
+            group.hits, group.used = uses
+    return list(groups.values())
+
+
+def _later(one: float | None, other: float | None) -> float | None:
+    return max((moment for moment in (one, other) if moment), default=None)

@@ -1,0 +1,48 @@
+"""The result of a command: under ``--json`` one JSON document, and nothing else is on standard output."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TextIO
+
+JSON_ON_STANDARD_OUTPUT = Path("-")
+"""What a ``--json [FILE]`` holds that was given no file."""
+
+_STANDARD_OUTPUT: ContextVar[TextIO | None] = ContextVar("_STANDARD_OUTPUT", default=None)
+
+
+@contextmanager
+def standard_output_of(arguments: object) -> Iterator[None]:
+    """For a command whose parsed arguments ask for JSON on standard output: what anybody prints meanwhile goes to
+    standard error, but for ``print_json`` of this thread."""
+    if getattr(arguments, "json", None) not in (True, JSON_ON_STANDARD_OUTPUT):
+        yield
+        return
+    token = _STANDARD_OUTPUT.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _STANDARD_OUTPUT.reset(token)
+
+
+def print_json(value: object, *, in_one_line: bool = False) -> None:
+    """Print a document on standard output. Numbers that JSON does not have (NaN, infinite) become null."""
+    text = json.dumps(_with_numbers_of_json(value), indent=None if in_one_line else 1, allow_nan=False)
+    print(text, file=_STANDARD_OUTPUT.get() or sys.stdout, flush=True)
+
+
+def _with_numbers_of_json(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _with_numbers_of_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_numbers_of_json(item) for item in value]
+    return value
