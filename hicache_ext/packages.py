@@ -21,6 +21,7 @@ EXTRAS = {
     "obstore": "object",
     "numba": "compiled",
     "matplotlib": "bench",
+    "opentelemetry": "tracing",
 }
 """Package as it is imported -> the extra of hicache-ext that installs it, itself or as a dependency."""
 

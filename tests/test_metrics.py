@@ -291,15 +291,20 @@ def test_every_documented_metric_is_counted():
 def test_every_metric_of_the_dashboard_is_exported_and_every_panel_is_in_its_place():
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
     panels = dashboard["panels"]
-    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     used = {name for expression in expressions for name in re.findall(r"hicache_ext_\w+", expression)}
     exported = {name for name, _ in counted_in_the_package()} | {BUILD_INFO}
     exported |= {f"{CALL_SECONDS}_{part}" for part in ("bucket", "count")}
     assert len(used) >= 20
     assert used <= exported
     assert len({panel["id"] for panel in panels}) == len(panels)
-    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
-    assert len(places) == len(panels)
+    squares = [
+        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
+        for panel in panels
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
+    assert len(set(squares)) == len(squares) and max(squares)[0] < 24
 
 
 def test_every_metric_of_sglang_that_the_dashboard_uses_is_one_of_its_own():
@@ -308,17 +313,55 @@ def test_every_metric_of_sglang_that_the_dashboard_uses_is_one_of_its_own():
         pytest.skip("missing: sglang")
     collector = (Path(found.origin).parent / "srt" / "observability" / "metrics_collector.py").read_text()
     text = (ROOT / "docs" / "grafana.json").read_text() + (ROOT / "docs" / "metrics.md").read_text()
-    used = set(re.findall(r"sglang:\w+", text)) | {stats_figures.PROMPT_TOKENS, stats_figures.CACHED_TOKENS}
+    used = set(re.findall(r"sglang:\w+", text.replace("[:_]", ":"))) | {
+        stats_figures.PROMPT_TOKENS,
+        stats_figures.CACHED_TOKENS,
+    }
     assert len(used) >= 2
     assert {name for name in used if f'"{name}"' not in collector} == set()
     assert '"cache_source"' in collector
 
 
-def test_the_first_panel_is_the_share_of_prompt_tokens_from_each_source():
-    first, *_ = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+def test_the_first_row_is_where_prompt_tokens_came_from_fill_age_and_up():
+    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    first, *others = [panel for panel in panels if panel["gridPos"]["y"] == 0]
     expressions = " ".join(target["expr"] for target in first["targets"])
-    assert "cache_source" in expressions and stats_figures.PROMPT_TOKENS in expressions
-    assert (first["gridPos"]["x"], first["gridPos"]["y"]) == (0, 0)
+    assert "cache_source" in expressions and stats_figures.PROMPT_TOKENS.replace(":", "[:_]") in expressions
+    (fill,), (age,), (up,) = [[target["expr"] for target in panel["targets"]] for panel in others]
+    assert "used_bytes" in fill and "capacity_bytes" in fill and "evicted_age" in age and "tier_up" in up
+
+
+def test_every_panel_says_what_it_is_in_which_unit_and_what_is_too_much():
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    for panel in dashboard["panels"]:
+        if panel["type"] == "row":
+            continue
+        assert panel["description"].endswith("."), panel["title"]
+        defaults = panel["fieldConfig"]["defaults"]
+        assert defaults["unit"] and defaults["thresholds"]["steps"], panel["title"]
+        for alert in re.findall(r"\bHicache\w+", panel["description"]):
+            assert f"## {alert}\n" in runbook, alert
+    whole = [panel["title"] for panel in dashboard["panels"] if len(_steps(panel)) > 1]
+    assert len(whole) >= 10
+
+
+def _steps(panel):
+    return panel.get("fieldConfig", {}).get("defaults", {}).get("thresholds", {}).get("steps", [])
+
+
+def test_every_query_of_the_dashboard_goes_by_its_variables():
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    names = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert names == {"datasource", "job", "node", "model", "rank"}
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            for metric, labels in re.findall(r"(hicache_ext_\w+|)\{([^}]*)\}", target["expr"]):
+                wanted = ["job", "node", "model", *(["rank"] if metric else [])]
+                assert [name for name in wanted if f'=~"${name}"' not in labels] == [], (metric, labels)
+            assert not re.search(r"hicache_ext_\w+(?![\w{])", target["expr"]), target["expr"]
+            # By which of both names Prometheus knows SGLang's metrics depends on its release (docs/metrics.md).
+            assert not re.search(r"sglang[:_]\w", target["expr"]), target["expr"]
 
 
 # -- the exporter, in this process -------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from hicache_ext.config.tiering import (
     parse_policies,
 )
 from hicache_ext.config.tiers import AnyTier, tier_types
+from hicache_ext.config.tracing import TracingConfig
 from hicache_ext.config.units import LONGEST_DURATION
 from hicache_ext.config.values import NO_LIMIT, directory_relation, number, whole_number
 from hicache_ext.errors import ConfigError
@@ -240,6 +241,11 @@ class HicacheExtConfig(ConfigModel):
         EventsConfig | None,
         Field(description="tell KV-aware routers which pages come and go in the tiers; left out: off"),
         Allowed("a mapping with endpoint, replay_endpoint, topic or interval"),
+    ] = None
+    tracing: Annotated[
+        TracingConfig | None,
+        Field(description="a span of OpenTelemetry for each call of a tier; left out: none"),
+        Allowed("a mapping with endpoint, such as {endpoint: sglang}"),
     ] = None
     roles: Annotated[
         dict[ServerRole, RoleConfig],

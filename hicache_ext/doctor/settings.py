@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.parse
 from collections.abc import Iterator
 
 from hicache_ext.config import ExtraConfig, HicacheExtConfig
+from hicache_ext.config.tracing import SGLANG
+from hicache_ext.errors import MissingPackageError
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.tiering.tier_use import tier_use
+from hicache_ext.storage.tiering.tracing import check_packages
 
 _DEFAULT_THRESHOLD = 256
 """Tokens; SGLang 0.5.23."""
+_CONNECT_TIMEOUT = 2.0
 
 
 def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]:
@@ -37,6 +43,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
     else:
         yield Finding("allocator", Level.OK, checked.allocator)
     yield _events(config)
+    yield _tracing(config)
     for line in tier_use(config).lines():
         yield Finding("tiers", Level.OK, line)
     for name in config.tiers:
@@ -59,3 +66,26 @@ def _events(config: HicacheExtConfig) -> Finding:
         seen = f"{where}; nothing is told of {', '.join(silent)}: they do not say which pages they hold"
         return Finding("events", Level.NOTE, seen, "docs/kv-events.md says what a router does about them")
     return Finding("events", Level.OK, where)
+
+
+def _tracing(config: HicacheExtConfig) -> Finding:
+    """Whether spans can be made, and go anywhere."""
+    if config.tracing is None:
+        return Finding("tracing", Level.OK, "off (docs/traces.md)")
+    try:
+        check_packages()
+    except MissingPackageError as error:
+        return Finding(
+            "tracing", Level.ERROR, "the server will not start: " + str(error), "install it, or leave it out"
+        )
+    endpoint = config.tracing.endpoint
+    if endpoint == SGLANG:
+        seen = "to the collector of SGLang's --enable-trace, without which the server does not start"
+        return Finding("tracing", Level.NOTE, seen, "start it with --enable-trace --otlp-traces-endpoint HOST:PORT")
+    parts = urllib.parse.urlsplit(endpoint)
+    address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    try:
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT).close()
+    except OSError as error:
+        return Finding("tracing", Level.WARNING, f"{endpoint}: {error}", "start the collector; servers run without it")
+    return Finding("tracing", Level.OK, f"to {endpoint}, where somebody listens")

@@ -12,7 +12,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hicache_ext.sglang import adapters, draft_hooks, kernel_hooks, model_weights, pd_hooks, prefill_cost, weights_hooks
+from hicache_ext.sglang import (
+    adapters,
+    draft_hooks,
+    kernel_hooks,
+    model_weights,
+    pd_hooks,
+    prefill_cost,
+    trace_hooks,
+    weights_hooks,
+)
 from hicache_ext.sglang.features import COPIES, HOOKED, Feature
 from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.sglang.self_check import check_installed, features_off
@@ -57,6 +66,11 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "HybridCacheController.should_backup": draft_hooks.around_should_backup,
     "Scheduler.run_batch": prefill_cost.around_run,
     "Scheduler.process_batch_result": prefill_cost.around_result,
+    "Scheduler._prefetch_kvcache": trace_hooks.before_prefetch,
+    "HiCacheController._storage_hit_query": trace_hooks.around_storage,
+    "HiCacheController._page_transfer": trace_hooks.around_storage,
+    "HybridCacheController._storage_hit_query": trace_hooks.around_storage,
+    "HybridCacheController._page_transfer": trace_hooks.around_storage,
 }
 """Class and function of SGLang -> ours."""
 

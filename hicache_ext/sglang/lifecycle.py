@@ -20,12 +20,12 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.attached import attach, detach
-from hicache_ext.sglang.features import ADAPTERS, DECODE_WRITER, DRAFTS, HOOKED, PREFILL_COST, STORAGE
+from hicache_ext.sglang.features import ADAPTERS, DECODE_WRITER, DRAFTS, HOOKED, PREFILL_COST, REQUEST_TRACES, STORAGE
 from hicache_ext.sglang.hint_traffic import HintTraffic
 from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.kv_events import kv_events
 from hicache_ext.sglang.launch_facts import read_launch_facts
-from hicache_ext.sglang.never_raise import answering
+from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.prefill_cost import prefill_cost
 from hicache_ext.sglang.releases import installed_release, refuse_old_release, refuse_unsafe_offload, untested
 from hicache_ext.sglang.self_check import check_installed, lacking
@@ -36,6 +36,7 @@ from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.serving.config_file import config_file_of
 from hicache_ext.storage.serving.hints.sender import HintSender
 from hicache_ext.storage.serving.metrics_export import export_when_wanted
+from hicache_ext.storage.tiering import tracing
 from hicache_ext.storage.tiering.pulling.rule import PullRule
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
         self._pools = ServedPools(storage_config, self._config, self._facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
+        self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
         self._also_counted: list[TierMetrics] = []
         self._log = LimitedLog(logger, 1.0)
@@ -66,7 +68,12 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         kernel_hooks.configure(self._config.kernels)
         # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
-        self._store = open_tiers(self._config)
+        self._spans = tracing.begin(self._config.tracing)
+        try:
+            self._store = open_tiers(self._config)
+        except HicacheExtError:
+            tracing.end(self._spans)
+            raise
         self._config_file = config_file_of(self._facts.config_file, self._store, self._config, view)
         self._pull_rule = PullRule.of(self._config.pd.pull, lambda: self._store.tiers, prefill_cost)
         self._hints = HintTraffic(self._config, storage_config, self._pools, lambda: self._store)
@@ -77,6 +84,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             if self._config_file is not None:
                 self._config_file.close()
             self._store.close()
+            tracing.end(self._spans)
             raise
         self._exporter = export_when_wanted(self._facts.metrics, self._export_sources, _process_labels(storage_config))
         attach(self)
@@ -169,6 +177,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._config_file.close()
         self._store.close()
         self._exporter.close()
+        tracing.end(self._spans)
 
     def export_also(self, metrics: TierMetrics) -> None:
         """Export the counts of something beside the tiers together with theirs, as long as this backend lives."""
@@ -203,6 +212,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             DECODE_WRITER: self._config.role != "decode",
             DRAFTS: True,  # told where a pool needs it
             PREFILL_COST: self._pull_rule is None,
+            REQUEST_TRACES: self._spans is None,
         }
         for sentence in not_in_force([feature for feature in HOOKED if not unused.get(feature)]).values():
             logger.warning("hicache_ext: %s", sentence)

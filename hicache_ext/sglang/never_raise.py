@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -14,6 +15,8 @@ class Reporting(Protocol):
 _S = TypeVar("_S", bound=Reporting)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_guarded: set[Any] = set()
 
 
 def answering(
@@ -31,9 +34,18 @@ def answering(
                 answer: _R = otherwise(*args, **kwargs)
                 return answer
 
+        _guarded.add(guarded)
         return guarded
 
     return decorate
+
+
+def guarded_calls(backend: type) -> list[str]:
+    """The calls of a class whose trouble is reported, by name."""
+    return [
+        name
+        for name, _ in inspect.getmembers(backend, lambda member: inspect.isfunction(member) and member in _guarded)
+    ]
 
 
 def length(keys: Any) -> int:

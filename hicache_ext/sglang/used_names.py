@@ -21,6 +21,7 @@ from hicache_ext.sglang.features import (
     HOOKED,
     MODEL_WEIGHTS,
     PREFILL_COST,
+    REQUEST_TRACES,
     STORAGE,
     WEIGHTS_UPDATES,
     Feature,
@@ -227,6 +228,16 @@ USED: tuple[Use, ...] = (
     _hook("around", _HYBRID, "should_backup", DRAFTS, "transfer"),
     _hook("around", _SCHEDULER, "run_batch", PREFILL_COST),
     _hook("around", _SCHEDULER, "process_batch_result", PREFILL_COST),
+    _hook("before", _SCHEDULER, "_prefetch_kvcache", REQUEST_TRACES),
+    *(
+        _hook("around", controller, call, REQUEST_TRACES)
+        for controller in (f"{_CONTROLLER}.HiCacheController", _HYBRID)
+        for call in ("_storage_hit_query", "_page_transfer")
+    ),
+    _names(f"{_CONTROLLER}.PrefetchOperation", "request_id", REQUEST_TRACES),
+    _names(_REQUEST, "rid time_stats", REQUEST_TRACES),
+    _names("observability.req_time_stats.SchedulerReqTimeStats", "trace_ctx", REQUEST_TRACES),
+    _names("observability.trace.TraceReqContext", "root_span_context", REQUEST_TRACES),
     _names("disaggregation.kv_events", "AllBlocksCleared KVEventBatch select_kv_publisher_dp_rank", EVENTS),
     _names("runtime_context", "get_parallel", EVENTS),
     _names("disaggregation.kv_events.StorageMedium", "DISK EXTERNAL", EVENTS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.faults import DroppingStore, FailingStore, PageStoreWrapper
 from hicache_ext.testing.server import free_port
+from tests.rigs.otlp_collector import OtlpCollector
 
 SECRET = "hunter2-is-the-secret"
 
@@ -245,3 +247,27 @@ def test_the_doctor_says_what_routers_learn_of_the_tiers(tmp_path: Path, capsys:
     _, found = findings(capsys, [str(file), "--tier", "disk"])
     assert found["configuration"]["events"]["level"] == "note"
     assert "nothing is told of pool:" in found["configuration"]["events"]["seen"]
+
+
+def test_the_doctor_says_whether_spans_go_anywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="missing: opentelemetry-sdk")
+    file = tmp_path / "hicache.yaml"
+
+    def tracing(endpoint: str | None) -> tuple[str, str]:
+        section = {} if endpoint is None else {"tracing": {"endpoint": endpoint}}
+        file.write_text(yaml.safe_dump(ExtraConfig.around({"tiers": {"pool": {"type": "memory"}}, **section})))
+        _, found = findings(capsys, [str(file), "--tier", "pool"])
+        told = found["configuration"]["tracing"]
+        return told["level"], told["seen"]
+
+    assert tracing(None) == ("ok", "off (docs/traces.md)")
+    assert tracing("sglang")[0] == "note"
+    level, seen = tracing(f"http://127.0.0.1:{free_port()}/v1/traces")
+    assert level == "warning" and "refused" in seen
+    with OtlpCollector() as collector:
+        assert tracing(collector.endpoint) == ("ok", f"to {collector.endpoint}, where somebody listens")
+        monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+        level, seen = tracing(collector.endpoint)
+    assert level == "error" and "hicache-ext[tracing]" in seen

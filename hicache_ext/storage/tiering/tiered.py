@@ -41,6 +41,7 @@ from hicache_ext.storage.contract.store import (
     identities_of,
     identity_of,
 )
+from hicache_ext.storage.tiering import tracing
 from hicache_ext.storage.tiering.generations import Generations
 from hicache_ext.storage.tiering.io_priority import IoPriority
 from hicache_ext.storage.tiering.prefetch import PrefetchedPage, Prefetcher, PrefetchSettings
@@ -318,7 +319,7 @@ class TieredStore:
         if set(by_tier) == {0}:
             return
         reads = list(by_tier.items())
-        self._helpers.run(len(reads), lambda i: self._read_tier(read, *reads[i]))
+        self._beside(len(reads), lambda i: self._read_tier(read, *reads[i]))
 
     def _walk(self, read: _Read, positions: Iterable[int]) -> None:
         """Ask each tier not asked yet for what is still missing, near tiers first."""
@@ -495,7 +496,7 @@ class TieredStore:
         self, tiers: Sequence[TierHandle], batch: PageBatch, failed: list[SetResult]
     ) -> list[list[SetResult]]:
         """To these tiers at once: what each answers."""
-        return self._helpers.run(
+        return self._beside(
             len(tiers), lambda number: self._call(tiers[number], "set", tiers[number].set, batch, failed)
         )
 
@@ -645,10 +646,17 @@ class TieredStore:
         if first is not None:
             raise first
 
+    def _beside(self, count: int, work: Callable[[int], _T]) -> list[_T]:
+        """``work(0..count-1)`` with the help of other threads."""
+        spans = tracing.spans
+        return self._helpers.run(count, work if spans is None else spans.carried(work))
+
     def _call(
         self, tier: PageStore, operation: str, call: Callable[[_Argument], _T], argument: _Argument, otherwise: _T
     ) -> _T:
         """``call(argument)``, measured; ``otherwise`` when the tier raises, which it has promised not to."""
+        if (spans := tracing.spans) is not None:
+            call = spans.around(tier.name, operation, call)
         started = time.perf_counter()
         try:
             return call(argument)

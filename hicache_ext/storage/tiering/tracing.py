@@ -1,0 +1,195 @@
+"""A span of OpenTelemetry for each call of a tier, where ``tracing`` is configured (docs/traces.md).
+
+``spans`` is None where it is not: one look at a name is all that a call pays then. A span is made when its call has
+ended, handed to OpenTelemetry's batch processor, and sent by a thread of that; what does not fit its queue is dropped.
+Nothing here raises into a call, and no call waits for a collector.
+
+Its parent is whatever span the thread is in: sglang/trace_hooks.py puts the storage threads into that of the request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hicache_ext import __version__
+from hicache_ext.config.tracing import SGLANG, TracingConfig
+from hicache_ext.errors import ConfigError
+from hicache_ext.packages import missing_package
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.threads import call_within
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+
+logger = logging.getLogger(__name__)
+
+_Argument = TypeVar("_Argument")
+_T = TypeVar("_T")
+
+_EXPORT_TIMEOUT = 5.0
+_END_TIMEOUT = 2.0
+"""Seconds that the end of a server waits for a collector to take the last spans."""
+_HASH_BYTES = 4
+"""Of the first page's hash: enough to find it with ``hicache-ext explain``, too little to find out a prompt."""
+_MOST_OF_RID = 64
+_REQUEST = "hicache.request"
+_SENT = (GetResult.HIT, SetResult.STORED)
+"""Results of pages whose bytes were moved."""
+_MOVED = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
+_TROUBLE = {result.value for result in (GetResult.CORRUPT, GetResult.TIMEOUT, GetResult.ERROR)} | {"raised"}
+
+
+class Spans:
+    """Where the spans of this process go. Threads: any."""
+
+    def __init__(self, provider: Any, *, owned: bool) -> None:
+        """``provider``: a TracerProvider of OpenTelemetry. ``owned``: it ends with this."""
+        from opentelemetry import context, trace
+
+        self._provider = provider if owned else None
+        self._tracer = provider.get_tracer("hicache_ext", __version__)
+        self._context = context
+        self._trace = trace
+
+    def around(self, tier: str, operation: str, call: Callable[[_Argument], _T]) -> Callable[[_Argument], _T]:
+        """``call``, with a span about each of its calls."""
+
+        def traced(argument: _Argument) -> _T:
+            started = time.time_ns()
+            try:
+                answer = call(argument)
+            except BaseException:
+                self._tell(tier, operation, argument, None, started)
+                raise
+            self._tell(tier, operation, argument, answer, started)
+            return answer
+
+        return traced
+
+    def carried(self, work: Callable[[int], _T]) -> Callable[[int], _T]:
+        """``work`` for other threads, with the parent of this one."""
+        parent = self._context.get_current()
+
+        def with_parent(number: int) -> _T:
+            with self.under(parent):
+                return work(number)
+
+        return with_parent
+
+    @contextmanager
+    def under(self, parent: Any) -> Iterator[None]:
+        """Spans of this thread have this parent (a Context) meanwhile."""
+        token = self._context.attach(parent)
+        try:
+            yield
+        finally:
+            self._context.detach(token)
+
+    def request(self, rid: str, parent: Any | None) -> Any:
+        """The Context of a request: its trace where SGLang has one (``parent``), and its name in any case."""
+        return self._context.set_value(_REQUEST, rid[:_MOST_OF_RID], parent)
+
+    def _tell(self, tier: str, operation: str, argument: Any, answer: Any, started: int) -> None:
+        """Never raises."""
+        try:
+            facts = _facts(argument, answer)
+            if (rid := self._context.get_value(_REQUEST)) is not None:
+                facts["hicache.rid"] = rid
+            facts.update({"hicache.tier": tier, "hicache.operation": operation})
+            span = self._tracer.start_span(f"{operation} {tier}", start_time=started, attributes=facts)
+            if facts["hicache.outcome"] in _TROUBLE:
+                span.set_status(self._trace.StatusCode.ERROR)
+            span.end()
+        except Exception as error:  # noqa: BLE001 - whatever a library of somebody else makes of it
+            logger.debug("hicache_ext: a span was not made: %s", type(error).__name__)
+
+    def close(self) -> None:
+        """Send what is left, for a moment."""
+        if self._provider is not None:
+            try:
+                call_within(_END_TIMEOUT, "hicache-tracing-end", self._provider.shutdown)
+            except RuntimeError as error:
+                logger.debug("hicache_ext: the last spans are lost: %s", error)
+
+
+spans: Spans | None = None
+"""None: nothing is traced. Read without a lock, set by ``begin`` and ``end``."""
+
+
+def begin(settings: TracingConfig | None) -> Spans | None:
+    """Trace the calls of this process from now on, as configured. Raises ConfigError, MissingPackageError."""
+    global spans
+    if settings is None:
+        return None
+    check_packages()
+    provider = _provider_of_sglang() if settings.endpoint == SGLANG else _provider_of(settings.endpoint)
+    spans = Spans(provider, owned=settings.endpoint != SGLANG)
+    return spans
+
+
+def end(begun: Spans | None) -> None:
+    """Of what ``begin`` returned."""
+    global spans
+    if begun is None:
+        return
+    if spans is begun:
+        spans = None
+    begun.close()
+
+
+def check_packages() -> None:
+    """Raises MissingPackageError where there is nothing to trace with."""
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError:
+        raise missing_package("opentelemetry", "whose SDK and OTLP exporter are not installed") from None
+
+
+def _provider_of_sglang() -> Any:
+    """The one that SGLang has made in this process."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    provider = trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        raise ConfigError(
+            "hicache_ext.tracing.endpoint",
+            "is sglang, and this server was started without --enable-trace",
+            "that flag with --otlp-traces-endpoint, or the address of a collector here",
+        )
+    return provider
+
+
+def _provider_of(endpoint: str) -> Any:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    # At the exit of the interpreter it would wait for a collector that is gone: close() does not.
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT)))
+    return provider
+
+
+def _facts(argument: Any, answer: Any) -> dict[str, Any]:
+    """Numbers about one call, and a word for its outcome. ``argument``: a PageBatch or keys; ``answer``: None where the
+    call raised."""
+    keys: Sequence[bytes] = argument.keys if isinstance(argument, PageBatch) else argument
+    facts: dict[str, Any] = {"hicache.pages": len(keys)}
+    if len(keys):
+        facts["hicache.first_page"] = keys[0][IDENTITY_LENGTH : IDENTITY_LENGTH + _HASH_BYTES].hex()
+    if answer is None:
+        return {**facts, "hicache.outcome": "raised"}
+    if isinstance(argument, PageBatch):
+        moved = [result in _MOVED for result in answer]
+        facts["hicache.bytes"] = sum(argument.bytes_of(result, answer) for result in _SENT)
+        # What ended the run says more than how it began.
+        word = next((result.value for result, ok in zip(answer, moved, strict=True) if not ok), None)
+        facts["hicache.outcome"] = word or (answer[0].value if answer else "nothing")
+        return {**facts, "hicache.pages_moved": sum(moved)}
+    found = answer if isinstance(answer, int) else sum(answer)
+    outcome = "hit" if found == len(keys) else "part" if found else "miss"
+    return {**facts, "hicache.pages_moved": found, "hicache.outcome": outcome}
