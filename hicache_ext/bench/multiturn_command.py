@@ -134,7 +134,7 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
         hidden[Path(arguments.model_path)] = Path(arguments.model_path).name
     report = Report(
         "multiturn",
-        "Multi-turn conversations",
+        "Multi-turn conversations" + (f", {_model_name(arguments)}" if arguments.arm else ""),
         machine_facts(Path.cwd(), _PACKAGES),
         {"workload": asdict(workload), "flush": arguments.flush, "results": entries(results)},
         tables(results),
@@ -146,11 +146,20 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
     return 0
 
 
+def _model_name(arguments: argparse.Namespace) -> str:
+    if arguments.model_path is not None:
+        return Path(arguments.model_path).name
+    from hicache_ext.testing.small_model import NAME
+
+    return NAME
+
+
 def _method(arguments: argparse.Namespace) -> str:
     words = [
         "All users ask at once, and every user has had turn t before any has turn t + 1; a prompt is the whole",
         "conversation so far. Medians over users and rounds, quartiles as bars. Equal conversations in all arms,",
-        "others in each round.",
+        "others in each round. In the first turn a user may find the shared tokens that another one has just computed: how",
+        "many do is chance.",
     ]
     if arguments.flush:
         words += [

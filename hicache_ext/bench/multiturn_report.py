@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,20 +88,20 @@ def tables(results: Sequence[ArmResult]) -> list[Table]:
 
 def panels(results: Sequence[ArmResult]) -> list[Panel]:
     turns = range(len(results[0].turns))
-    return [
-        Panel(
-            "cached share of the prompt",
-            "turn",
-            "%",
-            {r.name: [plot_point(str(t + 1), r.cached_share(t) * 100) for t in turns] for r in results},
-        ),
-        Panel(
-            "time to first token",
-            "turn",
-            "ms",
-            {r.name: [(str(t + 1), *_milliseconds(r.first_token(t))) for t in turns] for r in results},
-        ),
-    ]
+    found = [_first_tokens("time to first token", results, turns)]
+    slowest = max(results, key=lambda result: sum(result.first_token(turn).median for turn in turns))
+    others = [result for result in results if result is not slowest]
+    if len(others) > 1 and len(turns) > 1:
+        # Beside one that computes everything nobody could tell the others apart.
+        found.append(_first_tokens(f"the same without {slowest.name}, from turn 2 on", others, turns[1:]))
+    shares = {r.name: [plot_point(str(t + 1), r.cached_share(t) * 100) for t in turns] for r in results}
+    return [*found, Panel("cached share of the prompt", "turn", "%", shares)]
+
+
+def _first_tokens(title: str, results: Sequence[ArmResult], turns: Iterable[int]) -> Panel:
+    return Panel(
+        title, "turn", "ms", {r.name: [(str(t + 1), *_milliseconds(r.first_token(t))) for t in turns] for r in results}
+    )
 
 
 def entries(results: Sequence[ArmResult]) -> list[Mapping[str, Any]]:

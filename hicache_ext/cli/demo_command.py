@@ -1,7 +1,8 @@
 """``hicache-ext demo``: a conversation continues from disk after a restart.
 
 A real SGLang server without any cache holds a conversation. Another one with the file tier holds the same one, is
-restarted in the middle, and goes on from disk: its own caches are emptied before each turn. All answers are compared.
+killed in the middle, and a new one goes on from disk: its own caches are emptied before each turn. All answers are
+compared.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 
 RESTART_AFTER = 3
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = 32
 PAGE_SIZE = 16
 _ROUNDING = """In 16 bits that can be rounding alone: a prefix computed in other batch shapes rounds differently, with
 SGLang's own cache as well. Compare again with --dtype float32 or --enable-deterministic-inference after `--`."""
@@ -102,16 +103,19 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
         for question in QUESTIONS:
             plain.append(_ask(server, question, story.ask(question)))
             story.answered(plain[-1].answer.text, plain[-1].answer.output_ids)
+        server.kill()
     cached: list[Turn] = []
     with steps.step("a server with the file tier is asked the same"), rig.server("first-half") as server:
         _warm_up(server)
         cached += [_ask(server, turn.question, turn.prompt) for turn in plain[:RESTART_AFTER]]
         server.flush_cache()
-    with steps.step("it is restarted, and goes on from disk"), rig.server("second-half") as server:
+        server.kill()
+    with steps.step("it is killed, and a new one goes on from disk"), rig.server("second-half") as server:
         _warm_up(server)
         for turn in plain[RESTART_AFTER:]:
             cached.append(_ask(server, turn.question, turn.prompt, computed=turn.answer))
             server.flush_cache()
+        server.kill()
 
     _print_table(plain, cached)
     with closing(open_inspector(storage)) as inspector:
@@ -279,7 +283,7 @@ def _print_table(plain: Sequence[Turn], cached: Sequence[Turn]) -> None:
     print("turn  prompt tokens  from device  from host  from storage   first token   without cache  same answer")
     for number, (turn, reference) in enumerate(zip(cached, plain, strict=True), 1):
         if number == RESTART_AFTER + 1:
-            print("----- the server was restarted " + "-" * 70)
+            print("----- the server was killed " + "-" * 70)
         answer, without_cache = turn.answer, reference.answer
         tokens = answer.cached
         print(
