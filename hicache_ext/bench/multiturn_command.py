@@ -158,8 +158,8 @@ def _method(arguments: argparse.Namespace) -> str:
     words = [
         "All users ask at once, and every user has had turn t before any has turn t + 1; a prompt is the whole",
         "conversation so far. Medians over users and rounds, quartiles as bars. Equal conversations in all arms,",
-        "others in each round. In the first turn a user may find the shared tokens that another one has just computed: how",
-        "many do is chance.",
+        "others in each round. In the first turn a user may find the shared tokens that another one has just computed:",
+        "how many do is chance.",
     ]
     if arguments.flush:
         words += [
