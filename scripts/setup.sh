@@ -50,7 +50,9 @@ if [ ${#missing[@]} -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing ${missing[*]}"
     apt-get update -qq >/dev/null || true
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
+    # RUNLEVEL=1: Debian would start redis-server and Prometheus at once, the latter on all interfaces. The tests start
+    # their own.
+    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
   else
     fail "missing: ${missing[*]}; install them (on Debian: sudo apt-get install ${missing[*]}) and run make $purpose again"
   fi

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from hicache_ext.storage.tiering import tracing
@@ -19,7 +20,8 @@ _requests: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def before_prefetch(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
     """BEFORE hook [scheduler thread]: storage is about to be asked for a request."""
     if tracing.spans is not None:
-        _requests[request.rid] = request
+        with suppress(AttributeError, TypeError):  # something else than a request: its spans have no parent
+            _requests[request.rid] = request
 
 
 def around_storage(original: Callable[..., Any], controller: Any, operation: Any, *more: Any, **named: Any) -> Any:

@@ -278,6 +278,8 @@ def test_a_look_up_and_a_read_are_in_the_trace_of_their_request(
     for rid in ("traced", "untraced", "gone"):
         assert trace_hooks.around_storage(look_up, None, Thing(request_id=rid)) == 0
     assert trace_hooks.around_storage(look_up, None, Thing()) == 0
+    for unknown in (object(), Thing(), Thing(rid=["two", "requests"])):
+        trace_hooks.before_prefetch(None, unknown)
     mine, *others = finished()
     assert mine.parent.span_id == span.get_span_context().span_id
     assert [other.parent for other in others] == [None] * 3
