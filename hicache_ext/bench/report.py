@@ -158,9 +158,9 @@ def plot(path: Path, panels: Sequence[Panel], title: str, caption: str) -> None:
 
 def _draw(axis: Any, panel: Panel, contenders: Sequence[str]) -> None:
     places = {x: number for number, x in enumerate(dict.fromkeys(x for line in panel.lines.values() for x, *_ in line))}
-    for name, points in panel.lines.items():
+    for number_of_line, (name, points) in enumerate(panel.lines.items()):
         index = contenders.index(name)
-        moved = (index - (len(contenders) - 1) / 2) * _DODGE
+        moved = (number_of_line - (len(panel.lines) - 1) / 2) * _DODGE
         axis.errorbar(
             [places[x] + moved for x, *_ in points],
             [point[1] for point in points],
