@@ -15,7 +15,15 @@ from tests.campaigns.pool_trouble_report import write_report
 def arguments(tmp_path):
     pytest.importorskip("matplotlib", reason="missing: matplotlib")
     return SimpleNamespace(
-        trouble=20, healthy=10, period=1, tokens=64, timeout=1, delay=2, seed=1, report=tmp_path / "pool-trouble.md"
+        real_model=False,
+        trouble=20,
+        healthy=10,
+        period=1,
+        tokens=64,
+        timeout=1,
+        delay=2,
+        seed=1,
+        report=tmp_path / "pool-trouble.md",
     )
 
 

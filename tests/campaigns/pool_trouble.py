@@ -34,6 +34,7 @@ from hicache_ext.config.tier import READ_TIMEOUT
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
+from hicache_ext.testing.small_model import arguments_to_serve, make_small_model
 from hicache_ext.testing.tiny_model import make_tiny_model
 from tests.campaigns.pool_trouble_report import write_report
 from tests.rigs.redis_servers import RedisServer
@@ -197,14 +198,17 @@ class Run:
 
 def run(arguments: argparse.Namespace, directory: Path) -> TimeLine:
     """The whole time line. Raises ServerError or RuntimeError when a server does not come up."""
-    model = make_tiny_model(directory / "model")
+    if arguments.real_model:
+        model, given = make_small_model(directory / "model"), (*arguments_to_serve(), "--max-total-tokens", "8192")
+    else:
+        model, given = make_tiny_model(directory / "model"), ()
     timeout = READ_TIMEOUT if arguments.timeout is None else arguments.timeout
     line = TimeLine(timeout=timeout, tokens=arguments.tokens)
     prompts = Prompts(arguments.seed, arguments.tokens)
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(directory / "redis"))
         proxy = stack.enter_context(TroubleProxy(redis.port, delay=arguments.delay))
-        servers = _start_servers(stack, model, directory, proxy, arguments.timeout)
+        servers = _start_servers(stack, model, given, directory, proxy, arguments.timeout)
         _seed(servers, directory, prompts, _known_prompts_needed(arguments))
         # The pool comes back with what it held.
         assert redis.command("SAVE").startswith("+OK"), "redis-server did not save its pages"
@@ -227,7 +231,12 @@ def run(arguments: argparse.Namespace, directory: Path) -> TimeLine:
 
 
 def _start_servers(
-    stack: ExitStack, model: Path, directory: Path, proxy: TroubleProxy, timeout: float | None
+    stack: ExitStack,
+    model: Path,
+    server_arguments: Sequence[str],
+    directory: Path,
+    proxy: TroubleProxy,
+    timeout: float | None,
 ) -> dict[str, SglangServer]:
     """Both at once; they differ in the pool and in the directory of their disk tier."""
     servers: dict[str, SglangServer] = {}
@@ -246,7 +255,7 @@ def _start_servers(
             page_size=PAGE_SIZE,
             storage_backend="dynamic",
             extra_config=f"@{config}",
-            extra_arguments=("--enable-metrics",),
+            extra_arguments=("--enable-metrics", *server_arguments),
         )
         stack.callback(servers[name].stop)
     with ThreadPoolExecutor(2) as starting:
@@ -332,6 +341,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=768, help="of each prompt (default: %(default)s)")
     parser.add_argument("--timeout", type=float, help="of the pool, seconds (default: the tier's own)")
     parser.add_argument("--delay", type=float, default=2.0, help="seconds a call when slow (default: %(default)s)")
+    parser.add_argument("--real-model", action="store_true", help="SmolLM2-135M instead of a tiny one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--directory", type=Path, help="where servers and tiers work (default: the temporary one)")
     parser.add_argument("--report", type=Path, help="FILE.md; FILE.json and FILE.png beside it")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache_ext.bench.report import Table, machine_facts, number, today, write_json
+from hicache_ext.bench.report import Table, machine_facts, number, today, where_and_when, write_json
 
 if TYPE_CHECKING:
     from tests.campaigns.pool_trouble import Observation, Phase, TimeLine
@@ -21,6 +21,10 @@ MOST_EXTRA = 1.2
 """Seconds that a first token may wait longer than on the server without a pool, at any moment."""
 HEALTHY = "healthy"
 _WITH_POOL, _WITHOUT = "with pool", "without"
+_TINY = (
+    "Healthy, a request of this tiny model may be dearer from the pool than computed: it computes a prompt in the time "
+    "that SGLang takes to see a hit and fetch it. That is what the pull rule is for (docs/pd.md); it is off here. "
+)
 
 
 def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) -> tuple[str, bool]:
@@ -44,7 +48,7 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
         f"python -m tests.campaigns.pool_trouble --trouble {arguments.trouble:g} --healthy {arguments.healthy:g} "
         f"--period {arguments.period:g} --tokens {arguments.tokens} "
         + ("" if arguments.timeout is None else f"--timeout {arguments.timeout:g} ")
-        + f"--delay {arguments.delay:g} --seed {arguments.seed}"
+        + f"--delay {arguments.delay:g} --seed {arguments.seed}{' --real-model' if arguments.real_model else ''}"
     )
     facts = (
         f"`{command}`: {seconds:.0f} s, {os.cpu_count()} cores, Linux {platform.release().partition('-')[0]}, "
@@ -54,21 +58,20 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
     sections = [
         "# A pool in trouble, under load",
         facts,
-        "Two SGLang servers (CPU, tiny model) with a disk tier each, one of them with a Redis pool behind it "
+        f"Two SGLang servers (CPU, {'SmolLM2-135M' if arguments.real_model else 'tiny model'}) with a disk tier each, "
+        "one of them with a Redis pool behind it "
         f"(`timeout` {line.timeout:g} s{'' if arguments.timeout else ', the default'}, guards and policies as by "
         f"default), get the same bursts of two {line.tokens}-token "
         "prompts: one that lies in the pool alone, and one that is new. Times to first token in ms, medians; *after "
         f"the deadline* counts the requests sent later than {line.timeout:g} s after the trouble began, which is when "
         f"the ratio is to be at most {WANTED}.",
-        "Healthy, a request of this tiny model may be dearer from the pool than computed: it computes a prompt in the "
-        "time that SGLang takes to see a hit and fetch it. That is what the pull rule is for (docs/pd.md); it is off "
-        "here. While one server waits for a deadline the other is asked nothing.",
+        ("" if arguments.real_model else _TINY) + "While one server waits for a deadline the other is asked nothing.",
         table.markdown(),
         worst_table.markdown(),
         "*Longer than the same request* compares each request with the same prompt, asked of the other server in the "
         "same burst: the wait that the pool's trouble added to the unluckiest first token. A pool that is asked while "
         "it hangs costs what is left of one call's time, which is learnt from its earlier calls (docs/guards.md).",
-        "![Time to first token of both servers over time](pool-trouble.png)" if arguments.report else "",
+        f"![Time to first token of both servers over time]({arguments.report.stem}.png)" if arguments.report else "",
         "\n".join(f"- {sentence}" for sentence in verdict),
         f"What the pool's tier counted: {counters}.",
         "What its breaker said:",
@@ -232,8 +235,8 @@ def _plot(line: TimeLine, file: Path) -> None:
     figure.text(
         0.01,
         0.01,
-        "red: trouble, darker until the first deadline; orange: over, until a request is served from the pool again; "
-        "lines: medians",
+        f"A pool in trouble, under load. {where_and_when(machine_facts(file.parent))}. Red: trouble, darker until the "
+        "first deadline; orange: over, until a request is served from the pool again; lines: medians.",
         fontsize=8,
         color="0.4",
     )
