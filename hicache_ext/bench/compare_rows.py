@@ -55,7 +55,7 @@ def read_measured(file: Path) -> Measured:
         raise ConfigError(str(file), problem, f"what a benchmark wrote with --json: {', '.join(READERS)}")
     try:
         rows = list(READERS[name](document))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
         raise ConfigError(str(file), f"its figures are not those of the benchmark {name!r}") from None
     by_name: dict[str, Row] = {}
     for row in rows:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from hicache_ext.bench.multiturn_workload import Conversation
 from hicache_ext.errors import BenchmarkError, ServerError
+from hicache_ext.runtime.shown import shown_address
 from hicache_ext.testing.client import Generation, SglangClient
 
 _TIMEOUT = 600.0
@@ -154,6 +155,6 @@ def _one_sentence(url: str) -> Iterator[None]:
     try:
         yield
     except ServerError as error:
-        raise BenchmarkError(f"{url}: {error}") from error
+        raise BenchmarkError(shown_address(f"{url}: {error}")) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise BenchmarkError(f"{url} cannot be reached: {error}") from error
+        raise BenchmarkError(shown_address(f"{url} cannot be reached: {error}")) from error

@@ -19,6 +19,7 @@ from typing import Any
 from hicache_ext.packages import installed_version, need
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.results import JSON_ON_STANDARD_OUTPUT, print_json
+from hicache_ext.runtime.shown import shown_words
 
 # -- the arguments that name files to write ----------------------------------------------------------------------------
 
@@ -272,10 +273,11 @@ def today() -> str:
 
 
 def command_line(words: Sequence[str] | None = None, hidden: Mapping[Path, str] | None = None) -> str:
-    """The command line of this process; each path in ``hidden`` replaced by its word, for what is published."""
+    """The command line of this process, without secrets; each path in ``hidden`` replaced by its word, for what is
+    published."""
     program, *given = sys.argv if words is None else words
     replaced = [Path(program).name]
-    for word in given:
+    for word in shown_words(given):
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         replaced.append(option + equals + (hidden or {}).get(Path(value), value))
     return shlex.join(replaced)

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hicache_ext.cli.directories import Group, groups_of, opened
+from hicache_ext.cli.directories import Group, Trouble, groups_of, opened
 from hicache_ext.cli.inputs import add_target, directories_of
 from hicache_ext.cli.terminal import Progress
 from hicache_ext.cli.usage import describe, show
@@ -93,12 +93,15 @@ class _Verified:
 
 def _verify(arguments: argparse.Namespace) -> int:
     found = _Verified()
+    trouble = Trouble()
     for directory in directories_of(arguments.target):
-        bad = _verify_directory(directory, found)
-        if arguments.remove and bad:
-            with closing(open_editor(directory)) as editor:
-                for first in range(0, len(bad), _REMOVE_BATCH):
-                    found.removed += editor.remove(bad[first : first + _REMOVE_BATCH])
+        with trouble.noted():
+            bad = _verify_directory(directory, found)
+            if arguments.remove and bad:
+                with closing(open_editor(directory)) as editor:
+                    for first in range(0, len(bad), _REMOVE_BATCH):
+                        found.removed += editor.remove(bad[first : first + _REMOVE_BATCH])
+    code = trouble.told()
     bad_count = len(found.bad_pages)
     told = f"{found.good} good, {bad_count} bad, {found.evicted} evicted meanwhile"
     reasons = Counter(page["reason"] for page in found.bad_pages).most_common()
@@ -108,7 +111,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         *([f"{found.removed} removed"] if arguments.remove else []),
     ]
     show(arguments, {**asdict(found), "bad": bad_count}, lines)
-    return 1 if found.not_looked_at or bad_count > found.removed else 0
+    return 1 if found.not_looked_at or bad_count > found.removed else code
 
 
 def _verify_directory(directory: Path, found: _Verified) -> list[bytes]:
@@ -165,17 +168,20 @@ class _Cleaned:
 
 def _gc(arguments: argparse.Namespace) -> int:
     found = _Cleaned()
+    trouble = Trouble()
     for directory in directories_of(arguments.target):
-        _clean(directory, found, look_only=arguments.dry_run)
+        with trouble.noted():
+            _clean(directory, found, look_only=arguments.dry_run)
+    code = trouble.told()
     if arguments.dry_run:
         lines = [f"{found.left_overs} left-overs of killed processes would be removed"]
         lines += [f"{found.pins} pins whose time is up would be removed"] if found.pins else []
         show(arguments, {"dry_run": True, **asdict(found), "freed_bytes": None}, lines)
-        return 0
+        return code
     lines = [f"{found.left_overs} left-overs of killed processes removed, {rounded_size(found.freed_bytes)} freed"]
     lines += [f"{found.pins} pins removed whose time was up"] if found.pins else []
     show(arguments, {"dry_run": False, **asdict(found)}, lines)
-    return 0
+    return code
 
 
 def _clean(directory: Path, found: _Cleaned, *, look_only: bool) -> None:
@@ -197,7 +203,9 @@ def _clean(directory: Path, found: _Cleaned, *, look_only: bool) -> None:
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    groups = groups_of([arguments.path])
+    trouble = Trouble()
+    groups = groups_of([arguments.path], trouble)
+    trouble.told()
     chosen = _chosen(groups, arguments)
     if not chosen and not arguments.all:
         if arguments.identity is not None:

@@ -23,7 +23,7 @@ from hicache_ext.cli.usage import describe
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.render import as_yaml, launch_flags
-from hicache_ext.errors import MissingPackageError, ServerError
+from hicache_ext.errors import ConfigError, MissingPackageError, ServerError
 from hicache_ext.packages import need
 from hicache_ext.runtime.results import print_json
 from hicache_ext.storage.tiers.file.inspection import open_inspector
@@ -38,6 +38,9 @@ SGLang's own cache as well. Compare again with --dtype float32 or --enable-deter
 
 _SAMPLING = {"ignore_eos": True, "frequency_penalty": 0.8}
 """Greedy, so that answers can be compared; without the penalty a small model soon says one sentence again and again."""
+
+_MARKER = "made-by-hicache-ext-demo"
+"""In a directory that a demo may overwrite."""
 
 _WIDTH = 110
 
@@ -86,6 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _demonstrate(arguments: argparse.Namespace) -> int:
     directory: Path = arguments.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
+    marker = directory / _MARKER
+    if not marker.exists() and not (directory / "no-cache.log").exists() and any(directory.iterdir()):
+        raise ConfigError("--directory", f"{directory} holds what no demo has put there", "a new or empty directory")
+    marker.touch()
     storage = directory / "l3"
     if not arguments.keep:
         shutil.rmtree(storage, ignore_errors=True)

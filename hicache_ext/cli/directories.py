@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hicache_ext.errors import StoreError
 from hicache_ext.storage.tiers.file.inspection import Inspector, open_inspector
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
@@ -63,11 +64,36 @@ def opened(path: Path) -> Inspector:
     return inspector
 
 
-def groups_of(directories: Sequence[Path]) -> list[Group]:
-    """The pages of all of them by identity. Raises StoreError."""
+class Trouble:
+    """One directory of several that cannot be read does not keep a command from the others."""
+
+    def __init__(self) -> None:
+        self._errors: list[StoreError] = []
+        self._tried = 0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around what is done with one directory."""
+        self._tried += 1
+        try:
+            yield
+        except StoreError as error:
+            self._errors.append(error)
+
+    def told(self) -> int:
+        """Print what was noted; the exit code. Raises the first StoreError where no directory could be read."""
+        if self._errors and len(self._errors) == self._tried:
+            raise self._errors[0]
+        for error in self._errors:
+            print(f"left out: {error}", file=sys.stderr)
+        return 1 if self._errors else 0
+
+
+def groups_of(directories: Sequence[Path], trouble: Trouble) -> list[Group]:
+    """The pages of all of them by identity."""
     groups: dict[bytes, Group] = {}
     for directory in directories:
-        with closing(opened(directory)) as inspector:
+        with trouble.noted(), closing(opened(directory)) as inspector:
             for group in groups_in(inspector):
                 known = groups.get(group.digest)
                 groups[group.digest] = group if known is None else known.together_with(group)

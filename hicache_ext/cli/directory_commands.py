@@ -11,7 +11,7 @@ import time
 from contextlib import closing
 from typing import Any
 
-from hicache_ext.cli.directories import Group, groups_in, groups_of, opened
+from hicache_ext.cli.directories import Group, Trouble, groups_in, groups_of, opened
 from hicache_ext.cli.inputs import Target, add_target, directories_of, targets
 from hicache_ext.cli.terminal import fitted, rough_span
 from hicache_ext.cli.usage import describe, show
@@ -44,7 +44,10 @@ def configure_stat(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    groups = sorted(groups_of(directories_of(arguments.target)), key=lambda group: (group.model, -group.size))
+    trouble = Trouble()
+    found = groups_of(directories_of(arguments.target), trouble)
+    code = trouble.told()
+    groups = sorted(found, key=lambda group: (group.model, -group.size))
     rows = [("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard", *_AMOUNTS)]
     for group in groups:
         document = group.document or {}
@@ -67,32 +70,38 @@ def _ls(arguments: argparse.Namespace) -> int:
             )
         )
     show(arguments, [group.document_for_json() for group in groups], fitted(rows))
-    return 0
+    return code
 
 
 def _stat(arguments: argparse.Namespace) -> int:
-    tiers = [_stat_of(target) for target in targets(arguments.target)]
+    trouble = Trouble()
+    tiers = [found for target in targets(arguments.target) if (found := _stat_of(target, trouble))]
+    code = trouble.told()
     show(arguments, tiers, ["\n\n".join("\n".join(_stat_lines(tier)) for tier in tiers)])
-    return 0
+    return code
 
 
-def _stat_of(target: Target) -> dict[str, Any]:
-    """How full the directories of one tier are, together; a capacity is known from a configuration alone."""
+def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
+    """How full the directories of one tier are, together; a capacity is known from a configuration alone. None where no
+    directory can be read."""
     groups: list[Group] = []
     occupied = pinned = pins = free = total = 0
     devices: set[int] = set()
+    layout = None
     for path in target.directories:
-        with closing(opened(path)) as inspector:
+        with trouble.noted(), closing(opened(path)) as inspector:
             groups += groups_in(inspector)
             occupied += inspector.occupied()
             layout = inspector.layout
             found = read_pins(path)
             pinned += sum(inspector.occupied_by(list(dict.fromkeys(page for pin in found for page in pin.hashes))))
-        pins = max(pins, len(found))
-        if (device := path.stat().st_dev) not in devices:
-            devices.add(device)
-            disk = shutil.disk_usage(path)
-            total, free = total + disk.total, free + disk.free
+            pins = max(pins, len(found))
+            if (device := path.stat().st_dev) not in devices:
+                devices.add(device)
+                disk = shutil.disk_usage(path)
+                total, free = total + disk.total, free + disk.free
+    if layout is None:
+        return None
     return {
         **({} if target.tier is None else {"tier": target.tier}),
         "directories": [str(path) for path in target.directories],

@@ -10,11 +10,11 @@ from typing import Any
 from hicache_ext.cli.inputs import add_namespace_arguments, add_prompt_arguments, prompts_of, seed_of
 from hicache_ext.cli.terminal import rough_span
 from hicache_ext.cli.usage import describe, show
-from hicache_ext.config import load_config
+from hicache_ext.config import load_document
 from hicache_ext.page.identity import KV_POOL
 from hicache_ext.storage.serving.explaining import Chain, Explanation, Found, explain
 
-SGLANG_THRESHOLD = 256
+_SGLANG_THRESHOLD = 256
 """SGLang's own ``prefetch_threshold``, where no other is configured."""
 
 
@@ -38,10 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain each prompt; 1 where a page of the KV is missing."""
-    config = load_config(arguments.config).for_role(arguments.role)
+    document = load_document(arguments.config)
+    config = document.hicache_ext.for_role(arguments.role)
+    threshold = _SGLANG_THRESHOLD if document.prefetch_threshold is None else document.prefetch_threshold
     model, seed = arguments.served_name, seed_of(arguments)
     explained = [explain(config, tokens, model=model, seed=seed) for tokens in prompts_of(arguments)]
-    lines = ["\n\n".join("\n".join(_lines(one)) for one in explained)]
+    lines = ["\n\n".join("\n".join(_lines(one, threshold)) for one in explained)]
     show(arguments, [_document(one) for one in explained], lines)
     return 0 if all(map(_is_whole, explained)) else 1
 
@@ -51,7 +53,7 @@ def _is_whole(explanation: Explanation) -> bool:
     return any(chain.pool == KV_POOL and chain.leading == len(chain.hashes) for chain in explanation.chains)
 
 
-def _lines(explanation: Explanation) -> list[str]:
+def _lines(explanation: Explanation, threshold: int) -> list[str]:
     lines = [f"prompt of {explanation.tokens} tokens"]
     for chain in explanation.chains:
         pool = chain.document["pool"]
@@ -62,20 +64,21 @@ def _lines(explanation: Explanation) -> list[str]:
             lines.append(f"  {tier}: {len(found)} of {len(chain.hashes)} pages{_ages(found)}")
         if not chain.found:
             lines.append(f"  none of {len(chain.hashes)} pages in any tier")
-        lines += _kv_lines(explanation, chain) if chain.pool == KV_POOL else _lines_beside(chain)
+        lines += _kv_lines(explanation, chain, threshold) if chain.pool == KV_POOL else _lines_beside(chain)
     lines.append("")
     lines += [f"not asked: {name}: {reason}" for name, reason in explanation.unread.items()]
-    if explanation.tokens < SGLANG_THRESHOLD:
-        lines.append(f"SGLang asks storage for {SGLANG_THRESHOLD} tokens or more (prefetch_threshold): this is shorter")
+    if explanation.tokens < threshold:
+        lines.append(f"SGLang asks storage for {threshold} tokens or more (prefetch_threshold): this is shorter")
     return lines if lines[-1] else lines[:-1]
 
 
-def _kv_lines(explanation: Explanation, chain: Chain) -> list[str]:
-    whole = len(chain.hashes) * chain.page_size
-    lines = [f"  {chain.restorable} tokens can be restored, of {whole} in whole pages"]
+def _kv_lines(explanation: Explanation, chain: Chain, threshold: int) -> list[str]:
+    restorable, whole = chain.restorable(explanation.tokens), len(chain.hashes) * chain.page_size
+    few = f"; SGLang takes {threshold} or more (prefetch_threshold), or none" if 0 < restorable < threshold else ""
+    lines = [f"  {restorable} tokens can be restored, of {whole} in whole pages{few}"]
     if reason := explanation.reason(chain):
-        last = chain.restorable + chain.page_size - 1
-        lines.append(f"  page {chain.leading + 1} (tokens {chain.restorable} to {last}) is missing: {reason}")
+        first, last = chain.leading_tokens, chain.leading_tokens + chain.page_size - 1
+        lines.append(f"  page {chain.leading + 1} (tokens {first} to {last}) is missing: {reason}")
     return lines
 
 
@@ -124,7 +127,7 @@ def _document(explanation: Explanation) -> dict[str, Any]:
                     for position, page in enumerate(chain.hashes)
                 ],
                 "leading_pages": chain.leading,
-                "restorable_tokens": chain.restorable,
+                "restorable_tokens": chain.restorable(explanation.tokens),
                 "reason": explanation.reason(chain) or None,
             }
             for chain in explanation.chains

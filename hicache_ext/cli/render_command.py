@@ -204,6 +204,9 @@ _WHERE_SECRETS_GO = {
 def _add_disk(out: _Lines, name: str, arguments: argparse.Namespace) -> None:
     # A relative path is relative to where this command runs; the server runs elsewhere. A path that begins with a
     # template is left as it is.
+    for path in arguments.path:
+        if not path.strip() or path.startswith("~"):
+            raise ConfigError("--path", f"{path!r} is no directory of the server", "an absolute path")
     paths = [path if path.startswith("{") else os.path.abspath(path) for path in arguments.path]
     capacity = int(arguments.capacity) if arguments.capacity.isdecimal() else arguments.capacity
     out.add(2, name)

@@ -24,6 +24,7 @@ from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import parse_duration
 from hicache_ext.errors import ConfigError, StatsError
 from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.shown import shown_address
 from hicache_ext.storage.serving.metrics_export import PREFIX
 
 _TIMEOUT = 10.0
@@ -75,13 +76,14 @@ def fetch(url: str) -> Samples:
             text = str(response.read(), "utf-8", "replace")
     except urllib.error.HTTPError as error:
         hint = "; was the server started with --enable-metrics?" if error.code == 404 else ""
-        raise StatsError(f"{url} answered {error.code}{hint}") from None
+        raise StatsError(f"{shown_address(url)} answered {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise StatsError(f"{url} cannot be read: {reason}") from None
+        raise StatsError(f"{shown_address(url)} cannot be read: {shown_address(str(reason))}") from None
     samples = read_samples(text)
     if not any(name.startswith(PREFIX) for name, _ in samples.values):
-        raise StatsError(f"{url} has no metrics of hicache_ext; is it the storage backend, and --enable-metrics given?")
+        remedy = "is it the storage backend, and --enable-metrics given?"
+        raise StatsError(f"{shown_address(url)} has no metrics of hicache_ext; {remedy}")
     return samples
 
 

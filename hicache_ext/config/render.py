@@ -83,7 +83,7 @@ def as_inline_json(document: Mapping[str, Any]) -> str:
 
 _PAGES = {
     "--page-size 64": "whole pages are stored: larger ones are fewer reads, smaller ones lose less of a prompt",
-    "--hicache-mem-layout page_first": "a page lies in one piece per pool, not in one per layer",
+    "--hicache-mem-layout page_first": "a page lies in one or two pieces per pool, not in two per layer",
     "--hicache-io-backend kernel": "what page_first is copied with",
 }
 """The bytes of a page depend on these: the same on all servers that share pages."""
@@ -92,12 +92,13 @@ _SERVING = {
     "--hicache-write-policy write_through": "a page is stored when it is computed, not when the device is full",
     "--hicache-storage-prefetch-policy timeout": "best_effort would read nothing on an idle server",
 }
+_WATCHING = {"--enable-metrics": "what hicache-ext stats, alerts and the dashboard look at"}
 _DECODING = {"--hicache-ratio 1": "host memory for pages on their way to the pool"}
 
 
 def chosen_flags(role: str) -> dict[str, str]:
     """SGLang's own flags for a server of this role, and why."""
-    return {**_PAGES, **(_DECODING if role == "decode" else _SERVING)}
+    return {**_PAGES, **(_DECODING if role == "decode" else _SERVING), **_WATCHING}
 
 
 def launch_lines(file: str, role: str) -> list[str]:

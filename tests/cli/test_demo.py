@@ -11,6 +11,7 @@ import pytest
 
 from hicache_ext.cli.demo_command import _Words
 from hicache_ext.cli.demo_conversation import QUESTIONS, Story
+from hicache_ext.cli.main import main
 
 
 class Letters:
@@ -61,6 +62,15 @@ def test_words_are_printed_whole_in_lines_and_without_control_characters(capsys:
     lines = printed.splitlines()
     assert len(lines) > 1 and max(map(len, lines)) <= 110
     assert all(line.startswith(" " * len("Model: ")) for line in lines[1:])
+
+
+def test_a_directory_that_holds_something_else_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hicache.yaml").write_text("mine")
+    assert main(["demo", "--directory", str(tmp_path)]) == 2
+    assert "holds what no demo has put there" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["hicache.yaml"]
 
 
 @pytest.mark.e2e

@@ -397,3 +397,27 @@ def test_gc_removes_and_counts_what_a_dry_run_says(tmp_path: Path, capsys: pytes
     assert left.exists()
     assert run(capsys, "gc", tmp_path)[1].startswith("1 left-overs of killed processes removed")
     assert not left.exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc --dry-run"])
+def test_a_directory_that_is_gone_does_not_hide_the_others(
+    command: str, directory: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = {
+        "gone": {"type": "file", "path": f"{tmp_path}-gone", "capacity": "64MiB"},
+        "disk": {"type": "file", "path": [str(tmp_path), f"{tmp_path}-also-gone"], "capacity": "64MiB"},
+    }
+    file = tmp_path.with_suffix(".json")
+    file.write_text(json.dumps(ExtraConfig.around({"tiers": tiers})))
+    code = main([*command.split(), str(file), "--json"])
+    printed = capsys.readouterr()
+    assert code == 1
+    assert printed.err.count("left out: ") == 2 and "gone" in printed.err
+    found = json.loads(printed.out)
+    pages = {
+        "ls": lambda: sum(group["pages"] for group in found),
+        "stat": lambda: sum(tier["pages"] for tier in found),
+        "verify": lambda: found["good"],
+        "gc": lambda: 8,
+    }
+    assert pages[command.split()[0]]() == 8

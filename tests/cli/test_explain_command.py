@@ -14,6 +14,7 @@ from hicache_ext.page.identity import KV_POOL, ModelIdentity, PageIdentity, Pool
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import store_pages
+from hicache_ext.testing.server import free_port
 
 PAGE, SIZE, MIB = 16, 64 << 10, 1 << 20
 TOKENS = list(range(500, 500 + 330))
@@ -161,3 +162,44 @@ def test_a_directory_that_nobody_used_is_told_in_one_sentence(
     captured = capsys.readouterr()
     assert captured.err.startswith("no tier knows an identity; a server with this configuration writes them")
     assert not (tmp_path / "l3").exists()
+
+
+def test_a_pool_that_servers_can_do_without_is_named_when_it_is_down(
+    store: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(store, identity(), slice(0, 12))
+    pool = {"type": "redis", "url": f"redis://127.0.0.1:{free_port()}", "required": False, "timeout": "300ms"}
+    code, out = explained(tmp_path, capsys, pool=pool)
+    assert code == 1
+    assert "not asked: pool: " in out
+    assert "missing: no tier that could be asked has it" in out
+
+
+@pytest.mark.parametrize(
+    ("threshold", "tokens", "pages", "said"),
+    [
+        (None, 330, 20, "320 tokens can be restored, of 320 in whole pages\n"),
+        (1024, 330, 20, "320 tokens can be restored, of 320 in whole pages; SGLang takes 1024 or more"),
+        (None, 320, 12, "192 tokens can be restored, of 320 in whole pages; SGLang takes 256 or more"),
+        (64, 192, 12, "176 tokens can be restored, of 192 in whole pages\n"),
+        (0, 32, 2, "16 tokens can be restored, of 32 in whole pages\n"),
+    ],
+)
+def test_only_what_sglang_takes_can_be_restored(
+    store: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    threshold: int | None,
+    tokens: int,
+    pages: int,
+    said: str,
+) -> None:
+    write(store, identity(), slice(0, pages))
+    file = configuration(tmp_path)
+    if threshold is not None:
+        file.write_text(json.dumps({**json.loads(file.read_text()), "prefetch_threshold": threshold}))
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS[:tokens]))
+    main(["explain", str(file), "--tokens", str(tmp_path / "tokens.json")])
+    out = capsys.readouterr().out
+    assert said in out
+    assert ("this is shorter" in out) is (tokens < (256 if threshold is None else threshold))

@@ -41,7 +41,7 @@ def runtime_directory() -> Path:
         status = directory.lstat()
     except OSError as error:
         raise ControlError(f"{directory}: {error.strerror or error}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not _is_of_this_user_alone(status):
         raise ControlError(f"{directory} is not a directory of this user alone (mode 0700)")
     return directory
 
@@ -111,8 +111,19 @@ def servers() -> Iterator[Path]:
 
 
 def sockets_without_listener() -> list[Path]:
-    """What killed servers of this user have left. Makes nothing and removes nothing."""
-    return [path for path in _sockets(_place_of_sockets()) if not _has_listener(path)]
+    """What killed servers of this user have left. Makes nothing and removes nothing; a directory that others could have
+    filled has nothing of ours."""
+    place = _place_of_sockets()
+    try:
+        if not _is_of_this_user_alone(place.lstat()):
+            return []
+    except OSError:
+        return []
+    return [path for path in _sockets(place) if path.is_socket() and not _has_listener(path)]
+
+
+def _is_of_this_user_alone(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _place_of_sockets() -> Path:

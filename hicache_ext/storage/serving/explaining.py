@@ -56,9 +56,13 @@ class Chain:
         return next((page for page in range(len(self.hashes)) if page not in self.found), len(self.hashes))
 
     @property
-    def restorable(self) -> int:
+    def leading_tokens(self) -> int:
         """Tokens in these pages."""
         return self.leading * self.page_size
+
+    def restorable(self, tokens: int) -> int:
+        """Those that can be restored of a prompt of so many: its last one is always computed."""
+        return min(self.leading, max(0, tokens - 1) // self.page_size) * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,8 @@ def explain(
         for name, tier in tiers.items():
             if not tier.directories():
                 try:
-                    opened[name] = open_tier(name, tier)
+                    # Required: one that is not there is to say so, and not to answer that it has nothing.
+                    opened[name] = open_tier(name, tier.model_copy(update={"required": True}))
                 except StoreError as error:
                     unread[name] = str(error)
         documents = known_identities(config, list(opened.values()))
@@ -123,6 +128,8 @@ def explain(
         for name, tier in tiers.items():
             if name in opened:
                 _ask(name, opened[name], chains)
+                if trouble := _trouble_of(opened[name]):
+                    unread[name] = f"it could not answer ({trouble})"
             else:
                 unread |= _look(name, tier, chains)
     finally:
@@ -138,6 +145,11 @@ def _ask(name: str, store: PageStore, chains: Sequence[Chain]) -> None:
         for position, there in enumerate(store.contains(keys) if keys else ()):
             if there:
                 chain.found.setdefault(position, []).append(Found(name))
+
+
+def _trouble_of(store: PageStore) -> str:
+    """What was counted while it was asked: a tier in trouble answers that it has no page."""
+    return ", ".join(event for event in ("error", "timeout", "rejected") if store.metrics.total(event))
 
 
 def _look(name: str, tier: TierConfig, chains: Sequence[Chain]) -> dict[str, str]:

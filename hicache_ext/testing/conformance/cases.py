@@ -62,5 +62,6 @@ class PageStoreCases:
         deadline = time.monotonic() + self.patience
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        assert problems == []
+        for problem in problems:
+            raise problem
         assert not any(thread.is_alive() for thread in threads), "calls of several threads hang"
