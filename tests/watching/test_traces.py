@@ -223,6 +223,18 @@ def test_the_collector_of_sglang_needs_sglang_to_trace(
     assert not closed, "it is SGLang's"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_BSP_MAX_QUEUE_SIZE", "10"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "abc")]
+)
+def test_a_variable_that_opentelemetry_refuses_is_one_sentence(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"^hicache_ext\.tracing: OpenTelemetry refuses a variable OTEL_"):
+        tracing.begin(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"))
+    assert tracing.spans is None
+
+
 @pytest.mark.parametrize("endpoint", ["sglang", "http://127.0.0.1:4318/v1/traces"])
 def test_without_the_packages_it_is_one_sentence(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)

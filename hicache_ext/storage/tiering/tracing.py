@@ -124,7 +124,11 @@ def begin(settings: TracingConfig | None) -> Spans | None:
     if settings is None:
         return None
     check_packages()
-    provider = _provider_of_sglang() if settings.endpoint == SGLANG else _provider_of(settings.endpoint)
+    try:
+        provider = _provider_of_sglang() if settings.endpoint == SGLANG else _provider_of(settings.endpoint)
+    except ValueError as error:
+        # Its settings are in the environment, too.
+        raise ConfigError("hicache_ext.tracing", f"OpenTelemetry refuses a variable OTEL_...: {error}") from None
     spans = Spans(provider, owned=settings.endpoint != SGLANG)
     return spans
 

@@ -87,6 +87,7 @@ def test_the_tier_grows_again_when_there_is_room(
     store: SpreadStore, disk: FullDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 0.01)
+    monkeypatch.setattr(allocator, "_LONGEST_FULL_DISK_PAUSE", 0.01)
     write(store, "more")
     disk.room = True
     time.sleep(0.02)
@@ -107,6 +108,19 @@ def test_room_that_others_take_at_once_costs_one_slab_in_a_while(store: SpreadSt
     assert disk.refused == 2
     left = store.contains(page_keys(100, "first")).count(True)
     assert left >= 100 - 2 * CAPACITY // 16 // SIZE
+
+
+def test_room_that_others_take_again_and_again_is_asked_for_less_and_less_often(
+    store: SpreadStore, disk: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slab was given up every second for nothing: the tier of a busy disk was gone in minutes."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(allocator, "_FULL_DISK_PAUSE", 1.0)
+    monkeypatch.setattr(allocator.time, "monotonic", lambda: now[0])
+    for number in range(300):
+        store_pages(store, page_keys(1, f"small {number}"), [1000])
+        now[0] += 1.0
+    assert 5 <= disk.refused <= 18
 
 
 def test_a_disk_that_cannot_be_written_evicts_nothing(store: SpreadStore, disk: FullDisk) -> None:

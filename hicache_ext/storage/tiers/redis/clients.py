@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import ssl
@@ -11,10 +12,14 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 
 SHORT_CALL = 1.0
 """Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""
+
+
+logger = logging.getLogger(__name__)
 
 
 def short_call(tier: RedisTierConfig) -> float:
@@ -30,6 +35,10 @@ def login_arguments(tier: RedisTierConfig) -> list[bytes]:
     return [b"AUTH", *user, tier.password.reveal().encode()]
 
 
+_UNUSABLE_SAID = 60.0
+"""Seconds between two lines of the log about TLS files that cannot be used."""
+
+
 class TlsSettings:
     """Certificates and key of a tier for its next connection: made anew when one of their files was exchanged.
 
@@ -39,6 +48,7 @@ class TlsSettings:
     def __init__(self, tier: RedisTierConfig) -> None:
         """Raises OSError (ssl.SSLError is one) for files that cannot be used."""
         self._tier = tier
+        self._log = LimitedLog(logger, _UNUSABLE_SAID)
         self._made = self._signature(), _tls_context(tier)
 
     def context(self) -> ssl.SSLContext:
@@ -49,7 +59,9 @@ class TlsSettings:
             return context
         try:
             made = _tls_context(self._tier)
-        except OSError:
+        except OSError as error:
+            words = "tier redis: the exchanged TLS files cannot be used (%s); going on with those that were there"
+            self._log.log(logging.WARNING, "tls", words, error.strerror or error)
             return context
         self._made = signature, made
         return made

@@ -37,7 +37,9 @@ def test_a_password_that_was_exchanged_in_its_file_is_used_without_a_restart(tmp
             wait_for_hits(store, keys)
 
 
-def test_certificates_that_were_exchanged_in_their_files_are_used_without_a_restart(tmp_path: Path) -> None:
+def test_certificates_that_were_exchanged_in_their_files_are_used_without_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The authority, the server's certificate and the client's are all others afterwards."""
     made = {name: make_certificates(tmp_path / name) for name in ("old", "new")}
     texts = {name: dict(zip(FILES, (file.read_text() for file in files), strict=True)) for name, files in made.items()}
@@ -60,6 +62,8 @@ def test_certificates_that_were_exchanged_in_their_files_are_used_without_a_rest
             volume.update({**texts["new"], "tls.key": texts["old"]["tls.key"]})
             store._topology.nodes[0].requests.drop_idle()
             assert store.contains(keys) == [True] * 8
+            (said,) = {record.getMessage() for record in caplog.records if "TLS" in record.getMessage()}
+            assert "cannot be used" in said and "going on with those that were there" in said
         finally:
             store.close()
 

@@ -49,7 +49,9 @@ _ATTEMPTS = 64
 _FILES_INTERVAL = 10.0
 """Seconds between two looks whether the files of all slabs are there."""
 _FULL_DISK_PAUSE = 1.0
-"""Seconds for which a disk without room is not asked for more: pages take the slots of colder ones meanwhile."""
+"""Seconds for which a disk without room is not asked for more: pages take the slots of colder ones meanwhile. Twice as
+long each time that it has none again, so that others who take all room do not take slab after slab."""
+_LONGEST_FULL_DISK_PAUSE = 300.0
 _FULL_DISK_SAID = 600.0
 """Seconds between two lines of the log about it."""
 _CLOCK_INTERVAL = 1.0
@@ -104,6 +106,7 @@ class SlotAllocator:
         """Slot sizes for which no slab could be added, each with the slabs as they were (``View.changes``)."""
         self._disk_full_until = 0.0
         """time.monotonic(); no slab is added before."""
+        self._disk_full_pause = 0.0
         self._log = LimitedLog(logger, _FULL_DISK_SAID)
         self._to_finish: deque[Slab] = deque()
         """Slabs whose files are there, and whose index was held by another process."""
@@ -284,13 +287,15 @@ class SlotAllocator:
         for last in (False, True):
             try:
                 self._directory.create_slab_files(slab)
+                self._disk_full_pause = 0.0
                 return _Growth.GREW
             except OSError as error:
                 if last or not self._former.make_room(self._tier):
                     self._failed(error)
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         return _Growth.FAILED
-                    self._disk_full_until = time.monotonic() + _FULL_DISK_PAUSE
+                    self._disk_full_pause = min(2 * self._disk_full_pause or _FULL_DISK_PAUSE, _LONGEST_FULL_DISK_PAUSE)
+                    self._disk_full_until = time.monotonic() + self._disk_full_pause
                     words = "tier %s: no space left for %s below its capacity; new pages take the place of cold ones"
                     self._log.log(logging.WARNING, "full", words, self._tier, self._directory.path)
                     return _Growth.DISK_FULL
