@@ -32,6 +32,8 @@ def read_file(path: Path) -> dict[str, Any]:
     name = str(path)
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
+        if not path.exists():
+            raise ConfigError(name, "there is no such file")
         found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
         raise ConfigError(name, found, EXTENSIONS_ALLOWED)
     try:

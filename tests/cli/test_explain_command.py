@@ -203,3 +203,16 @@ def test_only_what_sglang_takes_can_be_restored(
     out = capsys.readouterr().out
     assert said in out
     assert ("this is shorter" in out) is (tokens < (256 if threshold is None else threshold))
+
+
+def test_for_a_node_that_reads_nothing_the_tiers_are_asked_that_it_writes_to(
+    store: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(store, identity(), slice(None))
+    file = configuration(tmp_path)
+    document = json.loads(file.read_text())
+    document["hicache_ext"] |= {"role": "decode", "retrieve_locations": [], "store_locations": ["disk"]}
+    file.write_text(json.dumps(document))
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS))
+    assert main(["explain", str(file), "--tokens", str(tmp_path / "tokens.json")]) == 0
+    assert "disk: 20 of 20 pages" in capsys.readouterr().out

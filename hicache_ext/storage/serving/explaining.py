@@ -97,12 +97,13 @@ class Explanation:
 def explain(
     config: HicacheExtConfig, tokens: Sequence[int], *, model: str | None = None, seed: bytes = b""
 ) -> Explanation:
-    """Look for the pages of a prompt (token ids) in all tiers that pages are retrieved from.
+    """Look for the pages of a prompt (token ids) in the tiers that pages are retrieved from, or else stored to.
 
     ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py. Raises WarmError or
     StoreError with a sentence where no identity is known.
     """
-    tiers = {name: config.tiers[name] for name in config.retrieve_locations}
+    # A node that reads nothing, as decode nodes do, writes for others.
+    tiers = {name: config.tiers[name] for name in config.retrieve_locations or config.store_locations}
     opened: dict[str, PageStore] = {}
     unread: dict[str, str] = {}
     try:

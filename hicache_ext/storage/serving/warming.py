@@ -253,7 +253,9 @@ def _is_usable(document: Mapping[str, Any]) -> bool:
 def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:
     """The tier to warm, and the tiers behind it."""
     locations = list(config.retrieve_locations)
-    target = to or tier_use(config).promote_to or (locations[0] if locations else "")
+    if not locations:
+        raise WarmError("retrieve_locations is empty: a server with this configuration reads nothing")
+    target = to or tier_use(config).promote_to or locations[0]
     if target not in locations:
         raise WarmError(f"tier {target!r} is not in retrieve_locations, so that nothing would ever read it there")
     behind = locations[locations.index(target) + 1 :]
