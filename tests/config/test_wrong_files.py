@@ -549,6 +549,9 @@ def test_a_file_that_the_system_cannot_read_says_why(tmp_path: Path, monkeypatch
 
 
 def test_a_file_without_an_extension_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no such file$"):
+        load_config(tmp_path / "hicache")
+    (tmp_path / "hicache").touch()
     with pytest.raises(ConfigError, match=r"the file has no extension; allowed: \.json, \.yaml, \.yml, \.toml$"):
         load_config(tmp_path / "hicache")
 
