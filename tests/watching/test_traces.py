@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,9 @@ from hicache_ext.testing.faults import RaisingStore
 from hicache_ext.testing.server import free_port
 from tests.rigs.otlp_collector import OtlpCollector
 from tests.storage.guards.hung import eventually
+
+# Its thread goes on for a while where a collector is dead: its lines would be in the logs of the tests that come next.
+logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
 
 KEYS = page_keys(3)
 ROOT = Path(__file__).parents[2]
