@@ -16,6 +16,7 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_document
 from hicache_ext.config.problems import config_error
 from hicache_ext.errors import ConfigError, ControlError, HicacheExtError
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.file_signature import file_signature
 from hicache_ext.runtime.mounts import read_mounts
 from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
@@ -26,7 +27,6 @@ WATCH_INTERVAL = 2.0
 """Seconds between two checks of the file."""
 _CLOSE_WAIT = 10.0
 
-_Signature = tuple[int, int, int, int]
 View = Callable[[HicacheExtConfig], HicacheExtConfig]
 
 
@@ -54,7 +54,7 @@ class ConfigFile:
         self._file = file
         self._store = store
         self._interval = watch_interval
-        self._seen = _signature(file)
+        self._seen = file_signature(file)
         self._document = load_document(file)
         if view(self._document.hicache_ext) != store.config:
             raise ConfigError(file, "does not hold the configuration that this server was started with")
@@ -114,11 +114,11 @@ class ConfigFile:
             return {"ok": False, "messages": str(error).splitlines()}
 
     def _look(self) -> float:
-        signature = _signature(self._file)
+        signature = file_signature(self._file)
         self._gone = signature is None
         if signature == self._seen or signature is None:
             return self._interval
-        if not self._watcher.rest(self._interval) or _signature(self._file) != signature:
+        if not self._watcher.rest(self._interval) or file_signature(self._file) != signature:
             return self._interval  # it is being written
         self._seen = signature
         try:
@@ -139,15 +139,6 @@ def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:
         for key in ExtraConfig.model_fields
         if key != "hicache_ext" and getattr(old, key) != getattr(new, key)
     ]
-
-
-def _signature(file: str) -> _Signature | None:
-    """Changes with every write, also when a symbolic link changes its target (a Kubernetes ConfigMap)."""
-    try:
-        status = os.stat(file)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _is_mounted_alone(file: str) -> bool:

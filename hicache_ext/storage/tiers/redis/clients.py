@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import ssl
 from typing import Any
@@ -12,6 +11,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from hicache_ext.runtime.file_signature import FileSignature, file_signature
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 
@@ -66,16 +66,9 @@ class TlsSettings:
         self._made = signature, made
         return made
 
-    def _signature(self) -> tuple[object, ...]:
-        """Changes with every write of a file, also where it is a link to another one by then."""
-        found: list[object] = []
-        for file in (self._tier.tls_ca, self._tier.tls_certificate, self._tier.tls_key):
-            try:
-                status = None if file is None else os.stat(file)
-            except OSError:
-                status = None
-            found.append(status and (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-        return tuple(found)
+    def _signature(self) -> tuple[FileSignature | None, ...]:
+        files = (self._tier.tls_ca, self._tier.tls_certificate, self._tier.tls_key)
+        return tuple(None if file is None else file_signature(file) for file in files)
 
 
 def _tls_context(tier: RedisTierConfig) -> ssl.SSLContext:
