@@ -1,13 +1,18 @@
-"""Redis: redis-py, and bare sockets that show what the server can do."""
+"""Redis: redis-py, the C++ client in LMCache's wheel, and bare sockets that show what the server can do."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import itertools
 import queue
+import select
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from benchmarks.rivals.ours import ours, package
@@ -27,6 +32,14 @@ def redis_servers() -> Engine:
         (
             ours("redis", lambda server: {"url": server.url}),
             Contender("redis-py, MGET and pipelined SET", RedisPy, missing=package("redis")),
+            *(
+                Contender(
+                    f"LMCache's C++ client, {workers} worker{'s' * (workers > 1)}",
+                    functools.partial(LMCacheRedis, workers=workers),
+                    missing=None if _lmcache_library() else "missing: pip install --no-deps lmcache",
+                )
+                for workers in (1, 4)
+            ),
             Contender("bare sockets, the server's limit", BareSockets, floor=True),
         ),
         missing="missing: redis-server" if redis_program() is None else None,
@@ -55,6 +68,77 @@ class RedisPy:
 
     def close(self) -> None:
         self._client.close()
+
+
+def _lmcache_library() -> Path | None:
+    """The extension module in LMCache's wheel, found without importing the package, which wants much else."""
+    try:
+        found = importlib.util.find_spec("lmcache")
+    except ImportError:
+        return None
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    return next((path for place in places for path in Path(place).glob("lmcache_redis*.so")), None)
+
+
+@functools.cache
+def _lmcache_redis() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("lmcache_redis", _lmcache_library())
+    assert spec is not None
+    assert spec.loader is not None
+    # It is linked against torch's libraries.
+    importlib.import_module("torch")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class LMCacheRedis:
+    """It receives into the caller's memory, a thread and a connection for each worker, and verifies nothing.
+
+    Callers at the same time have a client each, with so many workers each, so that none waits for another's completions.
+    """
+
+    def __init__(self, server: Any, memory: Sequence[Pages], workers: int) -> None:
+        self._port = server.port
+        self._workers = workers
+        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._clients: list[Any] = []
+        redis: Any = importlib.import_module("redis")
+        self._remover: Any = redis.Redis(port=server.port)
+
+    def write(self, keys: Sequence[bytes], pages: Pages) -> int:
+        return self._moved(keys, pages.sources, "submit_batch_set")
+
+    def read(self, keys: Sequence[bytes], pages: Pages) -> int:
+        return self._moved(keys, pages.targets, "submit_batch_get")
+
+    def _moved(self, keys: Sequence[bytes], memory: Any, operation: str) -> int:
+        client = self._lent()
+        getattr(client, operation)([key.hex() for key in keys], [page.data for page in memory])
+        while not (ended := client.drain_completions()):
+            select.select([client.event_fd()], [], [])
+        self._idle.put(client)
+        ((_, succeeded, error, _),) = ended
+        if not succeeded:
+            raise BenchmarkError(f"LMCache's client: {error}")
+        return len(keys)
+
+    def _lent(self) -> Any:
+        """Threads of a benchmark are new for each batch: they borrow."""
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            client = _lmcache_redis().LMCacheRedisClient("127.0.0.1", self._port, self._workers, "", "")
+            self._clients.append(client)
+            return client
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._remover.delete(*[key.hex() for key in keys])
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._remover.close()
 
 
 class BareSockets:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from hicache_ext.bench.comparison import Measured
 from hicache_ext.bench.harness import Sample
 from hicache_ext.errors import BenchmarkError, HicacheExtError
+from hicache_ext.page.memory import Addresses, PageMemory
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 
 MODES = ("write", "read")
@@ -50,9 +51,15 @@ class Pages:
         first = (self.seed << 32) + number * self.batch
         self.sources[:, :_STAMP] = np.arange(first, first + self.batch, dtype=np.uint64).view(np.uint8).reshape(-1, 8)
 
-    def segments(self, pages: npt.NDArray[np.uint8]) -> list[list[memoryview]]:
+    def segments(self, pages: npt.NDArray[np.uint8]) -> PageMemory:
+        """As a backend hands them over: addresses, by arithmetic, and memoryviews for who wants them."""
         size = self.payload // SEGMENTS
-        return [[page.data[i * size : (i + 1) * size] for i in range(SEGMENTS)] for page in pages]
+        starts = pages.ctypes.data + self.payload * np.arange(len(pages), dtype=np.int64)
+        addresses = starts[:, None] + size * np.arange(SEGMENTS, dtype=np.int64)
+        return PageMemory(
+            Addresses(addresses, np.full(SEGMENTS, size, np.int64), self.payload),
+            lambda: [[page.data[i * size : (i + 1) * size] for i in range(SEGMENTS)] for page in pages],
+        )
 
     def check(self, number: int, contender: str) -> None:
         """Raise BenchmarkError unless what was read is, byte for byte, batch ``number``."""
