@@ -92,7 +92,9 @@ if [ "$purpose" = test ]; then
 else
   pip install -e '.[compiled]'
 fi
-say "compiling the code of the file tier"
-.venv/bin/python -c "from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code as wait; wait()"
+say "compiling the code of the tiers"
+for part in file.slab.loading redis.talk_code; do
+  .venv/bin/python -c "from hicache_ext.storage.tiers.$part import part; part.wait()"
+done
 echo "$wanted" > "$stamp"
 say "done"

@@ -153,7 +153,7 @@ def test_an_installation_without_dependencies_runs_and_leaves_nothing_behind(bui
     where = run(str(python), "-c", "import hicache_ext; print(hicache_ext.__file__)", variables=with_packages)
     assert where.startswith(str(environment))
 
-    for directory in ("code_cache().place()[0]", "user_cache()"):
+    for directory in ("code_cache('file').place()[0]", "user_cache()"):
         run(str(python), "-c", _KEEP.replace("DIRECTORY", directory), variables=with_packages)
     (home / ".cache" / "hicache_ext" / "kernels").mkdir()
     (home / ".cache" / "hicache_ext" / "kernels" / "some-gpu.json").write_text("{}")
@@ -172,7 +172,7 @@ from hicache_ext.runtime.code_cache import code_cache
 from hicache_ext.runtime.user_cache import user_cache
 place = DIRECTORY
 place.mkdir(parents=True, exist_ok=True)
-code_cache().keep({"function": b"code"}, place)
+code_cache("file").keep({"function": b"code"}, place)
 """
 
 

@@ -95,7 +95,7 @@ def _lmcache_redis() -> ModuleType:
 class LMCacheRedis:
     """It receives into the caller's memory, a thread and a connection for each worker, and verifies nothing.
 
-    Callers at the same time have a client each, with so many workers each, so that none waits for another's completions.
+    Callers at the same time have a client each, with so many workers each: none waits for what another asked.
     """
 
     def __init__(self, server: Any, memory: Sequence[Pages], workers: int) -> None:

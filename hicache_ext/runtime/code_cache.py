@@ -1,4 +1,4 @@
-"""The file in which compiled code (jit.py) is kept for later processes: one per version, processor and account.
+"""The file in which compiled code (jit.py) is kept for later processes: one per part, version, processor and account.
 
 numba has a cache of its own, which is not used: it passes over a directory that it cannot write, so that what was
 compiled into an image is compiled again, and it runs what it finds, whoever wrote it. Here a file is
@@ -93,8 +93,9 @@ class CodeCache:
         return f"{_BEGINNING_OF_NAME}{self.version}.{owner}{_END_OF_NAME}"
 
 
-def code_cache() -> CodeCache:
-    """That of this version, processor and account. Imports numba; raises whatever that does, ImportError without it."""
+def code_cache(part: str) -> CodeCache:
+    """That of a part of the code (compiled_part.py), for this version, processor and account. Imports numba; raises
+    whatever that does, ImportError without it."""
     import llvmlite
     import numba
     from numba.core.registry import cpu_target
@@ -103,7 +104,7 @@ def code_cache() -> CodeCache:
         raise ImportError("NUMBA_DISABLE_JIT is set")
     # Of the processor: with NUMBA_CPU_NAME and NUMBA_CPU_FEATURES where they are set.
     processor = cpu_target.target_context.codegen().magic_tuple()
-    facts = (numba.__version__, llvmlite.__version__, sys.version, processor, sources_digest())
+    facts = (numba.__version__, llvmlite.__version__, sys.version, processor, sources_digest(), part)
     version = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     own = [_PACKAGE / "__pycache__", *_of_account()]
     configured = [Path(numba.config.CACHE_DIR).absolute()] if numba.config.CACHE_DIR else []

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +29,11 @@ _SOURCES = (
     "runtime/vectored.py",
     "runtime/native_calls.py",
     "page/batch_code.py",
+    "page/envelope_code.py",
     "storage/tiers/file/eviction.py",
     "storage/tiers/file/slab/slot_code.py",
     "storage/tiers/file/slab/compiled_runs.py",
+    "storage/tiers/redis/compiled_talk.py",
 )
 """Files of the package that what is compiled depends on."""
 
@@ -38,6 +41,7 @@ _compiling: dict[str, Function] | None = None
 """The kernels of the module that is being compiled."""
 _overloads: _Overloads | None = None
 """What ``compiled`` takes its functions from, or adds them to."""
+_one_at_a_time = threading.Lock()
 
 
 @functools.cache
@@ -87,11 +91,12 @@ class _Overloads:
 @contextmanager
 def _overloads_are(overloads: _Overloads) -> Iterator[None]:
     global _overloads
-    _overloads = overloads
-    try:
-        yield
-    finally:
-        _overloads = None
+    with _one_at_a_time:
+        _overloads = overloads
+        try:
+            yield
+        finally:
+            _overloads = None
 
 
 def _cache_of(name: str, overloads: _Overloads) -> Any:

@@ -26,7 +26,21 @@ from hicache_ext.runtime.jit import compiled
 
 _WORD = ir.IntType(64)
 
-PREADV2, PWRITEV2, ERRNO, HASH, RESET, UPDATE, DIGEST, STATX = range(8)
+(
+    PREADV2,
+    PWRITEV2,
+    ERRNO,
+    HASH,
+    RESET,
+    UPDATE,
+    DIGEST,
+    STATX,
+    RECVMSG,
+    SENDMSG,
+    SETSOCKOPT,
+    CLOCK_GETTIME,
+    MEMCPY,
+) = range(13)
 """Positions in the array of ``find_functions``."""
 
 
@@ -49,6 +63,11 @@ def find_functions() -> npt.NDArray[np.int64]:
             _address(library, "XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
             _address(library, "XXH3_128bits_digest"),
             _address(system, "statx"),
+            _address(system, "recvmsg"),
+            _address(system, "sendmsg"),
+            _address(system, "setsockopt"),
+            _address(system, "clock_gettime"),
+            _address(system, "memcpy"),
         ]
     except (OSError, AttributeError) as error:
         raise ImportError(str(error)) from error

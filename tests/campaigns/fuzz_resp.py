@@ -24,10 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from hicache_ext.errors import ProtocolError, RefusedError, ServerClosedError
-from hicache_ext.storage.contract.store import GetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.storage.tiers.redis.page_calls import PageCall, read_pages
+from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, TalkCode, part, talk_code
 from hicache_ext.storage.tiers.redis.wire import PlainWire
 from hicache_ext.testing.conformance.pages import HostPages, cut, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
@@ -95,9 +98,11 @@ def damaged(chance: random.Random, replies: list[bytes]) -> bytes:
 
 
 def run_round(chance: random.Random, findings: Findings) -> None:
+    """By Python or by the compiled code, which takes pages of one size."""
+    code = talk_code() if chance.random() < 0.5 else None
     count = chance.randint(1, len(_KEYS))
     keys = chance.sample(_KEYS, count)
-    sizes = [chance.choice(_SHAPES) for _ in keys]
+    sizes = [chance.choice(_SHAPES)] * count if code else [chance.choice(_SHAPES) for _ in keys]
     sent = damaged(chance, right_replies(keys, sizes))
     cuts = sorted(chance.randrange(len(sent) + 1) for _ in range(chance.choice([0, 0, 1, 5, 30])))
     here, there = socket.socketpair()
@@ -114,10 +119,14 @@ def run_round(chance: random.Random, findings: Findings) -> None:
     pages = HostPages(sizes, fill=0x77)
     calls = [PageCall(key, key.hex().encode(), pages.buffers[n], sum(sizes[n])) for n, key in enumerate(keys)]
     begun = time.monotonic()
-    connection = Connection(PlainWire(here), begun + LONGEST_ROUND)
+    connection = Connection(PlainWire(here), (socket.AF_UNIX, ""), begun + LONGEST_ROUND)
     server.start()
+    window = chance.choice([1, 5000, 8 << 20])
     try:
-        read_pages(connection, calls, chance.choice([1, 5000, 8 << 20]))
+        if code is None:
+            read_pages(connection, calls, window)
+        else:
+            _read_compiled(code, here, calls, begun + LONGEST_ROUND, window)
         ending = "all answered" if connection.reader.empty else "answered, bytes left"
     except ProtocolError:
         ending = "protocol error"
@@ -154,9 +163,21 @@ def run_round(chance: random.Random, findings: Findings) -> None:
             findings.problems["a page that was not sent was called a hit"] += 1
 
 
+def _read_compiled(code: TalkCode, here: socket.socket, calls: list[PageCall], deadline: float, window: int) -> None:
+    columns = Columns.of(PageBatch([call.key for call in calls], [call.segments for call in calls]), writable=True)
+    assert columns is not None
+    words = PageWords.of(b"page:", columns.memory.page_bytes, None)
+    try:
+        code.read(here.fileno(), columns, np.arange(len(calls)), words, Limits(deadline, window))
+    finally:
+        for call, result in zip(calls, code.results(columns, GetResult.HIT, GetResult.MISS), strict=True):
+            call.result = result
+
+
 def run_campaign(seconds: float, seed: int) -> Findings:
     """Rounds for so many seconds; the same seed gives the same rounds."""
     findings = Findings()
+    part.wait()
     chance = random.Random(seed)
     begun = time.monotonic()
     while time.monotonic() - begun < seconds:

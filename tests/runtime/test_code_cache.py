@@ -190,12 +190,12 @@ def test_a_configured_directory_is_the_only_one_that_is_written_and_the_first_th
 ) -> None:
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    configured = code_cache()
+    configured = code_cache("some")
     assert configured.written == (tmp_path,)
     assert configured.read[0] == tmp_path
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/somebody/cache")
-    own = code_cache()
+    own = code_cache("some")
     assert own.written == own.read == (*configured.read[1:2], Path("/home/somebody/cache/hicache_ext"))
     assert own.written[0].name == "__pycache__"
 
@@ -204,6 +204,6 @@ def test_code_for_another_processor_is_another_version(monkeypatch: pytest.Monke
     pytest.importorskip("numba")
     from numba.core.codegen import JITCPUCodegen
 
-    here = code_cache().version
+    here = code_cache("some").version
     monkeypatch.setattr(JITCPUCodegen, "magic_tuple", lambda _: ("x86_64-unknown-linux-gnu", "generic", ""))
-    assert code_cache().version != here
+    assert code_cache("some").version != here

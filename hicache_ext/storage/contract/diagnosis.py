@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+from hicache_ext.runtime.compiled_part import CompiledPart
 
 
 class Level(enum.Enum):
@@ -29,6 +31,16 @@ class Finding:
     level: Level
     seen: str
     remedy: str = ""
+
+
+def moves_of(part: CompiledPart[Any], page: str) -> Finding:
+    """Whether pages move in compiled code; waits until it is compiled. ``page`` of the documentation says more."""
+    part.wait()
+    why = part.why_not()
+    if why is None:
+        return Finding("pages", Level.OK, "move in compiled code")
+    words = f"move in Python, which is slower and holds the GIL: {why.reason}"
+    return Finding("pages", Level.WARNING, words, f"{why.remedy}; {page}")
 
 
 @runtime_checkable

@@ -26,13 +26,12 @@ import hicache_ext
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import Addresses, PageMemory, addresses_of
 from hicache_ext.runtime import jit
-from hicache_ext.runtime.code_cache import code_cache
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
 from hicache_ext.storage.tiers.file.slab import compiled_code as compiled_code_module
 from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
-from hicache_ext.storage.tiers.file.slab.loading import compiled_code, wait_for_compiled_code
+from hicache_ext.storage.tiers.file.slab.loading import compiled_code, part, wait_for_compiled_code
 from hicache_ext.storage.tiers.file.slab.page_moves import Moving, PageMoves
 from hicache_ext.storage.tiers.file.slab.shapes import Slab, SlabFile, slot_size_of
 from hicache_ext.storage.tiers.file.slab.slot_code import ROW_WORDS, SEAL
@@ -702,7 +701,7 @@ def test_pages_in_any_order_are_those_of_their_positions(tmp_path):
 @pytest.fixture
 def kept() -> Mapping[str, bytes]:
     """The compiled functions of this version."""
-    functions, refused = code_cache().find()
+    functions, refused = part.cache().find()
     assert functions is not None, refused
     return functions
 

@@ -20,14 +20,15 @@ import hicache_ext
 from hicache_ext.cli.main import main
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page import batch_code
-from hicache_ext.runtime import jit
-from hicache_ext.runtime.code_cache import CodeCache, code_cache
+from hicache_ext.runtime import compiled_part, jit
+from hicache_ext.runtime.code_cache import CodeCache
 from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
 from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
 
 pytestmark = pytest.mark.skipif(wait_for_compiled_code() is None, reason="numba, or what it compiles for, is not there")
 
+PLACE = f"{loading.__name__}:part"
 PACKAGE = Path(hicache_ext.__file__).parent
 STRANGER = 54321
 NOTHING_IN_THE_PACKAGE = """
@@ -146,10 +147,10 @@ def mounted(*options: str) -> list[str]:
 
 def kept_in(directory: Path) -> Path:
     """Put the compiled code of this version there."""
-    functions, _ = code_cache().find()
+    functions, _ = loading.part.cache().find()
     assert functions is not None
     directory.mkdir(exist_ok=True)
-    code_cache().keep(functions, directory)
+    loading.part.cache().keep(functions, directory)
     (file,) = directory.iterdir()
     return file
 
@@ -302,7 +303,7 @@ def test_a_module_beside_the_servers_script_is_not_taken_for_one_of_pythons_own(
     (tmp_path / "encodings.py").write_text("raise ImportError('not that of Python')")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "cache").mkdir()
-    assert loading._compile_in_another_process(tmp_path / "cache") is None
+    assert compiled_part._compile_in_another_process(PLACE, tmp_path / "cache") is None
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
@@ -326,13 +327,13 @@ def test_how_the_compiler_ended_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, problem: str | None
 ) -> None:
     _answer(monkeypatch, tmp_path, script)
-    assert loading._compile_in_another_process(tmp_path) == problem
+    assert compiled_part._compile_in_another_process(PLACE, tmp_path) == problem
 
 
 def test_a_compiler_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _answer(monkeypatch, tmp_path, "exec sleep 600")
-    monkeypatch.setattr(loading, "LONGEST_COMPILATION", 0.2)
-    assert loading._compile_in_another_process(tmp_path) == "it was not done after 0 s"
+    monkeypatch.setattr(compiled_part, "LONGEST_COMPILATION", 0.2)
+    assert compiled_part._compile_in_another_process(PLACE, tmp_path) == "it was not done after 0 s"
 
 
 # -- in this process ---------------------------------------------------------------------------------------------------
@@ -341,8 +342,8 @@ def test_a_compiler_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not loaded anything yet."""
-    monkeypatch.setattr(loading, "_loading", loading._Loading())
-    monkeypatch.setattr(jit, "use", lambda *_: {})
+    fresh = compiled_part.CompiledPart("file", PLACE, CompiledCode, lambda code: None)
+    monkeypatch.setattr(loading, "part", fresh)
 
 
 @pytest.mark.usefixtures("not_begun")
@@ -358,7 +359,7 @@ def test_threads_that_need_it_at_the_same_time_have_one_code() -> None:
 
 
 def test_what_is_missing_is_not_compiled() -> None:
-    functions, _ = code_cache().find()
+    functions, _ = loading.part.cache().find()
     assert functions is not None
     missing = f"{batch_code.__name__}.number_pages"
     without = {name: content for name, content in functions.items() if name != missing}
@@ -375,16 +376,17 @@ def test_outside_of_loading_nothing_is_compiled() -> None:
 def test_the_doctor_says_before_and_after_that_code_is_compiled_and_keeps_json_clean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    functions, _ = code_cache().find()
+    functions, _ = loading.part.cache().find()
     cache = tmp_path / "cache"
-    monkeypatch.setattr(loading, "code_cache", lambda: CodeCache(code_cache().version, (cache,), (cache,)))
+    version = loading.part.cache().version
+    monkeypatch.setattr(compiled_part, "code_cache", lambda part: CodeCache(version, (cache,), (cache,)))
 
-    def compile_in_another_process(place: Path) -> None:
+    def compile_in_another_process(part: str, place: Path) -> None:
         assert "is compiled, once per version" in capsys.readouterr().err
         assert functions is not None
-        code_cache().keep(functions, place)
+        loading.part.cache().keep(functions, place)
 
-    monkeypatch.setattr(loading, "_compile_in_another_process", compile_in_another_process)
+    monkeypatch.setattr(compiled_part, "_compile_in_another_process", compile_in_another_process)
     tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
     document = json.dumps(ExtraConfig.around({"tiers": {"disk": tier}}))
     assert main(["doctor", "--json", document]) == 0
@@ -400,7 +402,7 @@ def test_the_doctor_names_the_setting_where_compiled_code_cannot_be_kept(
 ) -> None:
     (tmp_path / "file").touch()
     nowhere = (tmp_path / "file" / "cache",)
-    monkeypatch.setattr(loading, "code_cache", lambda: CodeCache("none", nowhere, nowhere))
+    monkeypatch.setattr(compiled_part, "code_cache", lambda part: CodeCache("none", nowhere, nowhere))
     tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
     assert main(["doctor", json.dumps(ExtraConfig.around({"tiers": {"disk": tier}}))]) == 0
     out = capsys.readouterr().out

@@ -10,10 +10,10 @@ from pathlib import Path
 from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.mounts import on_root_file_system
-from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, try_store
-from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code, why_not_compiled
+from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -48,7 +48,7 @@ def of_paths(
     layout = ", ".join(layout) if isinstance(layout, list) else str(layout)
     findings = [Finding("layout", Level.OK, f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "))]
     if "slab" in layout:
-        findings.append(_moves())
+        findings.append(moves_of(loading.part, "docs/file-tier.md"))
     try:
         findings += [_file_system(path, layout) for path in paths]
         findings += _space(paths, capacity, sum(occupied_bytes(path) for path in in_service))
@@ -60,15 +60,6 @@ def of_paths(
 def trial_page(capacity: int | None, paths: int) -> int:
     """Small pages where little fits, so that the trial does not evict its own."""
     return _TRIAL_PAGE if capacity is None else min(_TRIAL_PAGE, capacity // paths // 256)
-
-
-def _moves() -> Finding:
-    wait_for_compiled_code()
-    why = why_not_compiled()
-    if why is None:
-        return Finding("pages", Level.OK, "move in compiled code")
-    words = f"move in Python, which is slower and holds the GIL: {why.reason}"
-    return Finding("pages", Level.WARNING, words, f"{why.remedy}; docs/file-tier.md")
 
 
 def _file_system(path: Path, layout: str) -> Finding:

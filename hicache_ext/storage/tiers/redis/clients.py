@@ -15,6 +15,9 @@ from hicache_ext.runtime.file_signature import FileSignature, file_signature
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 
+Address = tuple[int, tuple[str, int] | str]
+"""Address family, and host and port or the path of a Unix socket."""
+
 SHORT_CALL = 1.0
 """Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""
 
@@ -110,15 +113,15 @@ def admin_client(
     return redis.Redis(host=endpoint.host, port=endpoint.port, **options)
 
 
-def resolve(endpoint: Endpoint) -> tuple[int, tuple[str, int] | str]:
-    """The address family and address of an endpoint. Raises OSError.
+def resolve(endpoint: Endpoint) -> list[Address]:
+    """The addresses of an endpoint, IPv6 and IPv4, in the order of the resolver. Raises OSError.
 
     Name servers keep no deadline: never called on a thread that a store's caller waits for.
     """
     if endpoint.is_path:
-        return socket.AF_UNIX, endpoint.host
+        return [(socket.AF_UNIX, endpoint.host)]
     try:
-        family, _, _, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except (UnicodeError, OverflowError):
         raise OSError(f"{endpoint.host!r} is not the name of a host") from None
-    return family, (str(address[0]), int(address[1]))
+    return list(dict.fromkeys((int(family), (str(host), int(port))) for family, _, _, _, (host, port, *_) in found))

@@ -12,8 +12,9 @@ import redis
 
 from hicache_ext.config.units import format_size, rounded_size
 from hicache_ext.errors import ConfigError, ProtocolError, RefusedError
-from hicache_ext.storage.contract.diagnosis import Finding, Level
+from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.redis import talk_code
 from hicache_ext.storage.tiers.redis.clients import admin_client
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection
@@ -34,10 +35,13 @@ _GOOD_POLICIES = ("allkeys-lru", "allkeys-lfu")
 def diagnose(tier: RedisTierConfig, topology: Topology) -> list[Finding]:
     """Findings about the tier and each of its nodes. Never raises; every step is bounded by the tier's timeout."""
     nodes = topology.nodes
+    findings: list[Finding] = []
+    if not tier.tls:
+        findings.append(moves_of(talk_code.part, "docs/redis.md"))
     if not nodes:
         servers = ", ".join(str(endpoint) for endpoint in tier.endpoints)
-        return [Finding(servers, Level.ERROR, "no server has been reached", "start it, or correct url and login")]
-    findings: list[Finding] = []
+        remedy = "start it, or correct url and login"
+        return [*findings, Finding(servers, Level.ERROR, "no server has been reached", remedy)]
     if topology.is_cluster:
         findings.append(_coverage(topology))
     for node in nodes:

@@ -5,23 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache_ext.errors import LaneBusyError, NodeDownError, ProtocolError, RefusedError
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis.clients import short_call
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection
+from hicache_ext.storage.tiers.redis.names import page_prefix
 from hicache_ext.storage.tiers.redis.node import Lane, Node
-from hicache_ext.storage.tiers.redis.page_calls import PageCall
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, look_for_pages
+from hicache_ext.storage.tiers.redis.talk_code import Columns, Limits, PageWords, talk_code
 from hicache_ext.storage.tiers.redis.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-Talk = Callable[[Connection, Sequence[PageCall]], None]
-"""The commands for some pages on one connection (page_calls.py)."""
+Talk = Callable[[Connection, Sequence[PageCall]], str | None]
+"""The commands for some pages on one connection (page_calls.py). Of writes, it says why the server takes none."""
 
 _ATTEMPTS = 2
 """Connections tried for one page: the first may have died while it was idle."""
@@ -29,9 +36,7 @@ _REDIRECTIONS = 3
 _SHARE = 256 * 1024
 """Bytes below which another connection does not pay."""
 _MOST_THREADS = 64
-_MEMORY_PAUSE = 1.0
-"""Seconds without writes to a node that is out of memory: it answers so only after it received the payload."""
-_AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH", "READONLY"})
+_AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH"})
 """Errors that are a state of the node: it is out of service until a login works again."""
 
 
@@ -52,6 +57,11 @@ class Dispatch:
         self._topology = topology
         self._hides = hides
         self._metrics = metrics
+        self._log = LimitedLog(logger)
+        self._page_words: dict[int, PageWords] = {}
+        # Loaded, or begun to be compiled, when a tier opens and not by its first call.
+        if not tier.tls:
+            talk_code()
         nodes = max(3, len(topology.nodes)) if topology.is_cluster else 1
         # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
         self._threads = ThreadPool(f"hicache-{name}", min(_MOST_THREADS, tier.connections * nodes))
@@ -83,8 +93,6 @@ class Dispatch:
                 call.finish(failed, "no_node")
             elif hidden is not None and self._hides(call.key):
                 call.finish(hidden)
-            elif results is SetResult and time.monotonic() < node.writes_rejected_until:
-                call.finish(SetResult.REJECTED, "memory")
             else:
                 waiting.setdefault(node, []).append(call)
         for _ in range(1 + _REDIRECTIONS):
@@ -93,8 +101,6 @@ class Dispatch:
             else:
                 shares = self._shares(waiting, short=results is None)
             self._threads.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, timed_out, failed))  # noqa: B023
-            if results is SetResult:
-                self._note_full_nodes(waiting)
             if not self._topology.is_cluster:
                 break
             waiting = self._redirected([call for pages in waiting.values() for call in pages], deadline)
@@ -106,6 +112,66 @@ class Dispatch:
             self._topology.refresh_soon()
         for call in left:
             call.finish(failed, "redirected")
+
+    def move(
+        self,
+        batch: PageBatch,
+        names: Callable[[], Sequence[bytes]],
+        deadline: float,
+        results: type[GetResult] | type[SetResult],
+    ) -> list[Any]:
+        """Results of the pages that need nothing but a healthy server, moved by compiled code; ``names``: Redis' keys.
+
+        Only good news is told: read or stored, and that a page is not there (read) or there already (written). None
+        for any other page: ``run`` finds out what is wrong, and says what it makes of it.
+        """
+        write, nothing = results is SetResult, [None] * len(batch)
+        code = None if self._tier.tls or not len(batch) else talk_code()
+        columns = None if code is None else Columns.of(batch, writable=not write)
+        if code is None or columns is None:
+            return nothing
+        talk = code.write if write else code.read
+        words = self._words(columns.memory.page_bytes)
+        shares: list[tuple[int, Node, npt.NDArray[np.int64]]] = []
+        for node, positions in self._positions_by_node(len(batch), names):
+            if node is None or not node.up or (write and node.writes.in_doubt):
+                continue
+            wanted = len(positions) * batch.sizes[0] // _SHARE
+            count = max(1, min(self._tier.connections, wanted, len(positions)))
+            # Dealt round-robin, as in ``_shares``.
+            shares += [(turn, node, np.ascontiguousarray(positions[turn::count])) for turn in range(count)]
+        shares.sort(key=lambda share: share[0])
+
+        def move(number: int) -> None:
+            _, node, positions = shares[number]
+            # Whatever it is: ``run`` meets it again, unless it has passed.
+            with suppress(OSError, ProtocolError), node.connection(node.pages, deadline) as connection:
+                descriptor = connection.descriptor
+                if descriptor is None or (write and not connection.answers_questions):
+                    return
+                limits = Limits(deadline, connection.window(self._tier.in_flight))
+                talk(descriptor, columns, positions, words, limits)
+
+        self._threads.run(len(shares), move)
+        if write:
+            return code.results(columns, SetResult.STORED, SetResult.EXISTS)
+        return code.results(columns, GetResult.HIT, GetResult.MISS)
+
+    def _words(self, payload: int) -> PageWords:
+        words = self._page_words.get(payload)
+        if words is None:
+            words = self._page_words[payload] = PageWords.of(page_prefix(self._tier.prefix), payload, self._tier.ttl)
+        return words
+
+    def _positions_by_node(
+        self, pages: int, names: Callable[[], Sequence[bytes]]
+    ) -> list[tuple[Node | None, npt.NDArray[np.int64]]]:
+        if not self._topology.is_cluster:
+            return [(self._topology.node_of(b""), np.arange(pages, dtype=np.int64))]
+        positions: dict[Node | None, list[int]] = {}
+        for position, name in enumerate(names()):
+            positions.setdefault(self._topology.node_of(name), []).append(position)
+        return [(node, np.array(found, np.int64)) for node, found in positions.items()]
 
     def _shares(self, waiting: dict[Node, list[PageCall]], *, short: bool) -> list[tuple[Node, Lane, list[PageCall]]]:
         """The work of one connection each, the nodes taking turns."""
@@ -130,8 +196,18 @@ class Dispatch:
             if not waiting:
                 return
             try:
+                refusal = node.writes.reason if failed is SetResult.ERROR else ""
                 with node.connection(lane, deadline, fresh=attempt > 0) as connection:
-                    talk(connection, waiting)
+                    if refusal:
+                        look_for_pages(connection, waiting, refusal)
+                        return
+                    refusal = talk(connection, waiting) or ""
+                if refusal:
+                    # Nothing else is wrong with the server: it goes on being read.
+                    node.writes.begin(refusal)
+                    self._topology.refresh_soon()
+                elif failed is SetResult.ERROR and any(call.result is SetResult.STORED for call in waiting):
+                    node.writes.end()
                 return
             except NodeDownError:
                 reason = "down"
@@ -145,6 +221,10 @@ class Dispatch:
                 return
             except RefusedError as error:
                 reason = error.code
+                if error.code == "READONLY":
+                    node.writes.begin("readonly")
+                    self._topology.refresh_soon()
+                    break
                 if error.code in _AWAY:
                     node.mark_down(error)
                     break
@@ -153,7 +233,8 @@ class Dispatch:
                     break
             except ProtocolError as error:
                 reason = "protocol"
-                logger.warning("tier %s: %s does not speak RESP: %s", self._name, node.endpoint, error)
+                words = "tier %s: %s does not speak RESP: %s"
+                self._log.log(logging.WARNING, "protocol", words, self._name, node.endpoint, error)
             except OSError as error:
                 reason = "connection"
                 logger.debug("tier %s: %s: %s", self._name, node.endpoint, error)
@@ -178,13 +259,6 @@ class Dispatch:
             node.wait_until_tried(min(short_call(self._tier), max(0.0, deadline - time.monotonic())))
             waiting.setdefault(node, []).append(call)
         return waiting
-
-    def _note_full_nodes(self, waiting: dict[Node, list[PageCall]]) -> None:
-        for node, calls in waiting.items():
-            if any(call.reason == "memory" for call in calls):
-                if time.monotonic() >= node.writes_rejected_until + _MEMORY_PAUSE:
-                    logger.warning("tier %s: %s is out of memory; writes to it pause", self._name, node.endpoint)
-                node.writes_rejected_until = time.monotonic() + _MEMORY_PAUSE
 
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:

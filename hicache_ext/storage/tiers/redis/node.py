@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hicache_ext.errors import ConfigError, LaneBusyError, NodeDownError, ProtocolError
+from hicache_ext.errors import ConfigError, LaneBusyError, LoginError, MaxClientsError, NodeDownError, ProtocolError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.tiers.redis.clients import TlsSettings, resolve, short_call
+from hicache_ext.storage.tiers.redis.clients import Address, TlsSettings, resolve, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import Connection, open_connection
 
@@ -25,6 +26,59 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = Backoff(0.1, 2.0)
 """Seconds between two attempts to reach a node that is down."""
+_WRITE_ATTEMPTS = {"readonly": Backoff(1.0, 60.0), "memory": Backoff(1.0, 4.0)}
+"""Seconds without writes to a server that refuses them, by its reason."""
+_MOST_CLIENTS_PAUSE = 5.0
+"""Seconds until a server that took no more connections is asked for another one."""
+_OLDEST = 300.0
+"""Seconds after which an idle connection is replaced: a name, a balancer or a password may lead elsewhere by then."""
+
+
+class WritePause:
+    """Writes rest while a server refuses them and answers everything else: it is full, or it became a replica.
+
+    Longer and longer, until one is taken. Threads: any.
+    """
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._lock = threading.Lock()
+        self._until = 0.0
+        self._refused = 0
+        self._reason = ""
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is to be written now; empty where it may be tried."""
+        return self._reason if self._refused and time.monotonic() < self._until else ""
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the last write was refused."""
+        return bool(self._refused)
+
+    def begin(self, reason: str) -> None:
+        """A write was refused for this reason."""
+        with self._lock:
+            if self.reason:
+                # Writes that were under way together are refused together.
+                return
+            first = reason != self._reason or not self._refused
+            self._refused = 1 if first else self._refused + 1
+            self._reason = reason
+            self._until = time.monotonic() + _WRITE_ATTEMPTS[reason].pause(self._refused)
+        if first:
+            words = {"readonly": "is a replica and takes no writes", "memory": "is out of memory"}
+            logger.warning("redis node %s %s; writes to it pause, and it is read", self._server, words[reason])
+
+    def end(self) -> None:
+        """A write was taken."""
+        if not self._refused:
+            return
+        with self._lock:
+            ended, self._refused = self._refused, 0
+        if ended:
+            logger.info("redis node %s takes writes again", self._server)
 
 
 class Lane:
@@ -32,10 +86,8 @@ class Lane:
 
     def __init__(self, limit: int, *, keeps: bool = True) -> None:
         """``keeps`` False: every use has a connection of its own, closed after it."""
-        self._keeps = keeps
+        self.keeps = keeps
         self._free = threading.BoundedSemaphore(limit)
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
 
     @contextlib.contextmanager
     def place(self, deadline: float) -> Iterator[None]:
@@ -47,22 +99,65 @@ class Lane:
         finally:
             self._free.release()
 
-    def pop(self) -> Connection | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
 
-    def push(self, connection: Connection) -> None:
-        if not self._keeps:
-            connection.close()
-            return
-        connection.used = True
-        with self._lock:
-            self._idle.append(connection)
+class _IdleConnections:
+    """Those that nobody uses, of all lanes of a node. Threads: any."""
 
-    def drop_idle(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._of: dict[Lane, list[Connection]] = {}
+        self._in_use = 0
+
+    def take(self, lane: Lane, is_good: Callable[[Connection], bool]) -> Connection | None:
+        """One of this lane; those that are not good are closed."""
+        while True:
+            with self._changed:
+                idle = self._of.get(lane)
+                if not idle:
+                    return None
+                connection = idle.pop()
+                self._in_use += 1
+            if is_good(connection):
+                return connection
+            self.closed(connection)
+
+    def take_any(self, is_good: Callable[[Connection], bool], deadline: float) -> Connection | None:
+        """One of any lane, as soon as there is one. None where no connection is open at all. Raises LaneBusyError."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: any(self._of.values()) or not self._in_use, max(0.0, deadline - time.monotonic())
+                )
+                lanes = [lane for lane, idle in self._of.items() if idle]
+                if not lanes:
+                    if self._in_use:
+                        raise LaneBusyError
+                    return None
+            if (connection := self.take(lanes[0], is_good)) is not None:
+                return connection
+
+    def opened(self) -> None:
+        with self._changed:
+            self._in_use += 1
+
+    def put(self, lane: Lane, connection: Connection) -> None:
+        with self._changed:
+            self._in_use -= 1
+            self._of.setdefault(lane, []).append(connection)
+            self._changed.notify()
+
+    def closed(self, connection: Connection) -> None:
+        """Close one in use."""
+        connection.close()
+        with self._changed:
+            self._in_use -= 1
+            self._changed.notify_all()
+
+    def drop(self, lane: Lane | None = None) -> None:
+        """Close those of a lane, or of all."""
+        with self._changed:
+            dropped = [self._of.pop(one, []) for one in ([lane] if lane is not None else list(self._of))]
+        for connection in (connection for idle in dropped for connection in idle):
             connection.close()
 
 
@@ -86,7 +181,13 @@ class Node:
         self.pages = Lane(tier.connections)
         self.requests = Lane(2)
         self.examinations = Lane(1, keeps=False)
-        self._address: tuple[int, tuple[str, int] | str] | None = None
+        self.writes = WritePause(str(endpoint))
+        self._idle = _IdleConnections()
+        self._addresses: list[Address] = []
+        """Those of the name, the one that answered first."""
+        self._no_more_until = 0.0
+        """time.monotonic() until when the server is taken to have as many connections as it takes."""
+        self._log = LimitedLog(logger)
         self._tried = threading.Event()
         self._problem: BaseException | None = None
         self._breaker = Breaker(
@@ -96,8 +197,6 @@ class Node:
             on_change=self._changed,
             state=BreakerState.OPEN,
         )
-        self.writes_rejected_until = 0.0
-        """time.monotonic() until when the server is taken to be out of memory."""
 
     @property
     def up(self) -> bool:
@@ -114,33 +213,86 @@ class Node:
             raise NodeDownError(f"{self.endpoint} is down")
         with lane.place(deadline):
             if fresh:
-                lane.drop_idle()
-            connection = lane.pop() or self._open(deadline)
+                self._idle.drop(lane)
+            connection = self._idle.take(lane, self._is_good) or self._open(deadline)
             connection.deadline = deadline
             try:
                 yield connection
             except BaseException:
-                connection.close()
+                self._idle.closed(connection)
                 raise
-            if self.up and connection.reader.empty:
-                lane.push(connection)
+            if lane.keeps and self.up and connection.reader.empty and connection.address in self._addresses:
+                self._idle.put(lane, connection)
             else:
-                connection.close()
+                self._idle.closed(connection)
+
+    def _is_good(self, connection: Connection) -> bool:
+        """Of an idle one."""
+        old = time.monotonic() - connection.opened > _OLDEST
+        return not old and connection.address in self._addresses and not connection.is_stale
 
     def _open(self, deadline: float) -> Connection:
-        address = self._address
-        if address is None:
+        """One connection more, or an idle one of another lane where the server takes no more of them."""
+        if time.monotonic() >= self._no_more_until:
+            try:
+                opened = self._opened(deadline)
+            except MaxClientsError:
+                self._no_more_until = time.monotonic() + _MOST_CLIENTS_PAUSE
+            except (OSError, ProtocolError) as error:
+                self.mark_down(error)
+                raise
+            except ConfigError as error:
+                self.mark_down(error)
+                raise NodeDownError("the password cannot be read") from None
+            else:
+                self._idle.opened()
+                self._metrics.add("connection", "opened")
+                return opened
+            self._metrics.add("connection", "refused")
+            words = "redis node %s takes no more connections (its maxclients): going on with those that are open"
+            self._log.log(logging.WARNING, "maxclients", words, self.endpoint)
+        connection = self._idle.take_any(self._is_good, deadline)
+        if connection is None:
+            self.mark_down(MaxClientsError())
+            raise MaxClientsError
+        return connection
+
+    def _opened(self, deadline: float) -> Connection:
+        """A new connection, to the first address that answers. Raises what the last one did."""
+        addresses = self._addresses
+        if not addresses:
             raise NodeDownError(f"{self.endpoint} is down")
+        for position, address in enumerate(addresses):
+            # What is left is shared by the addresses that are left.
+            now = time.monotonic()
+            until = now + max(0.0, deadline - now) / (len(addresses) - position)
+            try:
+                opened = open_connection(self._tier, self.endpoint, address, self._tls, until)
+            except (LoginError, MaxClientsError, ProtocolError):
+                raise
+            except OSError:
+                if position + 1 == len(addresses):
+                    raise
+                continue
+            if position:
+                self._addresses = [address, *(other for other in addresses if other != address)]
+            return opened
+        raise NodeDownError(f"{self.endpoint} is down")
+
+    def follow_name(self) -> None:
+        """Look the name up again: connections to addresses that are no longer its own are not used any more, although
+        somebody answers there. Asks a name server, which may take long."""
         try:
-            opened = open_connection(self._tier, self.endpoint, address, self._tls, deadline)
-        except (OSError, ProtocolError) as error:
-            self.mark_down(error)
-            raise
-        except ConfigError as error:
-            self.mark_down(error)
-            raise NodeDownError("the password cannot be read") from None
-        self._metrics.add("connection", "opened")
-        return opened
+            found = resolve(self.endpoint)
+        except OSError:
+            # No answer says nothing about the server.
+            return
+        known = self._addresses
+        self._addresses = [address for address in known if address in found] + [
+            address for address in found if address not in known
+        ]
+        if known and known[0] not in found:
+            self._log.log(logging.INFO, "moved", "redis node %s has another address now", self.endpoint)
 
     # -- down and up -----------------------------------------------------------------------------------------------
 
@@ -168,9 +320,8 @@ class Node:
 
     def _reach(self) -> bool:
         try:
-            self._address = resolve(self.endpoint)
-            deadline = time.monotonic() + short_call(self._tier)
-            connection = open_connection(self._tier, self.endpoint, self._address, self._tls, deadline)
+            self._addresses = resolve(self.endpoint)
+            connection = self._opened(time.monotonic() + short_call(self._tier))
         except Exception as error:
             # Kept whatever it is: without a problem the node would pass for one that was reached.
             self._problem = error
@@ -178,10 +329,11 @@ class Node:
             if isinstance(error, (OSError, ProtocolError, ConfigError)):
                 return False
             raise
+        self._idle.opened()
         if self._breaker.closing:
-            connection.close()
+            self._idle.closed(connection)
         else:
-            self.pages.push(connection)
+            self._idle.put(self.pages, connection)
         return True
 
     def _changed(self, state: BreakerState, reason: str) -> None:
@@ -189,15 +341,14 @@ class Node:
         if state is BreakerState.OPEN:
             self._drop_idle()
             self._metrics.add("node", "down")
-            logger.warning("redis node %s is down: %s", self.endpoint, reason)
+            self._log.log(logging.WARNING, "down", "redis node %s is down: %s", self.endpoint, reason)
             self._when_down()
         else:
             self._metrics.add("node", "up")
-            logger.info("redis node %s is up", self.endpoint)
+            self._log.log(logging.INFO, "up", "redis node %s is up", self.endpoint)
 
     def _drop_idle(self) -> None:
-        self.pages.drop_idle()
-        self.requests.drop_idle()
+        self._idle.drop()
 
 
 def error_words(error: BaseException) -> str:

@@ -47,6 +47,8 @@ return redis.call('UNLINK', KEYS[1])
 """
 """The server compares: what is removed is what was seen, and no copy that came since, and nothing that only looked bad
 on its way here. 0 also where nothing is there."""
+_REFUSALS = {"OOM": "memory", "READONLY": "readonly"}
+"""Errors by which a server refuses every write, and answers everything else."""
 _WITHOUT_SCRIPTS = frozenset({"NOPERM", "ERR"})
 """A user without EVAL, or something that only speaks like Redis."""
 
@@ -93,6 +95,7 @@ class PageCall:
 def read_pages(connection: Connection, calls: Sequence[PageCall], in_flight: int) -> None:
     """GET into the pages' memory, with at most ``in_flight`` bytes of replies asked for (or one page)."""
     header = memoryview(bytearray(HEADER_LENGTH))
+    in_flight = connection.window(in_flight)
     sent = flying = 0
     for number, call in enumerate(calls):
         if sent < len(calls) and (sent == number or flying <= in_flight // 2):
@@ -145,17 +148,46 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> No
             call.finish(GetResult.CORRUPT, reason)
 
 
-def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, in_flight: int) -> None:
+def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, in_flight: int) -> str:
     """SET NX of the pages that are not there. A copy of another length is REJECTED, and ``seen``: the caller looks.
 
-    Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency.
+    Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency. The answer
+    is why the server takes no writes (``_REFUSALS``), mostly nothing.
     """
     missing = _pages_missing(connection, calls)
+    try:
+        refusal, raced = _set_pages(connection, missing, ttl, in_flight)
+        connection.confirm()
+    except BaseException:
+        # Not confirmed: they are asked for again.
+        for call in missing:
+            if call.result in (SetResult.STORED, SetResult.EXISTS):
+                call.result = None
+        raise
+    # Mostly another writer's page. Whatever it is: EXISTS means that it can be read.
+    for call in _pages_missing(connection, raced):
+        call.seen = Sighting(0)
+        call.finish(SetResult.REJECTED, "suspect")
+    return refusal
+
+
+def look_for_pages(connection: Connection, calls: Sequence[PageCall], refusal: str) -> str:
+    """``write_pages`` while the server takes no writes: those that are there are EXISTS, the others REJECTED."""
+    for call in _pages_missing(connection, calls):
+        call.finish(SetResult.REJECTED, refusal)
+    return ""
+
+
+def _set_pages(
+    connection: Connection, missing: Sequence[PageCall], ttl: int | None, in_flight: int
+) -> tuple[str, list[PageCall]]:
+    """Why the server takes no writes, and the pages that were there when they came."""
     options = (
         b"\r\n$2\r\nNX\r\n" if ttl is None else b"\r\n$2\r\nNX\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)
     )
     words = 4 if ttl is None else 6
     unanswered: deque[PageCall] = deque()
+    raced: list[PageCall] = []
     gathered: list[memoryview | bytes] = []
     flying = gathered_bytes = 0
 
@@ -166,20 +198,20 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
             gathered.clear()
             gathered_bytes = 0
 
-    def take_reply() -> bool:
-        """False when the server has no memory left."""
+    def take_reply() -> str:
         nonlocal flying
         call = unanswered.popleft()
         flying -= call.size
-        return _written(connection, call)
+        return _written(connection, call, raced)
 
-    accepted = True
+    refusal = ""
+    in_flight = connection.window(in_flight)
     created_ms = int(time.time() * 1000)
     for call in missing:
-        while accepted and unanswered and flying + call.size > in_flight:
+        while not refusal and unanswered and flying + call.size > in_flight:
             send()
-            accepted = take_reply()
-        if not accepted:
+            refusal = take_reply()
+        if refusal:
             break
         payload = call.size - HEADER_LENGTH
         header = envelope.encode_page(call.key, call.segments, payload, created_ms)
@@ -193,11 +225,12 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
             send()
     send()
     while unanswered:
-        accepted = take_reply() and accepted
-    if not accepted:
+        refusal = take_reply() or refusal
+    if refusal:
         for call in missing:
-            if call.result is None and call.redirect is None:
-                call.finish(SetResult.REJECTED, "memory")
+            if call.result is None and call.redirect is None and call not in raced:
+                call.finish(SetResult.REJECTED, refusal)
+    return refusal, raced
 
 
 def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[PageCall]:
@@ -221,23 +254,24 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
     return missing
 
 
-def _written(connection: Connection, call: PageCall) -> bool:
+def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
+    """Why the server refused it, if it did."""
     _pass_asking(connection, call)
     reply = connection.reader.reply()
     if isinstance(reply, Status) and reply == b"OK":
         call.finish(SetResult.STORED)
     elif reply is None:
-        call.finish(SetResult.EXISTS)
+        raced.append(call)
     elif not isinstance(reply, ErrorReply):
         call.finish(SetResult.ERROR, "protocol")
         raise ProtocolError("SET was not answered as Redis does")
-    elif reply.code == "OOM":
-        call.finish(SetResult.REJECTED, "memory")
-        return False
+    elif refusal := _REFUSALS.get(reply.code):
+        call.finish(SetResult.REJECTED, refusal)
+        return refusal
     elif not _is_redirect(call, reply):
         call.finish(SetResult.ERROR, reply.code)
         raise RefusedError(reply.code)
-    return True
+    return ""
 
 
 def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes) -> None:

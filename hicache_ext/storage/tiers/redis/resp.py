@@ -7,6 +7,7 @@ begins. Page values go straight into the memory they are meant for; nothing is w
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ class Status(bytes):
 _OK = Status(b"OK")
 
 Reply = int | bytes | ErrorReply | None
+
+
+def new_nonce() -> bytes:
+    """A word that a server says only when it is asked to."""
+    return os.urandom(8).hex().encode()
 
 
 def command(*arguments: bytes) -> bytes:

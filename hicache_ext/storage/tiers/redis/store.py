@@ -32,7 +32,7 @@ from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.tiers.redis import hints
 from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
@@ -165,15 +165,32 @@ class RedisPageStore(TierStore):
             )
         ]
 
+    def _moved_at_once(
+        self, batch: PageBatch, deadline: float, results: type[GetResult] | type[SetResult]
+    ) -> list[Any]:
+        """As ``Dispatch.move``; nothing is moved so while pages are hidden, or writes wait for verdicts."""
+        if self._clearing.hides_some or (results is SetResult and self._bad_pages.hides_some):
+            return [None] * len(batch)
+        return self._dispatch.move(batch, lambda: page_names_of(self._page_names, batch.keys), deadline, results)
+
     def _read(self, batch: PageBatch) -> list[GetResult]:
-        calls = self._page_calls(batch)
-        talk = partial(read_pages, in_flight=self._tier.in_flight)
-        self._dispatch.run(calls, talk, self._deadline(), GetResult, hidden=GetResult.MISS)
-        self._note_suspects(calls)
-        self._bad_pages.clear(call.key for call in calls if call.result is GetResult.HIT)
-        self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
-        self.metrics.add_many("error", _reasons(calls, GetResult.ERROR))
-        return [call.result for call in calls]
+        deadline = self._deadline()
+        results = self._moved_at_once(batch, deadline, GetResult)
+        if None in results:
+            left = [position for position, result in enumerate(results) if result is None]
+            calls = self._page_calls(batch.select(left))
+            talk = partial(read_pages, in_flight=self._tier.in_flight)
+            self._dispatch.run(calls, talk, deadline, GetResult, hidden=GetResult.MISS)
+            self._note_suspects(calls)
+            self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
+            self.metrics.add_many("error", _reasons(calls, GetResult.ERROR))
+            for position, call in zip(left, calls, strict=True):
+                results[position] = call.result
+        if self._bad_pages.hides_some:
+            self._bad_pages.clear(
+                key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT
+            )
+        return results
 
     def _note_suspects(self, calls: Iterable[PageCall]) -> None:
         """The pages whose copies are not what they should be; looked at again on another thread."""
@@ -193,6 +210,17 @@ class RedisPageStore(TierStore):
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         deadline = self._deadline()
+        results = self._moved_at_once(batch, deadline, SetResult)
+        if None in results:
+            left = [position for position, result in enumerate(results) if result is None]
+            for position, result in zip(left, self._write_each(batch.select(left), deadline), strict=True):
+                results[position] = result
+        stored = [key for key, result in zip(batch.keys, results, strict=True) if result is SetResult.STORED]
+        self._save_identities(identities_of(stored), deadline)
+        return results
+
+    def _write_each(self, batch: PageBatch, deadline: float) -> list[SetResult]:
+        """Page by page, whatever is wrong."""
         calls = self._page_calls(batch)
         for call in calls:
             if call.size > LARGEST_VALUE:
@@ -208,7 +236,6 @@ class RedisPageStore(TierStore):
         self._bad_pages.clear(call.key for call in calls if call.result is SetResult.STORED)
         self.metrics.add_many("rejected", _reasons(calls, SetResult.REJECTED))
         self.metrics.add_many("error", _reasons(calls, SetResult.ERROR))
-        self._save_identities({call.key[:16] for call in calls if call.result is SetResult.STORED}, deadline)
         return [call.result for call in calls]
 
     def _write_pages(self, calls: list[PageCall], deadline: float) -> None:

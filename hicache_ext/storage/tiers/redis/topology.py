@@ -11,14 +11,15 @@ import binascii
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import redis
 
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.node import Node, error_words
@@ -31,7 +32,14 @@ _REFRESH_INTERVAL = 30.0
 """Seconds between two reads of the map when nothing seems wrong."""
 _REFRESH_PAUSE = 0.5
 """Fewest seconds between two reads, however many calls were redirected."""
+_NAMES_INTERVAL = 30.0
+"""Seconds between two look-ups of the nodes' names."""
+_AT_ONCE = 16
+"""Nodes asked side by side."""
 _LONGEST_FAREWELL = 5.0
+
+_Asked = TypeVar("_Asked")
+_Answer = TypeVar("_Answer")
 
 
 class Topology:
@@ -55,6 +63,8 @@ class Topology:
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
         self._looked = threading.Event()
+        self._names_at = time.monotonic() + _NAMES_INTERVAL
+        self._threads = ThreadPool(f"hicache-{name}-nodes")
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
         if not self._keeper.wake():
             raise StoreSetupError(name, "there is no thread to keep its topology with")
@@ -119,6 +129,7 @@ class Topology:
             node.close(0)
         for node in nodes:
             node.close(max(0.0, deadline - time.monotonic()))
+        self._threads.close(max(0.0, deadline - time.monotonic()))
 
     def _node(self, endpoint: Endpoint) -> Node:
         """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
@@ -139,6 +150,9 @@ class Topology:
         self._refresh_wanted = False
         self._last_look = time.monotonic()
         self._look()
+        if time.monotonic() >= self._names_at:
+            self._side_by_side(Node.follow_name, [node for node in self.nodes if node.up])
+            self._names_at = time.monotonic() + _NAMES_INTERVAL
         return self._pause()
 
     def _pause(self) -> float:
@@ -164,29 +178,39 @@ class Topology:
             self._looked.set()
 
     def _learn(self) -> BaseException | None:
-        """Ask the nodes one after the other until one knows every slot; why none could be used, or None."""
+        """Ask the nodes, some at a time, until one knows every slot; why none could be used, or None."""
         problem: BaseException | None = None
         best: list[tuple[int, int, Endpoint]] | None = None
         with self._lock:
             known = sorted(self._nodes.values(), key=lambda node: not node.up)
-        for endpoint in dict.fromkeys([*(node.endpoint for node in known), *self._tier.endpoints]):
-            if self._keeper.stopping:
+        endpoints = list(dict.fromkeys([*(node.endpoint for node in known), *self._tier.endpoints]))
+        # The first one mostly knows; of nodes that are dead each costs a second.
+        portions = [endpoints[:1], *(endpoints[at : at + _AT_ONCE] for at in range(1, len(endpoints), _AT_ONCE))]
+        for portion in portions:
+            if self._keeper.stopping or (best is not None and _covered(best) == SLOTS):
                 break
-            try:
-                ranges = self._slot_ranges(endpoint)
-            except (redis.RedisError, OSError, ConfigError) as error:
-                problem = problem or _without_redis(error)
-                continue
-            if ranges is None:
-                return self._use_single(endpoint)
-            if best is None or _covered(ranges) > _covered(best):
-                best = ranges
-            # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
-            if _covered(best) == SLOTS:
-                break
+            for endpoint, answer in zip(portion, self._side_by_side(self._slot_ranges_or_error, portion), strict=True):
+                if isinstance(answer, StoreSetupError):
+                    raise answer
+                if isinstance(answer, BaseException):
+                    problem = problem or _without_redis(answer)
+                elif answer is None:
+                    return self._use_single(endpoint)
+                # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
+                elif best is None or _covered(answer) > _covered(best):
+                    best = answer
         if best is not None:
             return self._use_cluster(best)
         return problem or ConnectionError("no server")
+
+    def _side_by_side(self, ask: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer]:
+        return self._threads.run(len(asked), lambda number: ask(asked[number]))
+
+    def _slot_ranges_or_error(self, endpoint: Endpoint) -> list[tuple[int, int, Endpoint]] | BaseException | None:
+        try:
+            return self._slot_ranges(endpoint)
+        except (redis.RedisError, OSError, ConfigError, StoreSetupError) as error:
+            return error
 
     def _slot_ranges(self, endpoint: Endpoint) -> list[tuple[int, int, Endpoint]] | None:
         """(first slot, last slot, master) for each range; None when the server is no cluster."""
@@ -224,7 +248,8 @@ class Topology:
                 del self._nodes[node.endpoint]
         for node in gone:
             node.close(0)
-        problems = [node.attempt() for node in self.nodes if not node.up and not self._keeper.stopping]
+        down = [node for node in self.nodes if not node.up and not self._keeper.stopping]
+        problems = self._side_by_side(Node.attempt, down)
         up = any(node.up for node in self.nodes)
         return None if up else next((p for p in problems if p is not None), ConnectionError("it has no slots"))
 

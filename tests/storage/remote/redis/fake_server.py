@@ -60,7 +60,8 @@ class FakeServer:
             with connection, connection.makefile("rb") as file:
                 while (words := read_request(file)) is not None:
                     if words[0] == b"PING":
-                        connection.sendall(b"+PONG\r\n")
+                        pong = b"$%d\r\n%b\r\n" % (len(words[1]), words[1]) if len(words) > 1 else b"+PONG\r\n"
+                        connection.sendall(pong)
                         continue
                     self.requests.append(words)
                     answer = self.answer(words)

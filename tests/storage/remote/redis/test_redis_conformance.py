@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hicache_ext.storage.tiers.redis import dispatch
 from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.rigs.redis_servers import RedisCluster, RedisServer
@@ -21,6 +22,13 @@ pytestmark = pytest.mark.slow
 class TestRedisServer(PageStoreTests):
     @pytest.fixture
     def medium(self, shared_server: RedisServer) -> Values:
+        return Values(shared_server)
+
+
+class TestRedisServerWithoutCompiledCode(PageStoreTests):
+    @pytest.fixture
+    def medium(self, shared_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Values:
+        monkeypatch.setattr(dispatch, "talk_code", lambda: None)
         return Values(shared_server)
 
 

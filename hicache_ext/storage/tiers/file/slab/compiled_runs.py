@@ -14,11 +14,21 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.page.envelope_code import (
+    CHECKED_BYTES,
+    HEADER_CHECKSUM_WORD,
+    HEADER_WORDS,
+    SEALED_BYTES,
+    Checksum,
+    checksum_of,
+    finish_header,
+    hash_of_header,
+    write_sealed,
+)
 from hicache_ext.runtime.jit import compiled
 from hicache_ext.runtime.native_calls import (
     DIGEST,
     ERRNO,
-    HASH,
     PREADV2,
     PWRITEV2,
     RESET,
@@ -28,23 +38,15 @@ from hicache_ext.runtime.native_calls import (
     call_for_two,
     fetch_add,
     int_at,
-    swapped,
 )
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.tiers.file.slab.slot_code import SEAL, Words
 
 Unsigned = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
-Checksum = tuple[np.uint64, np.uint64]
-"""Two words, low and high."""
-
 DONE, LOOK_AGAIN = 0, 1
 """Results of a page. A negative one is -errno."""
 
-_KEY_WORD, _KEY_WORDS, _LENGTH_WORD, _CHECKSUM_WORD, _CREATED_WORD, _HEADER_CHECKSUM_WORD = 2, 6, 8, 9, 11, 14
-_HEADER_WORDS = 16
-_SEALED_BYTES = 8 * _CREATED_WORD
-_CHECKED_BYTES = 8 * _HEADER_CHECKSUM_WORD
 _LEAST_PORTION = 4096
 """Fewest bytes of a large page read at once: a block, for O_DIRECT."""
 
@@ -110,19 +112,6 @@ def _gather(
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _checksum(functions: Words, state: int, facts: Words, addresses: Words, segments: Words, page: int) -> Checksum:
-    """The checksum of a page's payload: two words, low and high."""
-    if len(segments) == 1:
-        whole: Checksum = call_for_two(functions[HASH], addresses[page, 0], facts[PAYLOAD])
-        return whole
-    call(functions[RESET], state, 0, 0, 0, 0)
-    for segment in range(len(segments)):
-        call(functions[UPDATE], state, addresses[page, segment], segments[segment], 0, 0)
-    digest: Checksum = call_for_two(functions[DIGEST], state, 0)
-    return digest
-
-
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
 def _read_large_page(
     functions: Words,
     state: int,
@@ -175,23 +164,9 @@ def _seal(
     high: np.uint64,
 ) -> Checksum:
     """The two words of the seal of a page with this checksum. Its input is written at word ``at`` of ``headers``."""
-    headers[at], headers[at + 1] = np.uint64(facts[START]), np.uint64(facts[SECOND])
-    for word in range(_KEY_WORDS):
-        headers[at + _KEY_WORD + word] = keys[page, word]
-    headers[at + _LENGTH_WORD] = np.uint64(facts[PAYLOAD])
-    headers[at + _CHECKSUM_WORD], headers[at + _CHECKSUM_WORD + 1] = swapped(high), swapped(low)
-    low, high = call_for_two(functions[HASH], headers.ctypes.data + 8 * at, _SEALED_BYTES)
-    return swapped(high), swapped(low)
-
-
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _finish_header(functions: Words, facts: Words, headers: Unsigned, at: int) -> None:
-    """Write the rest of a header, behind the input of its seal."""
-    headers[at + _CREATED_WORD] = np.uint64(facts[CREATED])
-    for word in range(_CREATED_WORD + 1, _HEADER_CHECKSUM_WORD):
-        headers[at + word] = np.uint64(0)
-    low, high = call_for_two(functions[HASH], headers.ctypes.data + 8 * at, _CHECKED_BYTES)
-    headers[at + _HEADER_CHECKSUM_WORD], headers[at + _HEADER_CHECKSUM_WORD + 1] = swapped(high), swapped(low)
+    write_sealed(headers, at, facts[START], facts[SECOND], keys, page, facts[PAYLOAD], low, high)
+    seal: Checksum = hash_of_header(functions, headers, at, SEALED_BYTES)
+    return seal
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -245,7 +220,7 @@ def _read_pages(
             row = first + slots[page]
             if moved == total and 0 <= row < len(rows):
                 if whole:
-                    low, high = _checksum(functions, state, facts, addresses, segments, positions[page])
+                    low, high = checksum_of(functions, state, facts[PAYLOAD], addresses, segments, positions[page])
                 one, other = _seal(functions, facts, keys, headers, 0, positions[page], low, high)
                 if rows[row, SEAL] == one and rows[row, SEAL + 1] == other:
                     results[page] = DONE
@@ -278,26 +253,26 @@ def _write_pages(
             begin, end = _taken(facts, results, taken)
         if begin >= len(results):
             break
-        behind = _end_of_run(slabs, slots, segments, vectors, begin, min(end, begin + len(headers) // _HEADER_WORDS))
+        behind = _end_of_run(slabs, slots, segments, vectors, begin, min(end, begin + len(headers) // HEADER_WORDS))
         slab, offset, length = _opened(opened, slabs[begin]), slots[begin] * facts[SLOT], behind - begin
         first = opened[slab, FIRST_ROW] + slots[begin] if slab >= 0 else -1
         result = LOOK_AGAIN
         if 0 <= first <= len(rows) - length:
             for page in range(length):
-                position, at = positions[begin + page], page * _HEADER_WORDS
-                low, high = _checksum(functions, state, facts, addresses, segments, position)
+                position, at = positions[begin + page], page * HEADER_WORDS
+                low, high = checksum_of(functions, state, facts[PAYLOAD], addresses, segments, position)
                 # The slot is this writer's: nobody reads its seal yet.
                 rows[first + page, SEAL], rows[first + page, SEAL + 1] = _seal(
                     functions, facts, keys, headers, at, position, low, high
                 )
-                _finish_header(functions, facts, headers, at)
+                finish_header(functions, headers, at, facts[CREATED])
             count, total = _gather(facts, positions, addresses, segments, vectors, begin, behind)
             descriptor = opened[slab, DESCRIPTOR]
             moved = call(functions[PWRITEV2], descriptor, vectors.ctypes.data, count, offset, facts[FLAGS])
             if moved == total:
-                total = 8 * _HEADER_WORDS * length
+                total = 8 * HEADER_WORDS * length
                 vectors[0], vectors[1] = headers.ctypes.data, total
-                descriptor, offset = opened[slab, HEADERS], slots[begin] * 8 * _HEADER_WORDS
+                descriptor, offset = opened[slab, HEADERS], slots[begin] * 8 * HEADER_WORDS
                 moved = call(functions[PWRITEV2], descriptor, vectors.ctypes.data, 1, offset, 0)
                 result = DONE if moved == total else LOOK_AGAIN
             if moved < 0:
@@ -336,13 +311,11 @@ def _check_headers(functions: Words, headers: Unsigned, start: int, second: int,
         valid[page] = 0
         if headers[page, 0] != np.uint64(start) or headers[page, 1] != np.uint64(second):
             continue
-        address = headers.ctypes.data + 8 * _HEADER_WORDS * page
-        low, high = call_for_two(functions[HASH], address, _CHECKED_BYTES)
-        at = _HEADER_CHECKSUM_WORD
-        if headers[page, at] != swapped(high) or headers[page, at + 1] != swapped(low):
+        words, at = headers[page], HEADER_CHECKSUM_WORD
+        one, other = hash_of_header(functions, words, 0, CHECKED_BYTES)
+        if words[at] != one or words[at + 1] != other:
             continue
-        low, high = call_for_two(functions[HASH], address, _SEALED_BYTES)
-        seals[page, 0], seals[page, 1] = swapped(high), swapped(low)
+        seals[page, 0], seals[page, 1] = hash_of_header(functions, words, 0, SEALED_BYTES)
         valid[page] = 1
 
 

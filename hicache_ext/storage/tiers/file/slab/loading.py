@@ -1,181 +1,32 @@
-"""Loads the code that numba compiles (compiled_code.py), or has it compiled.
-
-Compiling takes 10 to 20 seconds, once per version and processor; a file keeps the result (runtime/code_cache.py), from
-which it loads in half a second. No server compiles: the thread that opens a tier may be SGLang's scheduler, and a
-compiler takes the GIL, memory and a core. A process of its own does, and Python moves the pages meanwhile; where there
-is no place for the file, for good. Reasons: docs/decisions/compiled-code.md.
-"""
+"""The compiled code of the file tier in this process (compiled_code.py)."""
 
 from __future__ import annotations
 
-import logging
-import os
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-
 from hicache_ext.page import batch_code
 from hicache_ext.runtime import jit
-from hicache_ext.runtime.background import once_in_background
-from hicache_ext.runtime.code_cache import CodeCache, code_cache
-from hicache_ext.runtime.progress import progress
+from hicache_ext.runtime.compiled_part import CompiledPart, NotCompiled
 from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.storage.tiers.file.slab.compiled_code import CompiledCode
 
-logger = logging.getLogger(__name__)
 
-LONGEST_COMPILATION = 300.0
-"""Seconds."""
-
-_INSTALL = "pip install 'hicache-ext[compiled]'"
-_SET_DIRECTORY = "set NUMBA_CACHE_DIR to a writable directory that lasts, such as a volume (docs/containers.md)"
+def _use(code: CompiledCode) -> None:
+    code.plain_kernels = jit.use(slot_code, code.kernels)
+    jit.use(batch_code, code.batch_kernels)
 
 
-@dataclass(frozen=True, slots=True)
-class NotCompiled:
-    """Why Python moves the pages, and what to do."""
-
-    reason: str
-    remedy: str
-
-
-_BEING_COMPILED = NotCompiled("it is being compiled, once per version and processor", "wait")
+part = CompiledPart("file", f"{__name__}:part", CompiledCode, _use)
 
 
 def compiled_code() -> CompiledCode | None:
-    """The compiled code; None where it is not available, and while it is compiled for the first time."""
-    if not _loading.begun:
-        _loading.begin()
-    return _loading.code
+    """As ``CompiledPart.code``."""
+    return part.code()
 
 
 def wait_for_compiled_code() -> CompiledCode | None:
-    """Waits for the compiled code, ``LONGEST_COMPILATION`` at most; None where it is not available."""
-    compiled_code()
-    _loading.ended.wait()
-    return _loading.code
+    """As ``CompiledPart.wait``."""
+    return part.wait()
 
 
 def why_not_compiled() -> NotCompiled | None:
-    """Why Python moves the pages; None where compiled code does."""
-    compiled_code()
-    return _loading.why_not
-
-
-class _Loading:
-    """The state of loading in this process."""
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.code: CompiledCode | None = None
-        self.why_not: NotCompiled | None = _BEING_COMPILED
-        self.ended = threading.Event()
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self.begun:
-                self._begin()
-            self.begun = True
-
-    def _begin(self) -> None:
-        try:
-            cache = code_cache()
-        except Exception as error:  # noqa: BLE001 - numba may fail in many ways, and pages move without it
-            self._give_up(logging.INFO, _words(error), _INSTALL)
-            return
-        functions, refused = cache.find()
-        for sentence in refused:
-            logger.warning("compiled code is not used from %s", sentence)
-        if functions is not None:
-            self._load(functions)
-            return
-        place, reason = cache.place()
-        if place is None:
-            self._give_up(logging.WARNING, f"there is no place to keep compiled code ({reason})", _SET_DIRECTORY)
-        elif not once_in_background("hicache-compile", lambda: self._compile(cache, place)):
-            self._give_up(logging.WARNING, "there is no thread to compile on", "raise the limit of processes")
-
-    def _compile(self, cache: CodeCache, place: Path) -> None:
-        """Have another process compile, then load."""
-        progress.info(
-            "the file tier's code is compiled, once per version and processor: 10 to 20 s, at most %.0f; kept in %s",
-            LONGEST_COMPILATION,
-            place,
-        )
-        begun = time.monotonic()
-        problem = _compile_in_another_process(place)
-        functions = None if problem else cache.find()[0]
-        if functions is not None:
-            progress.info("the file tier's code was compiled in %.0f s", time.monotonic() - begun)
-            self._load(functions)
-        else:
-            problem = problem or "what was compiled is not for this process, or may be written by other accounts"
-            self._give_up(logging.WARNING, f"it could not be compiled into {place}: {problem}", _SET_DIRECTORY)
-
-    def _load(self, functions: Mapping[str, bytes]) -> None:
-        try:
-            with jit.loading_from(functions):
-                code = CompiledCode()
-        except Exception as error:  # noqa: BLE001 - see above
-            self._give_up(logging.INFO, _words(error), _INSTALL)
-            return
-        code.plain_kernels = jit.use(slot_code, code.kernels)
-        jit.use(batch_code, code.batch_kernels)
-        self.code, self.why_not = code, None
-        self.ended.set()
-
-    def _give_up(self, level: int, reason: str, remedy: str) -> None:
-        self.why_not = NotCompiled(reason, remedy)
-        self.ended.set()
-        logger.log(
-            level,
-            "the file tier moves its pages in Python, which is slower and holds the GIL: %s; %s",
-            reason,
-            remedy,
-        )
-
-
-_loading = _Loading()
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-
-
-def _compile_in_another_process(place: Path) -> str | None:
-    """What went wrong; None where there is compiled code in ``place`` now."""
-    # The path of this process, set late: in PYTHONPATH a module beside the server's script would be taken for one of
-    # Python's own of that name.
-    program = f"import sys; sys.path[:] = sys.argv[2:]; from {__name__} import compile_for_others; compile_for_others()"
-    command = [sys.executable, "-c", program, str(place), *map(os.path.abspath, sys.path)]
-    try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=LONGEST_COMPILATION,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it was not done after {LONGEST_COMPILATION:.0f} s"
-    except OSError as error:
-        return str(error)
-    if not ended.returncode:
-        return None
-    said = ended.stderr.decode(errors="replace").strip()
-    return said.rpartition("\n")[2] or f"the compiler ended with {ended.returncode}"
-
-
-def compile_for_others() -> None:
-    """The main function of the compiling process, whose argument is the directory to keep compiled code in."""
-    os.nice(10)
-    functions: dict[str, bytes] = {}
-    with jit.compiling_into(functions):
-        CompiledCode()
-    code_cache().keep(functions, Path(sys.argv[1]))
+    """As ``CompiledPart.why_not``."""
+    return part.why_not()

@@ -1,0 +1,374 @@
+"""What happens to Redis servers in the field: they become replicas, run full, refuse connections, move, answer late."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.redis import node, topology
+from hicache_ext.storage.tiers.redis.store import RedisPageStore
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
+from tests.rigs.redis_servers import HOST, RedisServer, wait_until
+from tests.storage.remote.redis.conftest import PREFIX, set_timeout, tier_of
+from tests.storage.remote.redis.fake_server import FakeServer
+from tests.storage.remote.redis.test_faults import Bound, wait_for_hits
+
+pytestmark = pytest.mark.slow
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    wait_until(condition, "what the test waits for")
+
+
+# -- a server that refuses writes --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
+    with RedisServer(tmp_path / "one") as one, RedisServer(tmp_path / "other") as other:
+        other.command("REPLICAOF", HOST, str(one.port))
+        until(lambda: "master_link_status:up" in other.command("INFO", "replication"))
+        yield one, other
+
+
+def swap(old: RedisServer, new: RedisServer) -> None:
+    """A failover: the new one is a primary, and the old one its replica, with all pages."""
+    assert old.command("WAIT", "1", "10000").startswith(":1")
+    new.command("REPLICAOF", "NO", "ONE")
+    old.command("REPLICAOF", HOST, str(new.port))
+    until(lambda: "master_link_status:up" in old.command("INFO", "replication"))
+
+
+def test_a_server_that_became_a_replica_is_read_and_its_writes_pause_with_one_line(pair, open_store, caplog) -> None:
+    """Seen: each write took the node down, 110 lines a second, and good reads failed between them."""
+    one, other = pair
+    store = open_store(one)
+    keys, new = page_keys(16), page_keys(200, "new")
+    store_pages(store, keys)
+    swap(one, other)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    outcomes: list[SetResult] = []
+    began = time.monotonic()
+    while time.monotonic() - began < 3:
+        outcomes += store_pages(store, [new[len(outcomes) % 200], *keys[:1]])
+        assert_hits(store, keys)
+    assert set(outcomes[::2]) == {SetResult.REJECTED}
+    # What is there is said to be there.
+    assert set(outcomes[1::2]) == {SetResult.EXISTS}
+    assert [node.up for node in store._topology.nodes] == [True]
+    said = lines_of(caplog)
+    assert len(said) == 1 and "is a replica and takes no writes" in said[0]
+    assert store.metrics.value("rejected", "readonly") == len(outcomes[::2])
+
+
+def test_the_pauses_of_a_replica_grow_and_end_with_the_first_write_that_is_taken(pair, open_store, monkeypatch) -> None:
+    one, other = pair
+    monkeypatch.setitem(node._WRITE_ATTEMPTS, "readonly", node.Backoff(0.2, 1.6))
+    store = open_store(one)
+    swap(one, other)
+    tried = []
+    began = time.monotonic()
+    while time.monotonic() - began < 3:
+        refused = store._topology.nodes[0].writes._refused
+        store_pages(store, page_keys(1, f"at {time.monotonic()}"))
+        if store._topology.nodes[0].writes._refused > refused:
+            tried.append(time.monotonic() - began)
+        time.sleep(0.01)
+    assert 3 <= len(tried) <= 7
+    one.command("REPLICAOF", "NO", "ONE")
+    keys = page_keys(8, "again")
+    until(lambda: set(store_pages(store, keys)) <= {SetResult.STORED, SetResult.EXISTS})
+    assert_hits(store, keys)
+    assert not store._topology.nodes[0].writes.in_doubt
+
+
+def test_a_full_server_says_what_it_has_and_is_asked_for_room_now_and_then(server, open_store) -> None:
+    """Seen: while writes paused, what was there was answered REJECTED, and SGLang lost its place."""
+    store = open_store(server)
+    keys, new = page_keys(8), page_keys(4, "new")
+    store_pages(store, keys)
+    server.command("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1")
+    try:
+        for _ in range(5):
+            assert store_pages(store, [*new, *keys]) == [SetResult.REJECTED] * 4 + [SetResult.EXISTS] * 8
+            assert_hits(store, keys)
+    finally:
+        server.command("CONFIG", "SET", "maxmemory", "0")
+    until(lambda: set(store_pages(store, new)) <= {SetResult.STORED, SetResult.EXISTS})
+
+
+# -- a server that takes no more connections ---------------------------------------------------------------------------
+
+
+def test_a_server_that_takes_no_more_connections_is_served_by_those_that_are_open(server, open_store, caplog) -> None:
+    """Seen: one refused connection threw the working ones away, and half of the calls failed."""
+    store = open_store(server, connections=4)
+    keys = page_keys(64)
+    store_pages(store, keys, (300_000,))
+    server.command("CONFIG", "SET", "maxclients", "2")
+    # Two are left to the store: one of the others asks for itself.
+    for one in store._topology.nodes[0]._idle._of.values():
+        for connection in one[1:]:
+            connection.close()
+    results: list[GetResult] = []
+
+    def read() -> None:
+        for _ in range(5):
+            results.extend(read_pages(store, keys, (300_000,))[0])
+            store.contains(keys)
+
+    try:
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        # The limit of clients holds for whoever lifts it, too.
+        until(lambda: _lifts_the_limit(store, server))
+    assert results.count(GetResult.HIT) == len(results) == 4 * 5 * 64
+    assert store.metrics.value("node", "down") == 0
+    said = [line for line in lines_of(caplog) if "maxclients" in line]
+    assert len(said) == 1
+
+
+def _lifts_the_limit(store: RedisPageStore, server: RedisServer) -> bool:
+    store._topology.nodes[0]._idle.drop()
+    return "OK" in server.command("CONFIG", "SET", "maxclients", "1000")
+
+
+# -- names and addresses -----------------------------------------------------------------------------------------------
+
+
+class Names:
+    """What the name ``pool.test`` leads to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.addresses: list[tuple[str, int]] = []
+        real = socket.getaddrinfo
+
+        def getaddrinfo(host: str, port: int, *others: object, **options: object) -> list[object]:
+            if host != "pool.test":
+                return real(host, port, *others, **options)
+            kinds = {True: socket.AF_INET6, False: socket.AF_INET}
+            found = []
+            for address, number in self.addresses:
+                tail = (0, 0) if ":" in address else ()
+                found.append((kinds[":" in address], socket.SOCK_STREAM, 6, "", (address, number, *tail)))
+            return found
+
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    def open(self, **changes: object) -> RedisPageStore:
+        return RedisPageStore("pool", tier_of(url="redis://pool.test:1", **changes))
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    return Names(monkeypatch)
+
+
+def test_all_addresses_of_a_name_are_tried(server, names: Names) -> None:
+    """The first of most names is an IPv6 address, and many servers listen on IPv4 alone."""
+    with socket.create_server((HOST, 0)) as closed:
+        nobody = closed.getsockname()[1]
+    names.addresses = [("::1", server.port), (HOST, nobody), (HOST, server.port)]
+    store = names.open()
+    try:
+        keys = page_keys(8)
+        assert set(store_pages(store, keys)) == {SetResult.STORED}
+        assert_hits(store, keys)
+    finally:
+        store.close()
+
+
+def test_a_name_that_moves_is_followed_while_the_old_server_lives(tmp_path, names: Names, monkeypatch) -> None:
+    monkeypatch.setattr(topology, "_NAMES_INTERVAL", 0.1)
+    monkeypatch.setattr(topology, "_REFRESH_INTERVAL", 0.1)
+    with RedisServer(tmp_path / "old") as old, RedisServer(tmp_path / "new") as new:
+        names.addresses = [(HOST, old.port)]
+        store = names.open()
+        try:
+            store_pages(store, page_keys(8))
+            names.addresses = [(HOST, new.port)]
+            keys = page_keys(1, "moved")
+            until(lambda: store_pages(store, [*keys]) == [SetResult.EXISTS] and _keys_of(new) == 1)
+            assert_hits(store, keys)
+            before = _keys_of(old)
+            store_pages(store, page_keys(8, "after"))
+            assert _keys_of(old) == before
+            assert [node.up for node in store._topology.nodes] == [True]
+        finally:
+            store.close()
+
+
+def _keys_of(server: RedisServer) -> int:
+    return int(server.command("DBSIZE").strip().removeprefix(":"))
+
+
+def test_connections_do_not_grow_old(server, open_store, monkeypatch) -> None:
+    store = open_store(server)
+    keys = page_keys(8)
+    store_pages(store, keys)
+    opened = store.metrics.value("connection", "opened")
+    assert_hits(store, keys)
+    assert store.metrics.value("connection", "opened") <= opened + 1
+    monkeypatch.setattr(node, "_OLDEST", 0.0)
+    for _ in range(3):
+        assert_hits(store, keys)
+    assert store.metrics.value("connection", "opened") >= opened + 3
+
+
+# -- many nodes that are gone ------------------------------------------------------------------------------------------
+
+
+def test_dead_nodes_are_probed_side_by_side(server) -> None:
+    """Seen: ten dead nodes of twelve cost six seconds at each look."""
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(10)]
+        ports = [listener.getsockname()[1] for listener in silent]
+        began = time.monotonic()
+        store = RedisPageStore("pool", tier_of(*ports, server.port, required=False))
+        try:
+            keys = page_keys(4)
+            until(lambda: SetResult.STORED in store_pages(store, keys))
+            # One second for the first, and one for all others together; one after the other they would take ten.
+            assert time.monotonic() - began < 6
+        finally:
+            store.close()
+
+
+# -- answers that nobody asked for -------------------------------------------------------------------------------------
+
+
+class Stray:
+    """A server without pages, which sends a reply too many when it is told to."""
+
+    def __init__(self) -> None:
+        self.before: dict[bytes, bytes] = {}
+        self.stored: dict[bytes, bytes] = {}
+
+    def answer(self, words: list[bytes]) -> bytes:
+        if words[0] == b"STRLEN":
+            reply = b":%d\r\n" % len(self.stored.get(words[1], b""))
+        elif words[0] == b"SET" and b"page" in words[1]:
+            self.stored[words[1]] = words[2]
+            reply = b"+OK\r\n"
+        elif words[0] == b"EXISTS":
+            reply = b":%d\r\n" % sum(name in self.stored for name in words[1:])
+        elif words[0] == b"GET":
+            value = self.stored.get(words[1])
+            reply = b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+        else:
+            reply = b"-ERR unknown command\r\n" if words[0] == b"CLUSTER" else b"+OK\r\n"
+        return self.before.pop(words[0], b"") + reply
+
+
+def open_stray(server: FakeServer, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> RedisPageStore:
+    if not compiled:
+        from hicache_ext.storage.tiers.redis import dispatch
+
+        monkeypatch.setattr(dispatch, "talk_code", lambda: None)
+    tier = tier_of(server.endpoint.port, cluster=False, connections=1, prefix=PREFIX)
+    return RedisPageStore("pool", tier)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("word", [b"STRLEN", b"SET"])
+def test_a_reply_too_many_in_the_middle_of_a_write_makes_no_page_exist(
+    monkeypatch, word: bytes, compiled: bool
+) -> None:
+    """Seen: ``set`` answered EXISTS for a page that was not there."""
+    stray = Stray()
+    with FakeServer(stray.answer) as server:
+        store = open_stray(server, monkeypatch, compiled)
+        try:
+            keys = page_keys(4)
+            store_pages(store, page_keys(1, "first"))
+            stray.before[word] = b":1128\r\n" if word == b"STRLEN" else b"$-1\r\n"
+            results = store_pages(store, keys)
+            present = dict(zip(keys, store.contains(keys), strict=True))
+            for key, result in zip(keys, results, strict=True):
+                assert present[key] or not result.durable
+        finally:
+            store.close()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_reply_too_many_on_an_idle_connection_shifts_nothing(monkeypatch, compiled: bool) -> None:
+    stray = Stray()
+    with FakeServer(stray.answer) as server:
+        store = open_stray(server, monkeypatch, compiled)
+        try:
+            store_pages(store, page_keys(1, "first"))
+            for connection in server._sockets:
+                connection.sendall(b":1128\r\n")
+            time.sleep(0.1)
+            keys = page_keys(4)
+            assert store.contains(keys) == [False] * 4
+            for connection in server._sockets:
+                connection.sendall(b":1\r\n")
+            time.sleep(0.1)
+            assert store_pages(store, keys) == [SetResult.STORED] * 4
+            assert store.contains(keys) == [True] * 4
+        finally:
+            store.close()
+
+
+def test_an_answer_to_a_look_up_with_a_reply_too_many_is_absence(monkeypatch) -> None:
+    stray = Stray()
+    with FakeServer(stray.answer) as server:
+        store = open_stray(server, monkeypatch, True)
+        try:
+            store_pages(store, page_keys(1, "first"))
+            stray.before[b"EXISTS"] = b":4\r\n"
+            assert store.contains(page_keys(4)) == [False] * 4
+        finally:
+            store.close()
+
+
+# -- the compiled talk -------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_ends_amid_replies_costs_no_page_that_a_second_try_can_have(server, open_store) -> None:
+    store = open_store(server, connections=2)
+    keys = page_keys(64)
+    store_pages(store, keys, (100_000,))
+    for _ in range(5):
+        killer = threading.Timer(0.005, lambda: server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"))
+        killer.start()
+        results, _ = read_pages(store, keys, (100_000,))
+        killer.join()
+        assert GetResult.CORRUPT not in results
+    with Bound():
+        wait_for_hits(store, keys, (100_000,))
+
+
+def test_a_call_that_a_slow_server_cuts_ends_at_its_deadline(server, open_store) -> None:
+    store = open_store(server)
+    keys = page_keys(16)
+    store_pages(store, keys, (1_000_000,))
+    set_timeout(store, 0.5)
+    server.freeze()
+    try:
+        began = time.monotonic()
+        results, _ = read_pages(store, keys, (1_000_000,))
+        assert time.monotonic() - began < 0.75
+        assert set(results) <= {GetResult.TIMEOUT, GetResult.ERROR}
+    finally:
+        server.thaw()
+    with Bound():
+        wait_for_hits(store, keys, (1_000_000,))
