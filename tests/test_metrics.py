@@ -201,6 +201,7 @@ def test_labels_are_unescaped():
     ("words", "sentence"),
     [
         (["ftp://x"], "URL: 'ftp://x' is not an address; allowed: such as http://127.0.0.1:30000"),
+        (["http://me:geheim@h:1"], "URL: an address holds no login; allowed: such as http://127.0.0.1:30000"),
         (["http://[::1"], "URL: 'http://[::1' is not an address; allowed: such as http://127.0.0.1:30000"),
         (["http://127.0.0.1:1"], "http://127.0.0.1:1/metrics cannot be read: "),
         (["x", "--interval", "1"], "--interval: the text '1' has no unit"),

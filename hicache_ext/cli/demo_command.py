@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.demo_conversation import QUESTIONS, Story
+from hicache_ext.cli.inputs import tokenizer_of
 from hicache_ext.cli.usage import describe
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
@@ -101,7 +102,7 @@ def _demonstrate(arguments: argparse.Namespace) -> int:
     steps = _Steps(4)
     with steps.step("the model"):
         model, model_arguments = _model(arguments.model, directory)
-        story = Story(_tokenizer(model))
+        story = Story(tokenizer_of(model))
     rig = _Rig(model, directory, config_file, (*model_arguments, *arguments.server_arguments))
 
     plain: list[Turn] = []
@@ -161,19 +162,6 @@ def _model(given: str | None, directory: Path) -> tuple[str, tuple[str, ...]]:
         made = make_tiny_model(directory / "model-8x512", layers=8, hidden_size=512, heads=8, kv_heads=4, head_dim=64)
     # Less memory than the default is sooner allocated.
     return str(made), (*arguments_to_serve(), "--max-total-tokens", "8192")
-
-
-def _tokenizer(model: str) -> Any:
-    from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
-
-    declare_torchvision_operators()
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # a tokenizer may raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ServerError(f"no tokenizer could be loaded from {model!r}: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)

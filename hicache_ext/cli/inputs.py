@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,36 @@ def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
 def _tokenize(text: str, model: str | None) -> list[int]:
     if model is None:
         raise ConfigError("--model", "--prompt needs a tokenizer", "the directory or name of the model, or --tokens")
+    return list(tokenizer_of(model).encode(text))
+
+
+def tokenizer_of(model: str) -> Any:
+    """The tokenizer of a model, by directory or name. Raises ConfigError."""
+    if find_spec("torch") is not None:
+        from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
+
+        declare_torchvision_operators()  # transformers imports torchvision for some models
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        return list(tokenizer.encode(text))
+        return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything; the user gets its first line
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError("--model", f"no tokenizer could be loaded from {model!r}: {reason}") from None
+        problem = _without_tokenizer(model) or (
+            f"no tokenizer could be loaded from {model!r}: {(str(error) or type(error).__name__).splitlines()[0]}"
+        )
+        raise ConfigError("--model", problem, "the directory or name of the model") from None
+
+
+def _without_tokenizer(model: str) -> str | None:
+    """What can be seen from here; transformers takes a directory that is not there for a name, and says so."""
+    path = Path(model)
+    if path.is_dir():
+        if any(path.glob("*token*")) or any(path.glob("vocab*")):
+            return None
+        return f"{model!r} holds no tokenizer (tokenizer.json, tokenizer_config.json, ...)"
+    if path.exists():
+        return f"{model!r} is a file"
+    return f"{model!r}: there is no such directory" if model.startswith(("/", ".", "~")) else None
 
 
 def seed_of(arguments: argparse.Namespace) -> bytes:

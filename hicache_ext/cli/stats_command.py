@@ -184,6 +184,8 @@ def _metrics_url(text: str) -> str:
         parts = urllib.parse.SplitResult("", "", "", "", "")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("URL", f"{text!r} is not an address", "such as http://127.0.0.1:30000")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("URL", "an address holds no login", "such as http://127.0.0.1:30000")
     path = parts.path.rstrip("/")
     return urllib.parse.urlunsplit(parts._replace(path=path if path.endswith("/metrics") else f"{path}/metrics"))
 

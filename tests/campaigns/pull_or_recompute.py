@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.bench.harness import Quartiles, interleaved
-from hicache_ext.bench.report import Panel, Table, machine_facts, plot, today, write_json
+from hicache_ext.bench.report import Panel, Table, machine_facts, plot, today, where_and_when, write_json
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.testing.tiny_model import make_tiny_model
@@ -188,7 +188,8 @@ def _report(file: Path, minutes: float, table: Table, steps: list[Step], facts: 
         name: [(x, s.median * 1e3, s.lower * 1e3, s.upper * 1e3) for x, s in zip(names, values, strict=True)]
         for name, values in spreads.items()
     }
-    plot(picture, [Panel("Time to first token", "ms that each call of the tier takes longer", "ms", lines)])
+    panel = Panel("time to first token", "ms that each call of the tier takes longer", "ms", lines)
+    plot(picture, [panel], "Pull or recompute over a tier that slows", where_and_when(facts))
     file.write_text(f"""# Pull or recompute over a tier that slows
 
 `python -m tests.campaigns.pull_or_recompute --minutes {minutes:g} --report {file}`, {today()[:10]}, \

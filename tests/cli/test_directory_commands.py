@@ -285,6 +285,17 @@ def test_a_directory_that_is_none_of_ours_is_refused_and_left_alone(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc"])
+def test_before_the_first_start_a_server_is_said_to_make_the_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    file = tmp_path / "hicache.json"
+    tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    file.write_text(json.dumps(ExtraConfig.around({"tiers": {"disk": tier}})))
+    assert main([command, str(file)]) == 1
+    assert capsys.readouterr().err == f"'{tmp_path}/kv' does not exist; a server makes it at its start\n"
+
+
 # -- clear asks before it removes --------------------------------------------------------------------------------------
 
 DIGITS = identity("a", (0, 2)).digest().hex()

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.watching.timeline import rules
 
@@ -15,12 +16,21 @@ NOT_IN_USE = ("hicache_ext_pull_", "hicache_ext_pd_write_", "hicache_ext_copy_")
 _INTERVAL = "30s"
 
 
+def panels() -> list[dict[str, Any]]:
+    """Those of the dashboard, rows included."""
+    return list(json.loads(DASHBOARD.read_text())["panels"])
+
+
+def with_everything_chosen(expression: str, interval: str = _INTERVAL) -> str:
+    """A query with every variable at "All"."""
+    return re.sub(r"\$(job|node|model|rank)\b", ".*", expression.replace("$__rate_interval", interval))
+
+
 def of_the_dashboard() -> Iterator[tuple[str, str]]:
     """Title of a panel, and a query with every variable at "All"."""
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+    for panel in panels():
         for target in panel.get("targets", ()):
-            expression = target["expr"].replace("$__rate_interval", _INTERVAL)
-            yield panel["title"], re.sub(r"\$(job|node|model|rank)\b", ".*", expression)
+            yield panel["title"], with_everything_chosen(target["expr"])
 
 
 def of_the_variables() -> Iterator[tuple[str, str, str]]:

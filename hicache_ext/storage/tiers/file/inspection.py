@@ -171,6 +171,8 @@ def _layout(path: Path) -> str:
             raise StoreError(f"{str(home / MANIFEST)!r} cannot be read; the next server that starts makes it anew")
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    if not path.exists():
+        raise StoreError(f"{str(path)!r} does not exist; a server makes it at its start")
     raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no {MANIFEST}")
 
 
