@@ -1,4 +1,4 @@
-"""Redis servers of one's own, for tests, demos and benchmarks: one server, TLS, users, a three-node cluster.
+"""Redis servers of one's own, for tests, demos and benchmarks: one server, TLS, users, a cluster, Sentinels.
 
 ::
 
@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from hicache_ext.testing.server import free_port
 
@@ -186,6 +186,134 @@ class RedisCluster:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+class SentinelPair:
+    """A primary with a replica, and three Sentinels that agree on which is which, each with a login of its own.
+
+    ``SERVICE`` is what the Sentinels are asked for; the password of the servers is ``PASSWORD``, that of the Sentinels
+    ``SENTINEL_PASSWORD``.
+    """
+
+    SERVICE = "pages"
+    PASSWORD = "of the servers"
+    SENTINEL_PASSWORD = "of the sentinels"
+
+    def __init__(self, directory: Path, sentinels: int = 3, *, down_after_ms: int = 500) -> None:
+        """``down_after_ms``: until the Sentinels take a server for dead."""
+        self._down_after_ms = down_after_ms
+        options = [("requirepass", f'"{self.PASSWORD}"'), ("masterauth", f'"{self.PASSWORD}"')]
+        # A failover that no Sentinel began must not make the data of the new primary wait for a fork of a second.
+        options.append(("repl-diskless-sync-delay", "0"))
+        self.primary = RedisServer(directory / "one", options)
+        self.replica = RedisServer(directory / "other", [*options, ("replicaof", f"{HOST} {self.primary.port}")])
+        self._directory = directory
+        self._ports = [free_port() for _ in range(sentinels)]
+        self._sentinels: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def url(self) -> list[str]:
+        return [f"redis+sentinel://{HOST}:{port}/{self.SERVICE}" for port in self._ports]
+
+    def start(self) -> None:
+        try:
+            self.primary.start()
+            self.replica.start()
+            wait_until(lambda: "master_link_status:up" in self.ask(self.replica, "INFO", "replication"), "the replica")
+            for number, port in enumerate(self._ports):
+                self._sentinels.append(self._start_sentinel(number, port))
+            wait_until(self._agree, "the Sentinels")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_sentinel(self, number: int, port: int) -> subprocess.Popen[bytes]:
+        program = redis_program()
+        assert program is not None
+        directory = self._directory / f"sentinel{number}"
+        directory.mkdir(parents=True, exist_ok=True)
+        lines = [
+            f"bind {HOST}",
+            f"port {port}",
+            f"dir {directory}",
+            f"logfile {directory}/sentinel.log",
+            f'requirepass "{self.SENTINEL_PASSWORD}"',
+            f'sentinel sentinel-pass "{self.SENTINEL_PASSWORD}"',
+            f"sentinel monitor {self.SERVICE} {HOST} {self.primary.port} 2",
+            f'sentinel auth-pass {self.SERVICE} "{self.PASSWORD}"',
+            f"sentinel down-after-milliseconds {self.SERVICE} {self._down_after_ms}",
+            f"sentinel failover-timeout {self.SERVICE} 5000",
+        ]
+        config = directory / "sentinel.conf"
+        config.write_text("\n".join(lines) + "\n")
+        return subprocess.Popen(
+            [program, str(config), "--sentinel"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _agree(self) -> bool:
+        others, replicas = f"num-other-sentinels\r\n${1}\r\n{len(self._ports) - 1}\r\n", "num-slaves\r\n$1\r\n1\r\n"
+        try:
+            answers = [self._sentinel(port, "SENTINEL", "MASTER", self.SERVICE) for port in self._ports]
+        except OSError:
+            return False
+        return all(others in answer and replicas in answer for answer in answers)
+
+    def _sentinel(self, port: int, *words: str) -> str:
+        return _asked(port, [("AUTH", self.SENTINEL_PASSWORD), words])
+
+    def ask(self, server: RedisServer, *words: str) -> str:
+        """The reply of a server of the pair to one command."""
+        return _asked(server.port, [("AUTH", self.PASSWORD), words])
+
+    def fail_over(self) -> None:
+        """Have the Sentinels make the replica the primary, while the primary lives; and wait for it."""
+        before, after = self.primary, self.replica
+        wait_until(
+            lambda: self._sentinel(self._ports[0], "SENTINEL", "FAILOVER", self.SERVICE).endswith("+OK\r\n"),
+            "the failover to begin",
+        )
+        wait_until(lambda: "role:master" in self.ask(after, "INFO", "replication"), "the new primary")
+        wait_until(lambda: "master_link_status:up" in self.ask(before, "INFO", "replication"), "the new replica")
+        self.primary, self.replica = after, before
+
+    def stop(self) -> None:
+        for sentinel in self._sentinels:
+            sentinel.kill()
+            sentinel.wait()
+        self._sentinels = []
+        self.replica.stop()
+        self.primary.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+
+def _asked(port: int, commands: Sequence[Sequence[str]]) -> str:
+    """What a server answers to these commands, all of it together."""
+    with socket.create_connection((HOST, port), timeout=60) as connection, connection.makefile("rb") as file:
+        said = ""
+        for words in commands:
+            request = f"*{len(words)}\r\n" + "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
+            connection.sendall(request.encode())
+            said = _reply(file)
+    return said
+
+
+def _reply(file: BinaryIO) -> str:
+    line = file.readline().decode()
+    count = int(line[1:]) if line[:1] in ("$", "*") else 0
+    if line[:1] == "$" and count >= 0:
+        return line + file.read(count + 2).decode()
+    if line[:1] == "*":
+        return line + "".join(_reply(file) for _ in range(count))
+    return line
 
 
 def make_certificates(directory: Path) -> tuple[Path, Path, Path]:

@@ -83,6 +83,14 @@ def _tls_context(tier: RedisTierConfig) -> ssl.SSLContext:
     return context
 
 
+def sentinel_client(tier: RedisTierConfig, endpoint: Endpoint) -> redis.Redis:
+    """``admin_client`` of a Sentinel, which has a login of its own."""
+    login = tier.model_copy(
+        update={"username": tier.sentinel_username, "password": tier.sentinel_password, "database": 0}
+    )
+    return admin_client(login, endpoint)
+
+
 def admin_client(
     tier: RedisTierConfig, endpoint: Endpoint, timeout: float | None = None, *, database: int | None = None
 ) -> redis.Redis:

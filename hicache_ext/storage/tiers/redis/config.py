@@ -26,8 +26,13 @@ LARGEST_IN_FLIGHT = 1 << 30
 LONGEST_PREFIX = 64
 LONGEST_TTL = 365 * 86400
 DEFAULT_PORT = 6379
+SENTINEL_PORT = 26379
+SENTINEL = "+sentinel"
 
-_URL_ALLOWED = "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH, or a list of nodes of one cluster"
+_URL_ALLOWED = (
+    "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH, or a list of nodes of one cluster, or of Sentinels: "
+    "redis+sentinel://HOST:PORT/SERVICE, rediss+sentinel://HOST:PORT/SERVICE"
+)
 _CLUSTER_ALLOWED = "auto, true, false"
 _DATABASE_ALLOWED = "a whole number from 0 to 65535"
 _PREFIX_ALLOWED = f"1 to {LONGEST_PREFIX} of the characters A-Z a-z 0-9 _ . : / -"
@@ -36,8 +41,12 @@ _IN_FLIGHT_ALLOWED = "a size from 64KiB to 1GiB, such as 8MiB"
 _TTL_ALLOWED = "a duration of whole seconds from 1s to a year, such as 24h, or none"
 _FILE_ALLOWED = "an absolute path"
 _NAME_ALLOWED = "text"
+_CLIENT_NAME_ALLOWED = "1 to 64 printable characters without blanks"
 
 _PREFIX = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{LONGEST_PREFIX}}}", re.ASCII)
+
+
+_CLIENT_NAME = re.compile(r"[!-~]{1,64}", re.ASCII)
 
 
 class Endpoint(NamedTuple):
@@ -73,6 +82,8 @@ def parse_urls(value: object) -> tuple[str, ...]:
             raise ConfigError(place, f"{quoted(text)} is there twice", "distinct addresses")
         if schemes and ({scheme} != schemes or scheme == "unix"):
             raise ConfigError(place, "nodes of one cluster are all redis:// or all rediss://", _URL_ALLOWED)
+        if scheme.endswith(SENTINEL) and urls and urlsplit(url).path != urlsplit(urls[0]).path:
+            raise ConfigError(place, "the Sentinels of one tier are asked for one service", _URL_ALLOWED)
         urls.append(url)
     return tuple(urls)
 
@@ -88,7 +99,8 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
         port = parts.port
     except ValueError:
         raise wrong(f"{quoted(written)} is not an address") from None
-    if parts.scheme not in ("redis", "rediss", "unix"):
+    sentinel = parts.scheme.endswith(SENTINEL)
+    if parts.scheme.removesuffix(SENTINEL) not in ("redis", "rediss") and parts.scheme != "unix":
         raise wrong(f"{quoted(written)} is not an address of redis")
     # An address is shown by every tool and sent over HTTP by SGLang.
     if "@" in parts.netloc:
@@ -97,11 +109,13 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
         raise wrong(f"{quoted(written)} has options; they are keys of the tier")
     if parts.scheme == "unix":
         return _parse_unix(parts, written, wrong)
-    if parts.path not in ("", "/"):
+    if sentinel and (not parts.path.strip("/") or "/" in parts.path.strip("/")):
+        raise wrong(f"{quoted(written)} does not end with the name of a service (mymaster)")
+    if not sentinel and parts.path not in ("", "/"):
         raise wrong(f"{quoted(written)} has a path; the database is the key database")
     if not parts.hostname or port == 0 or any(character.isspace() for character in url):
         raise wrong(f"{quoted(written)} is not an address")
-    return Endpoint(parts.hostname, port or DEFAULT_PORT)
+    return Endpoint(parts.hostname, port or (SENTINEL_PORT if sentinel else DEFAULT_PORT))
 
 
 def _parse_unix(parts: SplitResult, written: str, wrong: Callable[[str], ConfigError]) -> Endpoint:
@@ -136,6 +150,13 @@ def parse_username(value: object) -> str:
     return value
 
 
+def parse_client_name(value: object) -> str:
+    expanded = expand_templates(value, "") if isinstance(value, str) else value
+    if not isinstance(expanded, str) or not _CLIENT_NAME.fullmatch(expanded):
+        raise refuse(value, _CLIENT_NAME_ALLOWED)
+    return expanded
+
+
 _file = absolute_path(_FILE_ALLOWED)
 _TLS_KEYS = ("tls_ca", "tls_certificate", "tls_key", "tls_verify")
 
@@ -168,6 +189,28 @@ class RedisTierConfig(RemoteTierConfig):
         Allowed(_NAME_ALLOWED),
         checked(parse_username),
     ] = None
+    sentinel_password: Annotated[
+        Secret | None,
+        Field(description="of the Sentinels, by reference; the servers' is password"),
+        Allowed(SECRET_ALLOWED),
+    ] = None
+    sentinel_username: Annotated[
+        str | None,
+        Field(description="ACL user of the Sentinels"),
+        Allowed(_NAME_ALLOWED),
+        checked(parse_username),
+    ] = None
+    read_replicas: Annotated[
+        bool,
+        Field(description="pages are read from replicas, too; what one lacks is asked of its primary"),
+        Allowed("true, false"),
+    ] = False
+    client_name: Annotated[
+        str,
+        Field(description="what CLIENT LIST shows for the connections of this tier"),
+        Allowed(_CLIENT_NAME_ALLOWED),
+        checked(parse_client_name),
+    ] = "hicache_ext"
     database: Annotated[
         int,
         Field(description="a cluster has only 0"),
@@ -231,7 +274,13 @@ class RedisTierConfig(RemoteTierConfig):
 
     @property
     def tls(self) -> bool:
-        return self.url[0].startswith("rediss://")
+        return self.url[0].startswith("rediss")
+
+    @property
+    def service(self) -> str | None:
+        """The name under which Sentinels know the primary; None without Sentinels."""
+        parts = urlsplit(self.url[0])
+        return parts.path.strip("/") if parts.scheme.endswith(SENTINEL) else None
 
     def summary(self) -> str:
         limits = "" if self.ttl is None else f", ttl {self.ttl}s"
@@ -240,8 +289,12 @@ class RedisTierConfig(RemoteTierConfig):
     @field_validator("cluster", mode="after")
     @classmethod
     def _several_nodes_are_a_cluster(cls, cluster: bool | str, info: ValidationInfo) -> bool | str:
-        if cluster is False and len(info.data.get("url", ())) > 1:
+        urls = info.data.get("url", ())
+        sentinels = bool(urls) and urlsplit(urls[0]).scheme.endswith(SENTINEL)
+        if cluster is False and len(urls) > 1 and not sentinels:
             raise as_pydantic_error(ConfigError("", "several addresses are nodes of a cluster", "auto, true"))
+        if cluster is True and sentinels:
+            raise as_pydantic_error(ConfigError("", "a cluster has no Sentinels", "auto, false"))
         return cluster
 
     @field_validator("username", mode="after")
@@ -250,6 +303,23 @@ class RedisTierConfig(RemoteTierConfig):
         if username is not None and "password" in info.data and info.data["password"] is None:
             raise as_pydantic_error(ConfigError("", "a user needs the key password", _NAME_ALLOWED))
         return username
+
+    @field_validator("sentinel_username", mode="after")
+    @classmethod
+    def _a_user_of_sentinels_has_a_password(cls, username: str | None, info: ValidationInfo) -> str | None:
+        if username is not None and "sentinel_password" in info.data and info.data["sentinel_password"] is None:
+            raise as_pydantic_error(ConfigError("", "a user needs the key sentinel_password", _NAME_ALLOWED))
+        return username
+
+    @field_validator("sentinel_password", mode="after")
+    @classmethod
+    def _only_with_sentinels(cls, password: Secret | None, info: ValidationInfo) -> Secret | None:
+        urls = info.data.get("url", ())
+        if password is not None and urls and not urlsplit(urls[0]).scheme.endswith(SENTINEL):
+            raise as_pydantic_error(
+                ConfigError("", "there are no Sentinels", "an address redis+sentinel:// or rediss+sentinel://")
+            )
+        return password
 
     @field_validator("database", mode="after")
     @classmethod
@@ -262,7 +332,7 @@ class RedisTierConfig(RemoteTierConfig):
     @classmethod
     def _only_with_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
         urls = info.data.get("url", ())
-        if urls and not urls[0].startswith("rediss://"):
+        if urls and not urls[0].startswith("rediss"):
             raise as_pydantic_error(ConfigError("", "TLS is used only with rediss://", "a rediss:// address"))
         return value
 

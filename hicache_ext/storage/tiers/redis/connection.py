@@ -96,8 +96,10 @@ def open_connection(
     address: Address,
     tls: TlsSettings | None,
     deadline: float,
+    *,
+    of_replica: bool = False,
 ) -> Connection:
-    """Connect, log in, choose the database.
+    """Connect, log in, choose the database. ``of_replica``: of a cluster's, which has to be asked to answer.
 
     Raises TimeoutError, OSError (as LoginError, MaxClientsError and ssl.SSLError are), ProtocolError, and ConfigError
     where the secret cannot be read.
@@ -109,6 +111,8 @@ def open_connection(
         steps = [login] if login else []
         if tier.database:
             steps.append([b"SELECT", b"%d" % tier.database])
+        if of_replica:
+            steps.append([b"READONLY"])
         # One by one: a server that takes no more connections says so once, whatever it is asked.
         for step in [*steps, [b"PING"]]:
             name = step[0].decode()
@@ -123,6 +127,9 @@ def open_connection(
                 raise LoginError(name, reply.code)
             if reply not in (b"OK", b"PONG"):
                 raise ProtocolError(f"{name} was not answered as Redis does")
+        # For people who look at CLIENT LIST. A user need not be allowed to.
+        connection.send([command(b"CLIENT", b"SETNAME", tier.client_name.encode())])
+        connection.reader.reply()
     except BaseException:
         wire.close()
         raise

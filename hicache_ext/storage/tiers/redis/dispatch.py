@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ _ATTEMPTS = 2
 _REDIRECTIONS = 3
 _SHARE = 256 * 1024
 """Bytes below which another connection does not pay."""
+_COMPILED_SHARE = 8 << 20
+_LARGE_SHARE, _LARGE_PAGE = 4 << 20, 512 * 1024
+"""The same for compiled code, of which one thread does what a server can; measured in docs/decisions/redis.md."""
 _MOST_THREADS = 64
 _AWAY = frozenset({"LOADING", "MASTERDOWN", "NOAUTH"})
 """Errors that are a state of the node: it is out of service until a login works again."""
@@ -58,6 +62,7 @@ class Dispatch:
         self._hides = hides
         self._metrics = metrics
         self._log = LimitedLog(logger)
+        self._turns = itertools.count()
         self._page_words: dict[int, PageWords] = {}
         # Loaded, or begun to be compiled, when a tier opens and not by its first call.
         if not tier.tls:
@@ -78,17 +83,21 @@ class Dispatch:
         hidden: Any = None,
         *,
         examines: bool = False,
+        looks: bool = False,
     ) -> None:
         """Give every call a result: by ``talk`` with the nodes, and where that fails TIMEOUT or ERROR of ``results``.
 
         Without ``results`` the answer is 0. ``hidden`` is the result of pages that were cleared; without it they are
-        asked for like any other. ``examines``: over connections that are used for nothing else.
+        asked for like any other. ``examines``: over connections that are used for nothing else. ``looks``: nothing is
+        changed, so that a replica may answer while its primary is down.
         """
         timed_out: Any = 0 if results is None else results.TIMEOUT
         failed: Any = 0 if results is None else results.ERROR
         waiting: dict[Node, list[PageCall]] = {}
         for call in calls:
             node = self._topology.node_of(call.name)
+            if looks and node is not None and not node.up:
+                node = self._topology.reader_of(node, next(self._turns))
             if node is None:
                 call.finish(failed, "no_node")
             elif hidden is not None and self._hides(call.key):
@@ -133,11 +142,18 @@ class Dispatch:
         talk = code.write if write else code.read
         words = self._words(columns.memory.page_bytes)
         shares: list[tuple[int, Node, npt.NDArray[np.int64]]] = []
-        for node, positions in self._positions_by_node(len(batch), names):
+        of_replicas: list[int] = []
+        turn = next(self._turns)
+        for primary, positions in self._positions_by_node(len(batch), names):
+            # What a replica lacks is left, and asked of its primary.
+            node = primary if write else self._topology.reader_of(primary, turn)
             if node is None or not node.up or (write and node.writes.in_doubt):
                 continue
-            wanted = len(positions) * batch.sizes[0] // _SHARE
-            count = max(1, min(self._tier.connections, wanted, len(positions)))
+            of_replicas += [] if node is primary else positions.tolist()
+            size = batch.sizes[0]
+            # A page to write is hashed before its first byte can be sent: meanwhile other connections send large ones.
+            share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _COMPILED_SHARE
+            count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
             # Dealt round-robin, as in ``_shares``.
             shares += [(turn, node, np.ascontiguousarray(positions[turn::count])) for turn in range(count)]
         shares.sort(key=lambda share: share[0])
@@ -155,7 +171,11 @@ class Dispatch:
         self._threads.run(len(shares), move)
         if write:
             return code.results(columns, SetResult.STORED, SetResult.EXISTS)
-        return code.results(columns, GetResult.HIT, GetResult.MISS)
+        moved = code.results(columns, GetResult.HIT, GetResult.MISS)
+        for position in of_replicas:
+            if moved[position] is GetResult.MISS:
+                moved[position] = None
+        return moved
 
     def _words(self, payload: int) -> PageWords:
         words = self._page_words.get(payload)

@@ -87,17 +87,28 @@ class Lane:
     def __init__(self, limit: int, *, keeps: bool = True) -> None:
         """``keeps`` False: every use has a connection of its own, closed after it."""
         self.keeps = keeps
-        self._free = threading.BoundedSemaphore(limit)
+        self._limit = limit
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    @property
+    def free(self) -> int:
+        """How many more could be used now."""
+        return self._limit - self._taken
 
     @contextlib.contextmanager
     def place(self, deadline: float) -> Iterator[None]:
         """The right to one connection; LaneBusyError when none is free in time."""
-        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise LaneBusyError
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.free > 0, max(0.0, deadline - time.monotonic())):
+                raise LaneBusyError
+            self._taken += 1
         try:
             yield
         finally:
-            self._free.release()
+            with self._changed:
+                self._taken -= 1
+                self._changed.notify()
 
 
 class _IdleConnections:
@@ -171,8 +182,14 @@ class Node:
         tls: TlsSettings | None,
         metrics: TierMetrics,
         when_down: Callable[[], None],
+        *,
+        of_replica: bool = False,
     ) -> None:
-        """Down until it was reached for the first time: in the background from ``start`` on, or by ``attempt``."""
+        """Down until it was reached for the first time: in the background from ``start`` on, or by ``attempt``.
+
+        ``of_replica``: as for ``open_connection``.
+        """
+        self.of_replica = of_replica
         self.endpoint = endpoint
         self._tier = tier
         self._tls = tls
@@ -267,7 +284,9 @@ class Node:
             now = time.monotonic()
             until = now + max(0.0, deadline - now) / (len(addresses) - position)
             try:
-                opened = open_connection(self._tier, self.endpoint, address, self._tls, until)
+                opened = open_connection(
+                    self._tier, self.endpoint, address, self._tls, until, of_replica=self.of_replica
+                )
             except (LoginError, MaxClientsError, ProtocolError):
                 raise
             except OSError:

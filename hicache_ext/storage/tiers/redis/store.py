@@ -114,6 +114,7 @@ class RedisPageStore(TierStore):
     def details(self) -> dict[str, Any]:
         return {
             "servers": [str(endpoint) for endpoint in self._tier.endpoints],
+            "service": self._tier.service,
             "cluster": self._topology.is_cluster,
             "nodes": {str(node.endpoint): "up" if node.up else "down" for node in self._topology.nodes},
             "database": self._tier.database,
@@ -180,7 +181,7 @@ class RedisPageStore(TierStore):
             left = [position for position, result in enumerate(results) if result is None]
             calls = self._page_calls(batch.select(left))
             talk = partial(read_pages, in_flight=self._tier.in_flight)
-            self._dispatch.run(calls, talk, deadline, GetResult, hidden=GetResult.MISS)
+            self._dispatch.run(calls, talk, deadline, GetResult, hidden=GetResult.MISS, looks=True)
             self._note_suspects(calls)
             self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
             self.metrics.add_many("error", _reasons(calls, GetResult.ERROR))
@@ -310,7 +311,7 @@ class RedisPageStore(TierStore):
             hidden = [page for page, key in enumerate(keys) if self._bad_pages.hides(key) or self._clearing.hides(key)]
         if self._topology.is_cluster:
             ask = partial(ask_integers, word=b"EXISTS")
-            present = [count == 1 for count in self._ask_integers(keys, deadline, ask)]
+            present = [count == 1 for count in self._ask_integers(keys, deadline, ask, looks=True)]
         else:
             present = self._present_on_one(page_names_of(self._page_names, keys), deadline)
         for page in hidden:
@@ -320,7 +321,7 @@ class RedisPageStore(TierStore):
     def _present_on_one(self, names: Sequence[bytes], deadline: float) -> list[bool]:
         """There is one server: one call stands for all pages."""
         call = PageCall(b"", names[0])
-        self._dispatch.run([call], partial(ask_presence, names=names), deadline, None)
+        self._dispatch.run([call], partial(ask_presence, names=names), deadline, None, looks=True)
         if call.reason:
             self.metrics.add("error", call.reason, len(names))
             return [False] * len(names)
@@ -330,9 +331,9 @@ class RedisPageStore(TierStore):
         self._bad_pages.clear(keys)
         return sum(self._ask_integers(keys, self._deadline(), partial(ask_integers, word=b"UNLINK")))
 
-    def _ask_integers(self, keys: Sequence[bytes], deadline: float, talk: Talk) -> list[int]:
+    def _ask_integers(self, keys: Sequence[bytes], deadline: float, talk: Talk, *, looks: bool = False) -> list[int]:
         calls = [PageCall(*one) for one in zip(keys, page_names_of(self._page_names, keys), strict=True)]
-        self._dispatch.run(calls, talk, deadline, None, hidden=0)
+        self._dispatch.run(calls, talk, deadline, None, hidden=0, looks=looks)
         failed = Counter(call.reason for call in calls if call.reason)
         if failed:
             self.metrics.add_many("error", failed)

@@ -29,11 +29,11 @@ class RedisTier(TierType):
 
         return {
             "node": ("up", "down"),
-            "connection": ("opened", "lost"),
+            "connection": ("opened", "lost", "refused"),
             "redirect": ("moved", "ask"),
             "cleared": ("",),
             "suspect": SUSPECTS,
             "corrupt": ("type",),
-            "rejected": ("memory", "too_large", "clearing", "suspect"),
+            "rejected": ("memory", "readonly", "too_large", "clearing", "suspect"),
             "error": ("no_node", "redirected", "busy", "timeout", "protocol", "connection", "identity", "clear"),
         }

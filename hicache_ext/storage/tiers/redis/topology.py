@@ -2,7 +2,8 @@
 
 A cluster's slot is CRC16-XMODEM of the key modulo 16384 (redis.io/docs/latest/operate/oss_and_stack/reference/
 cluster-spec). The map comes from CLUSTER SLOTS, asked by redis-py of one node at a time: its cluster client answers
-every call with an error while one slot has no node. Replicas are not read: they may lack what was just written.
+every call with an error while one slot has no node. Sentinels are asked who the primary is. Replicas are read only
+where ``read_replicas`` says so: they may lack what was just written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import binascii
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import redis
@@ -20,7 +22,7 @@ from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client
+from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client, sentinel_client
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 
@@ -30,6 +32,8 @@ SLOTS = 16384
 
 _REFRESH_INTERVAL = 30.0
 """Seconds between two reads of the map when nothing seems wrong."""
+_SENTINEL_INTERVAL = 5.0
+"""The same where Sentinels are asked: an old primary may go on answering for a while."""
 _REFRESH_PAUSE = 0.5
 """Fewest seconds between two reads, however many calls were redirected."""
 _NAMES_INTERVAL = 30.0
@@ -38,6 +42,10 @@ _AT_ONCE = 16
 """Nodes asked side by side."""
 _LONGEST_FAREWELL = 5.0
 
+_OUT_OF_ORDER = {"s_down", "o_down", "disconnected"}
+
+_Ranges = list[tuple[int, int, Endpoint, tuple[Endpoint, ...]]]
+"""First slot, last slot, primary, its replicas."""
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
 
@@ -59,10 +67,13 @@ class Topology:
         self._nodes: dict[Endpoint, Node] = {}
         self._slots: list[Node | None] | None = None
         self._single: Node | None = None
+        self._replicas: dict[Endpoint, tuple[Node, ...]] = {}
+        """Of each primary; empty without ``read_replicas``."""
         self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
         self._looked = threading.Event()
+        self._interval = _REFRESH_INTERVAL if tier.service is None else _SENTINEL_INTERVAL
         self._names_at = time.monotonic() + _NAMES_INTERVAL
         self._threads = ThreadPool(f"hicache-{name}-nodes")
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
@@ -80,6 +91,18 @@ class Topology:
             logger.warning("tier %s: not reachable yet: %s", name, error_words(problem))
 
     # -- asked by calls --------------------------------------------------------------------------------------------
+
+    def reader_of(self, node: Node | None, turn: int) -> Node | None:
+        """A node to read from in place of ``node``: with ``read_replicas`` it and its replicas take turns, and
+        whatever else is read, a replica answers for a primary that is down."""
+        replicas = self._replicas.get(node.endpoint, ()) if node is not None else ()
+        if node is None or not replicas:
+            return node
+        up = [replica for replica in replicas if replica.up]
+        if not node.up:
+            return up[turn % len(up)] if up else node
+        readers = [node, *up] if self._tier.read_replicas else [node]
+        return readers[turn % len(readers)]
 
     @property
     def is_cluster(self) -> bool:
@@ -131,15 +154,22 @@ class Topology:
             node.close(max(0.0, deadline - time.monotonic()))
         self._threads.close(max(0.0, deadline - time.monotonic()))
 
-    def _node(self, endpoint: Endpoint) -> Node:
+    def _node(self, endpoint: Endpoint, *, of_replica: bool = False) -> Node:
         """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
         with self._lock:
             node = self._nodes.get(endpoint)
-            if node is None:
-                node = Node(self._tier, endpoint, self._tls, self._metrics, self.refresh_soon)
+            if node is None or node.of_replica is not of_replica:
+                former = node
+                when_down = (lambda: None) if of_replica else self.refresh_soon
+                node = Node(self._tier, endpoint, self._tls, self._metrics, when_down, of_replica=of_replica)
                 self._nodes[endpoint] = node
                 node.start()
-            return node
+            else:
+                former = None
+        if former is not None:
+            # Its role is another one now.
+            former.close(0)
+        return node
 
     # -- the keeper ------------------------------------------------------------------------------------------------
 
@@ -158,7 +188,7 @@ class Topology:
     def _pause(self) -> float:
         """Seconds between two looks, as things are."""
         wanted = self._refresh_wanted or not self.nodes or any(not node.up for node in self.nodes)
-        return _REFRESH_PAUSE if wanted else _REFRESH_INTERVAL
+        return _REFRESH_PAUSE if wanted else self._interval
 
     def _look(self) -> None:
         problem: BaseException | None = None
@@ -179,8 +209,10 @@ class Topology:
 
     def _learn(self) -> BaseException | None:
         """Ask the nodes, some at a time, until one knows every slot; why none could be used, or None."""
+        if self._tier.service is not None:
+            return self._learn_from_sentinels(self._tier.service)
         problem: BaseException | None = None
-        best: list[tuple[int, int, Endpoint]] | None = None
+        best: _Ranges | None = None
         with self._lock:
             known = sorted(self._nodes.values(), key=lambda node: not node.up)
         endpoints = list(dict.fromkeys([*(node.endpoint for node in known), *self._tier.endpoints]))
@@ -203,17 +235,54 @@ class Topology:
             return self._use_cluster(best)
         return problem or ConnectionError("no server")
 
+    def _learn_from_sentinels(self, service: str) -> BaseException | None:
+        """The primary that most Sentinels name. Until it can be reached the one of before stays."""
+
+        def ask(endpoint: Endpoint) -> tuple[Endpoint, tuple[Endpoint, ...]] | BaseException:
+            try:
+                return primary_of(self._tier, endpoint, service)
+            except (redis.RedisError, OSError, ConfigError) as error:
+                return error
+
+        answers = self._side_by_side(ask, self._tier.endpoints)
+        named = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not named:
+            problems = [answer for answer in answers if isinstance(answer, BaseException)]
+            return _without_redis(problems[0])
+        ((primary, _),) = Counter(primary for primary, _ in named).most_common(1)
+        replicas = next(replicas for one, replicas in named if one == primary)
+        if (problem := self._use_single(primary)) is not None:
+            return problem
+        self._keep_only([primary], {primary: replicas})
+        return None
+
+    def _keep_only(self, primaries: Iterable[Endpoint], replicas: Mapping[Endpoint, Sequence[Endpoint]]) -> None:
+        """Close all other nodes."""
+        if not self._tier.read_replicas:
+            replicas = {}
+        self._replicas = {
+            primary: tuple(self._node(endpoint, of_replica=self.is_cluster) for endpoint in of_primary)
+            for primary, of_primary in replicas.items()
+        }
+        kept = {*primaries, *(endpoint for of_primary in replicas.values() for endpoint in of_primary)}
+        with self._lock:
+            gone = [node for endpoint, node in self._nodes.items() if endpoint not in kept]
+            for node in gone:
+                del self._nodes[node.endpoint]
+        for node in gone:
+            node.close(0)
+
     def _side_by_side(self, ask: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer]:
         return self._threads.run(len(asked), lambda number: ask(asked[number]))
 
-    def _slot_ranges_or_error(self, endpoint: Endpoint) -> list[tuple[int, int, Endpoint]] | BaseException | None:
+    def _slot_ranges_or_error(self, endpoint: Endpoint) -> _Ranges | BaseException | None:
         try:
             return self._slot_ranges(endpoint)
         except (redis.RedisError, OSError, ConfigError, StoreSetupError) as error:
             return error
 
-    def _slot_ranges(self, endpoint: Endpoint) -> list[tuple[int, int, Endpoint]] | None:
-        """(first slot, last slot, master) for each range; None when the server is no cluster."""
+    def _slot_ranges(self, endpoint: Endpoint) -> _Ranges | None:
+        """None when the server is no cluster."""
         if self._tier.cluster is False:
             return None
         try:
@@ -235,19 +304,17 @@ class Topology:
         self._single = node
         return None
 
-    def _use_cluster(self, ranges: Sequence[tuple[int, int, Endpoint]]) -> BaseException | None:
+    def _use_cluster(self, ranges: _Ranges) -> BaseException | None:
         if self._tier.database:
             raise StoreSetupError(self._name, "a redis cluster has only database 0", ["leave database out"])
         slots: list[Node | None] = [None] * SLOTS
-        for first, last, endpoint in ranges:
+        for first, last, endpoint, _ in ranges:
             slots[first : last + 1] = [self._node(endpoint)] * (last + 1 - first)
         with self._lock:
             self._slots = slots
-            gone = [node for endpoint, node in self._nodes.items() if node not in set(slots)]
-            for node in gone:
-                del self._nodes[node.endpoint]
-        for node in gone:
-            node.close(0)
+        self._keep_only(
+            [node.endpoint for node in self.nodes], {endpoint: replicas for _, _, endpoint, replicas in ranges}
+        )
         down = [node for node in self.nodes if not node.up and not self._keeper.stopping]
         problems = self._side_by_side(Node.attempt, down)
         up = any(node.up for node in self.nodes)
@@ -258,14 +325,40 @@ def slot_of(redis_key: bytes) -> int:
     return binascii.crc_hqx(redis_key, 0) % SLOTS
 
 
-def _covered(ranges: Sequence[tuple[int, int, Endpoint]]) -> int:
-    return sum(last + 1 - first for first, last, _ in ranges)
+def _covered(ranges: _Ranges) -> int:
+    return sum(last + 1 - first for first, last, *_ in ranges)
 
 
-def _slot_range(entry: Any, asked: Endpoint) -> tuple[int, int, Endpoint]:
-    first, last, (host, port, *_) = entry[:3]
+def _slot_range(entry: Any, asked: Endpoint) -> tuple[int, int, Endpoint, tuple[Endpoint, ...]]:
+    first, last, *nodes = entry
     # A node that does not know its own address leaves it empty: it is the one that was asked.
-    return int(first), int(last), Endpoint(host.decode() if host else asked.host, int(port))
+    primary, *replicas = [Endpoint(host.decode() if host else asked.host, int(port)) for host, port, *_ in nodes]
+    return int(first), int(last), primary, tuple(replicas)
+
+
+def primary_of(tier: RedisTierConfig, sentinel: Endpoint, service: str) -> tuple[Endpoint, tuple[Endpoint, ...]]:
+    """The primary that a Sentinel names for a service, and its replicas that are in order.
+
+    Raises redis.RedisError, OSError, ConfigError.
+    """
+    with sentinel_client(tier, sentinel) as client:
+        address: Any = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", service)
+        if not address:
+            raise ConnectionError(f"the Sentinel knows no service {service}")
+        replicas: list[Endpoint] = []
+        if tier.read_replicas:
+            listed: Any = client.execute_command("SENTINEL REPLICAS", service)
+            for entry in listed:
+                facts = entry if isinstance(entry, dict) else dict(zip(entry[::2], entry[1::2], strict=True))
+                named = {_text(name): _text(value) for name, value in facts.items()}
+                if not _OUT_OF_ORDER & set(named.get("flags", "").split(",")):
+                    replicas.append(Endpoint(named["ip"], int(named["port"])))
+    host, port = address
+    return Endpoint(_text(host), int(port)), tuple(replicas)
+
+
+def _text(word: object) -> str:
+    return word.decode() if isinstance(word, bytes) else str(word)
 
 
 def _without_redis(error: BaseException) -> BaseException:

@@ -67,8 +67,8 @@ class DamagedPath:
         self._random = random.Random(0)
         real = node.open_connection
 
-        def open_connection(tier: RedisTierConfig, *others: Any) -> Any:
-            connection = real(tier, *others)
+        def open_connection(tier: RedisTierConfig, *others: Any, **options: Any) -> Any:
+            connection = real(tier, *others, **options)
             if tier is self.tier:
                 connection.reader._receive_into = self._damaging(connection.reader._receive_into)
                 # Compiled code would receive past the damage.
@@ -123,7 +123,7 @@ class Values(RawMedium):
     def failing(self) -> Iterator[None]:
         """Every connection is lost, and there are no new ones."""
 
-        def refuse(*others: Any) -> Any:
+        def refuse(*others: Any, **options: Any) -> Any:
             raise ConnectionRefusedError("connection refused")
 
         with pytest.MonkeyPatch.context() as patch:

@@ -63,6 +63,9 @@ class FakeServer:
                         pong = b"$%d\r\n%b\r\n" % (len(words[1]), words[1]) if len(words) > 1 else b"+PONG\r\n"
                         connection.sendall(pong)
                         continue
+                    if words[0] == b"CLIENT":
+                        connection.sendall(b"+OK\r\n")
+                        continue
                     self.requests.append(words)
                     answer = self.answer(words)
                     if answer is None:
