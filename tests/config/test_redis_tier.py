@@ -6,18 +6,23 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.tiers.redis.config import RedisTierConfig
+from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 
 P = "hicache_ext.tiers.pool"
-URL = "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH, or a list of nodes of one cluster"
+URL = (
+    "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH, or a list of nodes of one cluster, or of Sentinels: "
+    "redis+sentinel://HOST:PORT/SERVICE, rediss+sentinel://HOST:PORT/SERVICE"
+)
+SENTINEL = "redis+sentinel://one/pages"
 PREFIX = "1 to 64 of the characters A-Z a-z 0-9 _ . : / -"
 TTL = "a duration of whole seconds from 1s to a year, such as 24h, or none"
 IN_FLIGHT = "a size from 64KiB to 1GiB, such as 8MiB"
 TIMEOUT = "a duration from 1ms to 1h, such as 2s"
 SECRET = "{env: NAME} or {file: /path}"
 KEYS = (
-    "type, required, timeout, guards, url, cluster, password, username, database, prefix, connections, in_flight, ttl, "
-    "tls_ca, tls_certificate, tls_key, tls_verify"
+    "type, required, timeout, guards, url, cluster, password, username, sentinel_password, sentinel_username, "
+    "read_replicas, client_name, database, prefix, connections, in_flight, ttl, tls_ca, tls_certificate, tls_key, "
+    "tls_verify"
 )
 
 
@@ -99,6 +104,32 @@ def test_the_summary_and_the_repr_hold_no_secret(monkeypatch):
             f"{P}.url[1]: 'redis://a' is there twice; allowed: distinct addresses",
         ),
         (
+            {"url": "redis+sentinel://one:26379"},
+            f"{P}.url: 'redis+sentinel://one:26379' does not end with the name of a service (mymaster); allowed: {URL}",
+        ),
+        (
+            {"url": [SENTINEL, "redis+sentinel://other/others"]},
+            f"{P}.url[1]: the Sentinels of one tier are asked for one service; allowed: {URL}",
+        ),
+        (
+            {"url": [SENTINEL, "redis://other"]},
+            f"{P}.url[1]: nodes of one cluster are all redis:// or all rediss://; allowed: {URL}",
+        ),
+        ({"url": SENTINEL, "cluster": True}, f"{P}.cluster: a cluster has no Sentinels; allowed: auto, false"),
+        (
+            {"url": SENTINEL, "sentinel_username": "someone"},
+            f"{P}.sentinel_username: a user needs the key sentinel_password; allowed: text",
+        ),
+        (
+            {"sentinel_password": {"env": "SOME"}},
+            f"{P}.sentinel_password: there are no Sentinels; allowed: an address redis+sentinel:// or rediss+sentinel://",
+        ),
+        (
+            {"client_name": "two words"},
+            f"{P}.client_name: the text 'two words' is not accepted; allowed: 1 to 64 printable characters without "
+            "blanks",
+        ),
+        (
             {"url": ["redis://a", "rediss://b"]},
             f"{P}.url[1]: nodes of one cluster are all redis:// or all rediss://; allowed: {URL}",
         ),
@@ -167,3 +198,17 @@ def test_an_addresss_environment_variable_is_not_repeated(monkeypatch):
     with pytest.raises(ConfigError) as raised:
         load(url="redis://{env:POOL}")
     assert "hunter2" not in str(raised.value)
+
+
+def test_sentinels_are_asked_for_a_service() -> None:
+    tier = load(url=[SENTINEL, "redis+sentinel://[::1]:7/pages"], sentinel_password={"env": "SOME"}, read_replicas=True)
+    assert tier.service == "pages"
+    assert tier.endpoints == (Endpoint("one", 26379), Endpoint("::1", 7))
+    assert not tier.tls
+    assert load(url="rediss+sentinel://one/pages").tls
+    assert load(url="redis://one").service is None
+
+
+def test_a_client_name_may_have_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_POD", "pod-7")
+    assert load(client_name="sglang-{env:SOME_POD}").client_name == "sglang-pod-7"

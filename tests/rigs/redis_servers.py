@@ -10,6 +10,7 @@ Loopback and free ports only; nothing is persisted. Needs the program ``redis-se
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -26,7 +27,9 @@ _START_TIMEOUT = 60.0
 
 
 def redis_program() -> str | None:
-    """The server program, or None where there is none."""
+    """The server program, or None where there is none; HICACHE_EXT_REDIS_SERVER names another one."""
+    if named := os.environ.get("HICACHE_EXT_REDIS_SERVER"):
+        return named
     return shutil.which("redis-server") or shutil.which("valkey-server")
 
 
