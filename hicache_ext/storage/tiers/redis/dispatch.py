@@ -155,7 +155,7 @@ class Dispatch:
             share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _COMPILED_SHARE
             count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
             # Dealt round-robin, as in ``_shares``.
-            shares += [(turn, node, np.ascontiguousarray(positions[turn::count])) for turn in range(count)]
+            shares += [(first, node, np.ascontiguousarray(positions[first::count])) for first in range(count)]
         shares.sort(key=lambda share: share[0])
 
         def move(number: int) -> None:
