@@ -114,11 +114,14 @@ class OurClient:
         self._store = store
 
     def write(self, keys: Sequence[bytes], pages: Pages) -> int:
-        return sum(result.durable for result in self._store.set(PageBatch(keys, pages.segments(pages.sources))))
+        return sum(result.durable for result in self._store.set(self._batch(keys, pages, pages.sources)))
 
     def read(self, keys: Sequence[bytes], pages: Pages) -> int:
-        results = self._store.get(PageBatch(keys, pages.segments(pages.targets)))
-        return sum(result is GetResult.HIT for result in results)
+        return self._store.get(self._batch(keys, pages, pages.targets)).count(GetResult.HIT)
+
+    @staticmethod
+    def _batch(keys: Sequence[bytes], pages: Pages, memory: npt.NDArray[np.uint8]) -> PageBatch:
+        return PageBatch(keys, pages.segments(memory), [pages.payload] * len(keys))
 
     def remove(self, keys: Sequence[bytes]) -> None:
         self._store.remove(keys)

@@ -329,14 +329,16 @@ def _read_pages(
     results: Words,
 ) -> int:
     size = HEADER + facts[PAYLOAD]
+    # While one page is received or answered another is under way, however large they are.
+    window = max(facts[WINDOW], 2 * size)
     request = len(get_head) + NAME + len(line_end)
     sent, flying = 0, 0
     status: int = ENDED
     for number in range(len(positions)):
-        if sent < len(positions) and (sent == number or flying <= facts[WINDOW] // 2):
+        if sent < len(positions) and (sent == number or flying <= window // 2):
             length = 0
             while sent < len(positions) and length + request <= len(text):
-                if flying > 0 and flying + size > facts[WINDOW]:
+                if flying > 0 and flying + size > window:
                     break
                 length = _write_request(text, length, get_head, names, positions[sent], line_end)
                 flying += size
@@ -397,6 +399,7 @@ def _write_pages(
     waiting: Words,
 ) -> int:
     size = HEADER + facts[PAYLOAD]
+    window = max(facts[WINDOW], 2 * size)
     request = len(length_head) + NAME + len(line_end)
     status: int = ENDED
     # Which are there: their payload need not be sent.
@@ -437,7 +440,7 @@ def _write_pages(
         while (
             number < absent
             and (total == 0 or total < _SENT_AT_ONCE)
-            and (flying == 0 or flying + size <= facts[WINDOW])
+            and (flying == 0 or flying + size <= window)
             and length + head + HEADER + 8 <= len(text)
             and 2 * (count + len(segments) + 2) <= len(vectors)
         ):
@@ -467,7 +470,7 @@ def _write_pages(
             status = _send(functions, facts, own, vectors, count, total)
             if status != ENDED:
                 return status
-        most = facts[WINDOW] // 2 if number < absent else 0
+        most = window // 2 if number < absent else 0
         while answered < number and flying > most:
             status, is_stored = _which_reply(functions, facts, own, vectors, rest, ends, stored, not_stored)
             if status != ENDED:
