@@ -11,6 +11,7 @@ killed, frozen and started again one by one, for fault injection.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -27,6 +28,8 @@ MIB = 1 << 20
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT = 90.0
+_LISTENING = "0A"
+"""In the tables of /proc/PID/net."""
 
 _HOLDER = """
 import os, sys, threading
@@ -184,6 +187,21 @@ class MooncakeServers:
 
     def thaw_holder(self, number: int = 0) -> None:
         self._holders[number].send_signal(signal.SIGCONT)
+
+    def holder_ports(self, number: int = 0) -> set[int]:
+        """Where a holder listens; one of them is in the endpoint that the library names for what lies there."""
+        process = self._holders[number].pid
+        sockets = set()
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(descriptor))
+        listening = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets:
+                    listening.add(int(fields[1].rpartition(":")[2], 16))
+        return listening
 
     def stop(self) -> None:
         """Kill everything that was started, also what is frozen."""
