@@ -603,7 +603,10 @@ def test_a_late_read_keeps_all_calls_out_while_the_master_does_not_tell_where_it
     wait_until(lambda: read_pages(store, keys)[0] == [GetResult.HIT] * 2)
 
 
-def test_a_late_write_holds_back_writes_alone_and_those_after_it_are_small_and_waited_for_briefly(engine, store):
+def test_late_writes_hold_back_writes_alone_and_those_after_them_are_small_and_waited_for_briefly(
+    engine, store, monkeypatch
+):
+    monkeypatch.setattr(writing_module, "_MOST_LATE", 1)
     keys = page_keys(2)
     store_pages(store, keys)
     go_on, put, sizes = threading.Event(), engine.client.batch_put_from_multi_buffers, []

@@ -2,7 +2,7 @@
 
 The master says which holder a page goes to, and nobody else knows before it is there. So while a holder is out some
 writes go there, and take as long as the library waits for it. In that time writes are *careful*: small, waited for
-briefly, one of them behind its caller at a time. What is left behind goes on, and what went to the other holders is
+briefly, few of them behind their callers at a time. What is left behind goes on, and what went to the other holders is
 found there later.
 """
 
@@ -39,6 +39,8 @@ _CAREFUL = 5.0
 _CAREFUL_PIECES = 16
 _CAREFUL_WAIT = 0.25
 """Seconds that a careful write is waited for."""
+_MOST_LATE = 4
+"""Writes that go on without their callers before no more are begun; fewer than those after which nothing is read."""
 
 _SET_RESULTS = {
     engine.OK: SetResult.STORED,
@@ -81,7 +83,7 @@ class Writing:
 
     def reason_to_wait(self) -> str | None:
         """Why nothing is written now, as a label of ``rejected``."""
-        if self._late:
+        if self._late >= _MOST_LATE:
             return "holder"
         return "full" if time.monotonic() < self._no_writes_until else None
 
