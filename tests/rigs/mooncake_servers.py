@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hicache_ext.testing.server import free_port
@@ -55,6 +55,94 @@ def missing_mooncake() -> str | None:
     if probe.returncode != 0:
         return f"mooncake.store ({(probe.stderr.strip().splitlines() or ['it crashes'])[-1]})"
     return None
+
+
+class StandbyServers:
+    """An etcd, two masters of which one leads, and one holder."""
+
+    def __init__(self, directory: Path, *, segment_bytes: int = 64 * MIB) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._processes: list[subprocess.Popen[str]] = []
+        self._masters: dict[int, subprocess.Popen[str]] = {}
+        self._etcd_port = free_port()
+
+    @property
+    def master(self) -> str:
+        return f"etcd://{_HOST}:{self._etcd_port}"
+
+    def __enter__(self) -> StandbyServers:
+        try:
+            here = f"http://{_HOST}:{self._etcd_port}"
+            self._start(
+                *("etcd", f"--data-dir={self._directory / 'etcd'}", f"--listen-peer-urls=http://{_HOST}:{free_port()}"),
+                *(f"--listen-client-urls={here}", f"--advertise-client-urls={here}"),
+            )
+            _wait_for(lambda: _accepts(self._etcd_port), "etcd does not answer")
+            for _ in range(2):
+                self.start_master()
+            _wait_for(lambda: self._leading() is not None, "no master leads")
+            arguments = [sys.executable, "-c", _HOLDER, self.master, str(self._segment_bytes), _HOST]
+            holder = self._start(*arguments, stdout=subprocess.PIPE)
+            assert holder.stdout is not None
+            if not any(line.startswith("ready ") for line in holder.stdout):
+                raise MooncakeServersError("a holder did not start")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start_master(self) -> None:
+        port = free_port()
+        self._masters[port] = self._start(
+            *(_master_program() or "", "--enable_ha=true", f"--etcd_endpoints={_HOST}:{self._etcd_port}"),
+            *(f"--rpc_address={_HOST}", f"--rpc_port={port}"),
+            *(f"--metrics_host={_HOST}", f"--metrics_port={free_port()}", "--default_kv_lease_ttl=200"),
+        )
+
+    def kill_leader(self) -> None:
+        leading = self._leading()
+        assert leading is not None
+        _kill(self._masters.pop(leading))
+
+    def stop(self) -> None:
+        for process in self._processes:
+            _kill(process)
+
+    def _leading(self) -> int | None:
+        """The port of the master that serves: a standby has none."""
+        return next((port for port in self._masters if _accepts(port)), None)
+
+    def _start(self, *arguments: str, stdout: int | None = None) -> subprocess.Popen[str]:
+        with (self._directory / "servers.log").open("ab") as log:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+
+def _accepts(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((_HOST, port), timeout=1).close()
+        return True
+    return False
+
+
+def _wait_for(true: Callable[[], bool], trouble: str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT
+    while not true():
+        if time.monotonic() > deadline:
+            raise MooncakeServersError(trouble)
+        time.sleep(0.05)
 
 
 class MooncakeServers:
