@@ -39,6 +39,7 @@ if [ "$purpose" = test ]; then # the servers that the tests start
   need redis-server redis-server
   need ip iproute2
   need npm npm
+  need etcd etcd-server # Mooncake masters with a standby
   need promtool prometheus # alert rules and the queries of the dashboard
   need /usr/sbin/mkfs.ext4 e2fsprogs # power cuts and devices that die, on loop mounts
   need /usr/sbin/mkfs.xfs xfsprogs

@@ -10,6 +10,7 @@ from hicache_ext.storage.opening import server_view
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 
 ADDRESS = "host:port, such as 10.0.0.1:50051"
+MASTER = f"{ADDRESS}, or etcd://host:port;host:port of masters with a standby"
 DEVICES = (
     "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
 )
@@ -44,6 +45,17 @@ def test_the_least_one_writes_is_a_client_of_a_standalone_pool():
     assert least.summary() == "mooncake, master 10.0.0.1:50051, tcp"
 
 
+@pytest.mark.parametrize("master", ["host:1", "[::1]:1"])
+def test_a_master_is_one_address(master):
+    assert tier(master=master).master_addresses() == [master]
+
+
+def test_masters_with_a_standby_are_found_through_etcd():
+    both = tier(master="etcd://10.0.0.1:2379;[::2]:2379")
+    assert both.master == "etcd://10.0.0.1:2379;[::2]:2379"
+    assert both.master_addresses() == ["10.0.0.1:2379", "[::2]:2379"]
+
+
 @pytest.mark.parametrize("devices", [["mlx5_0", "mlx5_1"], {"0": "mlx5_0", "1": "mlx5_1"}])
 def test_each_rank_has_its_devices(devices):
     both = tier(protocol="rdma", devices=devices)
@@ -70,10 +82,18 @@ def test_templates_are_replaced(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"master": "-"}, f"master: required; allowed: {ADDRESS}"),
-        ({"master": "10.0.0.1"}, f"master: '10.0.0.1' is not an address with a port; allowed: {ADDRESS}"),
-        ({"master": "h:0"}, f"master: 'h:0' is not an address with a port; allowed: {ADDRESS}"),
-        ({"master": 5}, f"master: the number 5 is not accepted; allowed: {ADDRESS}"),
+        ({"master": "-"}, f"master: required; allowed: {MASTER}"),
+        ({"master": "10.0.0.1"}, f"master: '10.0.0.1' is not an address with a port; allowed: {MASTER}"),
+        ({"master": "h:0"}, f"master: 'h:0' is not an address with a port; allowed: {MASTER}"),
+        ({"master": 5}, f"master: the number 5 is not accepted; allowed: {MASTER}"),
+        ({"master": "a:1,b:2"}, f"master: 'a:1,b:2' is not an address with a port; allowed: {MASTER}"),
+        ({"master": "etcd://a:1;b"}, f"master: 'b' is not an address with a port; allowed: {MASTER}"),
+        ({"master": "etcd://"}, f"master: '' is not an address with a port; allowed: {MASTER}"),
+        (
+            {"master": "redis://a:1"},
+            f"master: 'redis://a:1': the library finds masters through etcd alone; allowed: {MASTER}",
+        ),
+        ({"metrics": "etcd://a:1"}, f"metrics: 'etcd://a:1' is not an address with a port; allowed: {ADDRESS}"),
         ({"protocol": "rmda"}, "protocol: the text 'rmda' is not accepted; did you mean 'rdma'?; allowed: tcp, rdma"),
         ({"devices": []}, f"devices: a list is not accepted; allowed: {DEVICES}"),
         ({"devices": {"a": "x"}}, f"devices: the text 'a' is not a tp rank; allowed: {DEVICES}"),

@@ -11,6 +11,7 @@ killed, frozen and started again one by one, for fault injection.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hicache_ext.testing.server import free_port
@@ -27,6 +28,8 @@ MIB = 1 << 20
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT = 90.0
+_LISTENING = "0A"
+"""In the tables of /proc/PID/net."""
 
 _HOLDER = """
 import os, sys, threading
@@ -52,6 +55,94 @@ def missing_mooncake() -> str | None:
     if probe.returncode != 0:
         return f"mooncake.store ({(probe.stderr.strip().splitlines() or ['it crashes'])[-1]})"
     return None
+
+
+class StandbyServers:
+    """An etcd, two masters of which one leads, and one holder."""
+
+    def __init__(self, directory: Path, *, segment_bytes: int = 64 * MIB) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._processes: list[subprocess.Popen[str]] = []
+        self._masters: dict[int, subprocess.Popen[str]] = {}
+        self._etcd_port = free_port()
+
+    @property
+    def master(self) -> str:
+        return f"etcd://{_HOST}:{self._etcd_port}"
+
+    def __enter__(self) -> StandbyServers:
+        try:
+            here = f"http://{_HOST}:{self._etcd_port}"
+            self._start(
+                *("etcd", f"--data-dir={self._directory / 'etcd'}", f"--listen-peer-urls=http://{_HOST}:{free_port()}"),
+                *(f"--listen-client-urls={here}", f"--advertise-client-urls={here}"),
+            )
+            _wait_for(lambda: _accepts(self._etcd_port), "etcd does not answer")
+            for _ in range(2):
+                self.start_master()
+            _wait_for(lambda: self._leading() is not None, "no master leads")
+            arguments = [sys.executable, "-c", _HOLDER, self.master, str(self._segment_bytes), _HOST]
+            holder = self._start(*arguments, stdout=subprocess.PIPE)
+            assert holder.stdout is not None
+            if not any(line.startswith("ready ") for line in holder.stdout):
+                raise MooncakeServersError("a holder did not start")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start_master(self) -> None:
+        port = free_port()
+        self._masters[port] = self._start(
+            *(_master_program() or "", "--enable_ha=true", f"--etcd_endpoints={_HOST}:{self._etcd_port}"),
+            *(f"--rpc_address={_HOST}", f"--rpc_port={port}"),
+            *(f"--metrics_host={_HOST}", f"--metrics_port={free_port()}", "--default_kv_lease_ttl=200"),
+        )
+
+    def kill_leader(self) -> None:
+        leading = self._leading()
+        assert leading is not None
+        _kill(self._masters.pop(leading))
+
+    def stop(self) -> None:
+        for process in self._processes:
+            _kill(process)
+
+    def _leading(self) -> int | None:
+        """The port of the master that serves: a standby has none."""
+        return next((port for port in self._masters if _accepts(port)), None)
+
+    def _start(self, *arguments: str, stdout: int | None = None) -> subprocess.Popen[str]:
+        with (self._directory / "servers.log").open("ab") as log:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+
+def _accepts(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((_HOST, port), timeout=1).close()
+        return True
+    return False
+
+
+def _wait_for(true: Callable[[], bool], trouble: str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT
+    while not true():
+        if time.monotonic() > deadline:
+            raise MooncakeServersError(trouble)
+        time.sleep(0.05)
 
 
 class MooncakeServers:
@@ -184,6 +275,21 @@ class MooncakeServers:
 
     def thaw_holder(self, number: int = 0) -> None:
         self._holders[number].send_signal(signal.SIGCONT)
+
+    def holder_ports(self, number: int = 0) -> set[int]:
+        """Where a holder listens; one of them is in the endpoint that the library names for what lies there."""
+        process = self._holders[number].pid
+        sockets = set()
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(descriptor))
+        listening = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets:
+                    listening.add(int(fields[1].rpartition(":")[2], 16))
+        return listening
 
     def stop(self) -> None:
         """Kill everything that was started, also what is frozen."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import attachment as attachment_module
 from hicache_ext.storage.tiers.mooncake import pages as pages_module
+from hicache_ext.storage.tiers.mooncake import writing as writing_module
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.engine import environment
 from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.storage.tiers.mooncake.transfers import (
-    FIRST_PIECES,
     HEADER_LENGTH,
     PIECE_BYTES,
     PIECES,
@@ -43,6 +44,10 @@ class RecordingClient:
         self.objects: dict[str, bytes] = {}
         self.calls: list[str] = []
         self.codes: dict[str, int] = {}
+        self.holder_of: dict[str, str] = {}
+        """Where an object lies that is not on the holder "first"."""
+        self.out: set[str] = set()
+        """Holders from which no bytes can be read."""
 
     def _note(self, call: str) -> None:
         assert not self.closed, f"{call} after close crashes the process"
@@ -102,6 +107,22 @@ class RecordingClient:
     def get_size(self, name: str) -> int:
         self._note("get_size")
         return self.codes.get("get_size", len(self.objects[name]) if name in self.objects else -704)
+
+    def batch_get_replica_desc(self, names: list[str]) -> dict[str, list[Any]]:
+        self._note("places")
+        assert all(name in self.objects for name in names), "the library logs a line for each"
+        return {name: [self._copy(name)] for name in names}
+
+    def _copy(self, name: str) -> Any:
+        endpoint = self.holder_of.get(name, "first")
+        buffer = SimpleNamespace(transport_endpoint=endpoint, size=len(self.objects[name]))
+        memory = SimpleNamespace(buffer_descriptor=buffer)
+        return SimpleNamespace(is_memory_replica=lambda: True, get_memory_descriptor=lambda: memory)
+
+    def get_into_ranges(self, addresses, names, to, begin, sizes) -> list[list[list[int]]]:
+        self._note("probe")
+        ((name,),), (((size,),),) = names, sizes
+        return [[[-800 if self.holder_of.get(name, "first") in self.out else size]]]
 
     def batch_remove(self, names: list[str], force: bool) -> list[int]:
         self._note("remove")
@@ -270,9 +291,8 @@ def test_every_code_of_a_write_is_a_result(engine, store, code, result):
 
 
 @pytest.mark.parametrize("change", [-1, 1], ids=["shorter", "longer"])
-def test_an_object_of_another_size_is_corrupt_and_removed(engine, store, change, monkeypatch):
-    # A machine that stops for a moment: the holder of a bad page was once taken for frozen, and the tier rested.
-    monkeypatch.setattr(pages_module, "_SLOW_FAILURE", -1.0)
+def test_an_object_of_another_size_is_corrupt_and_removed_and_says_nothing_of_its_holder(engine, store, change):
+    engine.client.out = {"first"}
     store_pages(store, page_keys(3))
     name = next(iter(engine.client.objects))
     engine.client.objects[name] = (engine.client.objects[name] + b"x")[: len(engine.client.objects[name]) + change]
@@ -281,7 +301,7 @@ def test_an_object_of_another_size_is_corrupt_and_removed(engine, store, change,
     assert store.metrics.value("corrupt", "length") == 1
     assert store.wait_until_examined(60)
     assert name not in engine.client.objects
-    assert store.attached
+    assert store.details()["holders_out"] == []
 
 
 def test_a_page_is_read_again_into_other_memory_and_left_alone_when_it_is_good(engine, store):
@@ -359,8 +379,8 @@ def test_a_batch_is_cut_in_calls_of_few_pages_that_fit_and_do_not_overlap():
     scratch = memoryview(bytearray(1 << 20))
     payloads = [300_000] * 20 + [100] * 200 + [(1 << 20) - HEADER_LENGTH, 1]
     seen: list[int] = []
-    for number, portion in enumerate(portions(payloads, range(len(payloads)), scratch, FIRST_PIECES)):
-        assert 0 < sum(map(len, portion.sizes)) <= (PIECES if number else FIRST_PIECES)
+    for portion in portions(payloads, range(len(payloads)), scratch, PIECES):
+        assert 0 < sum(map(len, portion.sizes)) <= PIECES
         assert [len(whole) for whole in portion.objects] == [HEADER_LENGTH + payloads[i] for i in portion.positions]
         assert [sum(sizes) for sizes in portion.sizes] == [len(whole) for whole in portion.objects]
         assert [addresses[0] for addresses in portion.addresses] == [address_of(whole) for whole in portion.objects]
@@ -371,20 +391,6 @@ def test_a_batch_is_cut_in_calls_of_few_pages_that_fit_and_do_not_overlap():
         assert places[-1][1] - places[0][0] <= len(scratch)
         seen += portion.positions
     assert seen == list(range(len(payloads)))
-
-
-def test_only_the_first_call_after_a_pause_is_small(engine, store, monkeypatch):
-    monkeypatch.setattr(pages_module, "_TRUSTED", 3600.0)
-    sizes: list[int] = []
-    put = engine.client.batch_put_from_multi_buffers
-    engine.client.batch_put_from_multi_buffers = lambda names, *more: sizes.append(len(names)) or put(names, *more)
-    store_pages(store, page_keys(PIECES))
-    store_pages(store, page_keys(PIECES, "more"))
-    assert sizes == [FIRST_PIECES, PIECES - FIRST_PIECES, PIECES]
-    engine.client.codes["put"] = -800
-    monkeypatch.setattr(pages_module, "_SLOW_FAILURE", 0.0)
-    store_pages(store, page_keys(PIECES, "in vain"))
-    assert sizes[3:] == [PIECES]
 
 
 def test_a_page_larger_than_scratch_memory_gets_more_of_it(engine, store):
@@ -476,25 +482,190 @@ def test_a_call_that_does_not_end_is_left_behind_with_memory_of_the_store_alone(
     engine.client.batch_get_into_multi_buffers = hang
     pages = HostPages([[3000]] * 3, fill=0x5A)
     untouched = pages.snapshot()
+    engine.client.out = {"first"}
     assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.TIMEOUT] * 3
-    assert not store.attached
-    assert read_pages(store, keys, [3000])[0] == [GetResult.REJECTED] * 3
-    assert store_pages(store, keys, [3000]) == [SetResult.REJECTED] * 3
+    wait_until(lambda: store.details()["holders_out"] == ["first"])
     # The late bytes arrive, and not in the caller's memory.
     go_on.set()
     assert ended.wait(60)
-    wait_until(lambda: store.attached)
     assert pages.snapshot() == untouched
-    engine.tier = tier
     engine.client.batch_get_into_multi_buffers = read
-    assert read_pages(store, keys, [3000])[0] == [GetResult.HIT] * 3
-    # One that ends in vain makes the store rest.
-    engine.tier = tier.model_copy(update={"timeout": 0.2})
-    engine.client.batch_get_into_multi_buffers = lambda names, *_: [threading.Event().wait(0.4) or -800 for _ in names]
-    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.TIMEOUT] * 3
-    wait_until(lambda: store._attachment._abandoned == 0)
-    assert store.get(PageBatch(keys, pages.buffers)) == [GetResult.REJECTED] * 3
+    engine.client.out.clear()
+    wait_until(lambda: read_pages(store, keys, [3000])[0] == [GetResult.HIT] * 3)
     store.close()
+
+
+def on_two_holders(engine, store) -> tuple[list[bytes], list[bytes]]:
+    """Keys of pages on "first", and of pages on "second"."""
+    keys = page_keys(6)
+    store_pages(store, keys)
+    names = {key: store._object_name(key) for key in keys}
+    engine.client.holder_of = {names[key]: "second" for key in keys[3:]}
+    return keys[:3], keys[3:]
+
+
+def waits_for(engine, holder: str):
+    """The read of a library that waits for this holder, as long as it is out."""
+    client, read = engine.client, engine.client.batch_get_into_multi_buffers
+
+    def wait(names, addresses, sizes):
+        codes = read(names, addresses, sizes)
+        known = [name for name in names if name in client.objects]
+        if any(client.holder_of.get(name, "first") == holder for name in known) and holder in client.out:
+            wait_until(lambda: holder not in client.out)
+            return [-800 if client.holder_of.get(name, "first") == holder else -707 for name in names]
+        return codes
+
+    client.batch_get_into_multi_buffers = wait
+
+
+def test_while_a_holder_does_not_answer_its_pages_are_misses_and_those_of_others_are_read(engine, store):
+    first, second = on_two_holders(engine, store)
+    waits_for(engine, "second")
+    engine.client.out = {"second"}
+    with ending_within(0.1):
+        assert read_pages(store, first + second)[0] == [GetResult.TIMEOUT] * 6
+    # In doubt at first; the one that answers is back after a probe.
+    wait_until(lambda: read_pages(store, first)[0] == [GetResult.HIT] * 3)
+    assert store.details()["holders_out"] == ["second"]
+    assert read_pages(store, first + second)[0] == [GetResult.HIT] * 3 + [GetResult.MISS] * 3
+    assert store.contains(first + second) == [True] * 3 + [False] * 3
+    assert store.count_leading(first + second) == 3
+    # STORED and EXISTS mean readable.
+    assert store_pages(store, first + second) == [SetResult.EXISTS] * 3 + [SetResult.REJECTED] * 3
+    assert store.metrics.value("rejected", "holder") > 0
+    assert store.metrics.total("corrupt") == 0
+    engine.client.out.clear()
+    wait_until(lambda: read_pages(store, first + second)[0] == [GetResult.HIT] * 6)
+
+
+def test_a_holder_that_stays_away_is_a_line_in_the_log_and_leaves_no_thread_when_it_is_back(engine, store, caplog):
+    first, second = on_two_holders(engine, store)
+    engine.client.out = {"second"}
+    read = engine.client.batch_get_into_multi_buffers
+
+    def fail(names, addresses, sizes):
+        lost = [engine.client.holder_of.get(name, "first") in engine.client.out for name in names]
+        return [-800 if out else code for out, code in zip(lost, read(names, addresses, sizes), strict=True)]
+
+    engine.client.batch_get_into_multi_buffers = fail
+    ends = time.monotonic() + 1.5
+    while time.monotonic() < ends:
+        assert read_pages(store, first + second)[0][:3] == [GetResult.HIT] * 3
+    assert engine.client.calls.count("probe") >= 2
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["hicache_ext: tier pool: holder second does not answer; its pages are misses until it does"]
+    engine.client.out.clear()
+    wait_until(lambda: not any("holder" in thread.name for thread in threading.enumerate()))
+    assert read_pages(store, first + second)[0] == [GetResult.HIT] * 6
+
+
+def test_a_pool_in_trouble_logs_each_kind_of_it_once(engine, store, caplog):
+    keys = page_keys(2)
+    store_pages(store, keys)
+    engine.client.batch_is_exist = lambda names: threading.Event().wait(0.05) or [0] * len(names)
+    for _ in range(20):
+        with ending_within(0.01):
+            store.contains(keys)
+        wait_until(lambda: store.attached)
+    assert len(caplog.records) == 1
+
+
+def test_while_all_holders_answer_nobody_asks_where_pages_lie(engine, store):
+    first, second = on_two_holders(engine, store)
+    assert read_pages(store, first + second)[0] == [GetResult.HIT] * 6
+    assert store.contains(first + second) == [True] * 6
+    assert "places" not in engine.client.calls
+
+
+def test_of_a_read_that_fails_in_time_the_rest_is_read(engine, store, monkeypatch):
+    monkeypatch.setattr(pages_module, "PIECES", 2)
+    first, second = on_two_holders(engine, store)
+    read = engine.client.batch_get_into_multi_buffers
+    engine.client.out = {"second"}
+
+    def fail(names, addresses, sizes):
+        lost = [engine.client.holder_of.get(name, "first") in engine.client.out for name in names]
+        return [-800 if out else code for out, code in zip(lost, read(names, addresses, sizes), strict=True)]
+
+    engine.client.batch_get_into_multi_buffers = fail
+    results = read_pages(store, [second[0], first[0], second[1], first[1], first[2]])[0]
+    assert results == [GetResult.ERROR, GetResult.HIT, GetResult.MISS, GetResult.HIT, GetResult.HIT]
+
+
+def test_a_holder_that_the_master_has_forgotten_is_asked_for_no_more(engine, store):
+    first, second = on_two_holders(engine, store)
+    waits_for(engine, "second")
+    engine.client.out = {"second"}
+    with ending_within(0.1):
+        read_pages(store, second)
+    wait_until(lambda: store.details()["holders_out"] == ["second"])
+    for key in second:
+        del engine.client.objects[store._object_name(key)]
+    wait_until(lambda: store.details()["holders_out"] == [])
+    assert read_pages(store, first + second)[0] == [GetResult.HIT] * 3 + [GetResult.MISS] * 3
+    engine.client.out.clear()
+
+
+def test_a_late_answer_of_the_master_keeps_all_calls_out_until_it_is_there(engine, store):
+    keys = page_keys(2)
+    store_pages(store, keys)
+    go_on, ask = threading.Event(), engine.client.batch_is_exist
+    engine.client.batch_is_exist = lambda names: go_on.wait(60) and ask(names)
+    with ending_within(0.05):
+        assert store.contains(keys) == [False] * 2
+    assert not store.attached
+    assert read_pages(store, keys)[0] == [GetResult.REJECTED] * 2
+    go_on.set()
+    wait_until(lambda: store.attached)
+    assert read_pages(store, keys)[0] == [GetResult.HIT] * 2
+
+
+def test_a_late_read_keeps_all_calls_out_while_the_master_does_not_tell_where_its_pages_lie(engine, store):
+    keys = page_keys(2)
+    store_pages(store, keys)
+    go_on, read = threading.Event(), engine.client.batch_get_into_multi_buffers
+    engine.client.batch_get_into_multi_buffers = lambda *arguments: go_on.wait(60) and read(*arguments)
+    engine.client.batch_is_exist = lambda names: go_on.wait(60) and [1] * len(names)
+    with ending_within(0.05):
+        assert read_pages(store, keys)[0] == [GetResult.TIMEOUT] * 2
+    threading.Event().wait(0.2)
+    assert not store.attached
+    go_on.set()
+    wait_until(lambda: read_pages(store, keys)[0] == [GetResult.HIT] * 2)
+
+
+def test_late_writes_hold_back_writes_alone_and_those_after_them_are_small_and_waited_for_briefly(
+    engine, store, monkeypatch
+):
+    monkeypatch.setattr(writing_module, "_MOST_LATE", 1)
+    keys = page_keys(2)
+    store_pages(store, keys)
+    go_on, put, sizes = threading.Event(), engine.client.batch_put_from_multi_buffers, []
+
+    def hang(names, *more):
+        sizes.append(len(names))
+        go_on.wait(60)
+        return put(names, *more)
+
+    engine.client.batch_put_from_multi_buffers = hang
+    with ending_within(0.05):
+        assert store_pages(store, page_keys(2, "late")) == [SetResult.TIMEOUT] * 2
+    wait_until(lambda: store.attached)
+    assert read_pages(store, keys)[0] == [GetResult.HIT] * 2
+    assert store_pages(store, page_keys(2, "more")) == [SetResult.REJECTED] * 2
+    assert sizes == [2]
+    go_on.set()
+    wait_until(lambda: read_pages(store, page_keys(2, "late"))[0] == [GetResult.HIT] * 2)
+    many = page_keys(writing_module._CAREFUL_PIECES + 1, "many")
+    assert store_pages(store, many) == [SetResult.STORED] * len(many)
+    assert sizes == [2, writing_module._CAREFUL_PIECES, 1]
+    go_on.clear()
+    begun = time.monotonic()
+    assert store_pages(store, page_keys(2, "careful")) == [SetResult.REJECTED] * 2
+    assert time.monotonic() - begun < store._attachment.engine.tier.longest_call / 2
+    go_on.set()
+    wait_until(lambda: store.contains(page_keys(2, "careful")) == [True] * 2)
 
 
 def test_a_call_ends_by_the_limit_that_it_was_given(tier, engine):

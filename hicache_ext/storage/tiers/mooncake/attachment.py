@@ -1,6 +1,7 @@
 """Holds the Mooncake client, alone: no call reaches the library before setup, after close, or without a master.
 
-States: *attached* (calls go through), *away* (calls are refused at once; it is probed in the background), *closed*.
+States: *attached* (calls go through), *away* (calls are refused at once; it is probed in the background), *closed*. A
+late call keeps others out until it is known what it waits for: a master that hangs would hold each of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +20,7 @@ import numpy as np
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.tiers.mooncake.engine import MASTER_LOST, OK, Engine
 
@@ -29,10 +32,16 @@ _ATTEMPTS = Backoff(0.25, 5.0)
 """Seconds between two attempts to get back."""
 _PROBE_SECONDS = 1.0
 _PROBE_KEY = "hicache_ext/probe"
-_LONGEST_REST = 30.0
+_MOST_LATE = 8
+"""Late calls that others go on beside. Each has memory of the tier, 32 MiB or a page."""
 _NICENESS = 5
 """The library spins while it waits for a transfer, and would keep the thread that makes the transfer off its CPU. Not
 more: threads with 10 or 19 kept the GIL for up to 45 or 220 ms (docs/decisions/mooncake.md)."""
+
+
+@dataclass(slots=True)
+class _LateCall:
+    explained: bool = False
 
 
 class Attachment:
@@ -42,13 +51,16 @@ class Attachment:
         """Raises StoreSetupError when the pool cannot be reached and ``required`` is set."""
         self.name = name
         self.engine = engine
+        self.log = LimitedLog(logger)
+        """For all parts of the tier."""
         self._condition = threading.Condition()
         self._client: Any = None
         self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS, on_change=self._master_changed)
-        self._resting_until = 0.0
         self._under_way = 0
-        self._abandoned = 0
+        self._late = 0
         """Calls left behind by their callers; they only touch memory of the store."""
+        self._unexplained = 0
+        """Late calls of which it is not known yet what they wait for."""
         self._closed = False
         self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
         self._memory: list[tuple[int, int]] = []
@@ -65,16 +77,23 @@ class Attachment:
             self._master.trip(str(error))
 
     @contextlib.contextmanager
-    def client(self, *, resting_too: bool = False) -> Iterator[Any]:
-        """The client for one call of the store, or None while it is away. Raises StoreClosedError.
+    def client(self) -> Iterator[Any]:
+        """The client for one call of the store, or None while it is away. Raises StoreClosedError."""
+        with self._lent(lambda: self._open_to_calls) as client:
+            yield client
 
-        ``resting_too``: also while it rests because of a holder, for calls that only ask the master.
-        """
+    @contextlib.contextmanager
+    def inquiring(self) -> Iterator[Any]:
+        """The client, for finding out what late calls wait for: None only while there is no master."""
+        with self._lent(lambda: self._master.up) as client:
+            yield client
+
+    @contextlib.contextmanager
+    def _lent(self, is_open: Callable[[], bool]) -> Iterator[Any]:
         with self._condition:
             if self._closed:
                 raise StoreClosedError(self.name)
-            resting = not resting_too and time.monotonic() < self._resting_until
-            client = None if resting or self._abandoned > 0 or not self._master.up else self._client
+            client = self._client if is_open() else None
             self._under_way += 1
         try:
             yield client
@@ -84,68 +103,101 @@ class Attachment:
                 self._condition.notify_all()
 
     @property
+    def _open_to_calls(self) -> bool:
+        return self._unexplained == 0 and self._late < _MOST_LATE and self._master.up
+
+    @property
     def attached(self) -> bool:
-        free = not self._closed and self._abandoned == 0 and time.monotonic() >= self._resting_until
-        return free and self._master.up
+        return not self._closed and self._open_to_calls
 
     def report(self, code: int) -> None:
         """A call was answered with ``code``: without its master the pool is away until it answers again."""
         if code in MASTER_LOST:
             self._leave(f"the master does not answer ({code})")
 
-    def rest(self, seconds: float) -> None:
-        """A transfer failed after ``seconds``: refuse calls for twice as long, so that most calls do not wait."""
-        pause = min(2 * seconds, _LONGEST_REST)
-        logger.warning("hicache_ext: tier %s: a holder does not answer; resting %.1f s", self.name, pause)
-        self._resting_until = time.monotonic() + pause
-
     def call_bounded(
-        self, call: Callable[[], Answer], deadline: float, at_last: Callable[[], None] = lambda: None
+        self,
+        call: Callable[[], Answer],
+        deadline: float,
+        at_last: Callable[[], None] = lambda: None,
+        *,
+        explain: Callable[[], bool] | None = None,
+        learn: Callable[[Answer], object] = lambda answer: None,
     ) -> Answer | None:
         """The answer of ``call``, which uses the client and memory of the tier alone; None at ``deadline``.
 
-        It cannot be stopped: a late call goes on without its caller, and no other call passes until it has ended.
-        ``at_last`` is called when a late call no longer uses its memory.
+        It cannot be stopped: a late call goes on without its caller, and no other passes until it has ended, or
+        until ``explain``, on a thread of its own, knows what it waits for. Then ``at_last`` is called, when it no
+        longer uses its memory, and ``learn`` with its answer.
         """
         answers: list[Answer] = []
         started = time.monotonic()
         if started >= deadline:
             at_last()
             return None
+        late = _LateCall()
 
         def run() -> Answer:
             answers.append(call())
             return answers[0]
 
         def end_late() -> None:
-            at_last()
-            with self._condition:
-                self._abandoned -= 1
-                self._learn(answers[0] if answers else None, time.monotonic() - started)
-                self._condition.notify_all()
+            try:
+                at_last()
+                if answers:
+                    self._report_all(answers[0])
+                    learn(answers[0])
+            finally:
+                with self._condition:
+                    self._late -= 1
+                self._is_explained(late)
 
         try:
             under_way = self._threads.start(run, end_late)
         except RuntimeError as error:
-            logger.warning("hicache_ext: tier %s: %s", self.name, error)
+            self.log.log(logging.WARNING, "threads", "hicache_ext: tier %s: %s", self.name, error)
             at_last()
             return None
         if under_way.ended_within(deadline - time.monotonic()):
             return under_way.result()
         # It may end between the line above and these: both sides only add and subtract.
         with self._condition:
-            self._abandoned += 1
+            self._late += 1
+            self._unexplained += 1
             self._condition.notify_all()
-        logger.warning("hicache_ext: tier %s: no answer in %.1f s", self.name, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.log.log(logging.WARNING, "late", "hicache_ext: tier %s: no answer in %.1f s", self.name, seconds)
+        if explain is not None:
+            self._explain(explain, late)
         return None
 
-    def _learn(self, answer: object, seconds: float) -> None:
-        """Learn from a call that was left behind, or the next one would wait as long. The condition is held."""
-        codes = [code for code in (answer if isinstance(answer, list) else [answer]) if isinstance(code, int)]
-        for code in codes:
-            self.report(code)
-        if any(code < 0 for code in codes):
-            self.rest(seconds)
+    def _explain(self, explain: Callable[[], bool], late: _LateCall) -> None:
+        def run() -> None:
+            if explain():
+                self._is_explained(late)
+
+        # Without a thread: when it ends.
+        with contextlib.suppress(RuntimeError):
+            self._threads.start(run)
+
+    def _is_explained(self, late: _LateCall) -> None:
+        with self._condition:
+            self._unexplained -= not late.explained
+            late.explained = True
+            self._condition.notify_all()
+
+    def master_answers(self) -> bool:
+        """Whether an attached client's master does: what a late transfer waits for is then a holder."""
+        try:
+            with self.inquiring() as client:
+                return client is not None and client.is_exist(_PROBE_KEY) not in MASTER_LOST
+        except StoreClosedError:
+            return False
+
+    def _report_all(self, answer: object) -> None:
+        for code in answer if isinstance(answer, list) else [answer]:
+            if isinstance(code, int):
+                self.report(code)
 
     # -- memory that is moved ----------------------------------------------------------------------------------------
 
@@ -176,7 +228,7 @@ class Attachment:
     def _leave(self, reason: str) -> None:
         with self._condition:
             if not self._closed and self._master.trip(reason):
-                logger.warning("hicache_ext: tier %s: %s", self.name, reason)
+                self.log.log(logging.WARNING, "master", "hicache_ext: tier %s: %s", self.name, reason)
 
     def _try_to_return(self) -> bool:
         if not self.engine.master_answers(_PROBE_SECONDS):
@@ -184,10 +236,10 @@ class Attachment:
         try:
             returned = self._return()
         except Exception as error:  # noqa: BLE001 - the next attempt may do better
-            logger.warning("hicache_ext: tier %s: not back yet: %s", self.name, error)
+            self.log.log(logging.WARNING, "return", "hicache_ext: tier %s: not back yet: %s", self.name, error)
             return False
         if returned:
-            logger.info("hicache_ext: tier %s: the master answers again", self.name)
+            self.log.log(logging.INFO, "back", "hicache_ext: tier %s: the master answers again", self.name)
         return returned
 
     def _master_changed(self, state: BreakerState, _: str) -> None:
@@ -228,7 +280,7 @@ class Attachment:
             self._closed = True
             self._master.close(0)
             ended = self._condition.wait_for(
-                lambda: self._under_way == 0 and self._abandoned == 0, deadline - time.monotonic()
+                lambda: self._under_way == 0 and self._late == 0, deadline - time.monotonic()
             )
         # It may be inside a probe or a setup.
         ended = self._master.close(max(0.0, deadline - time.monotonic())) and ended

@@ -16,6 +16,7 @@ from hicache_ext.errors import NotReadError, StoreClosedError
 from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
+from hicache_ext.storage.tiers.mooncake.holders import Holders
 from hicache_ext.storage.tiers.mooncake.transfers import HEADER_LENGTH, PIECE_BYTES, ScratchPool
 
 
@@ -23,13 +24,18 @@ class MooncakeMedium:
     """``Medium`` of bad_pages.py."""
 
     def __init__(
-        self, attachment: Attachment, object_name: Callable[[bytes], str], hides: Callable[[bytes], bool]
+        self,
+        attachment: Attachment,
+        holders: Holders,
+        object_name: Callable[[bytes], str],
+        hides: Callable[[bytes], bool],
     ) -> None:
         """``hides``: the page is being cleared."""
         self._attachment = attachment
+        self._holders = holders
         self._object_name = object_name
         self._hides = hides
-        self._scratch = ScratchPool(attachment.register)
+        self._scratch = ScratchPool(attachment)
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
         if self._hides(key):
@@ -56,6 +62,7 @@ class MooncakeMedium:
             code = self._ask(
                 lambda client: client.batch_get_into_multi_buffers([name], [places], [sizes])[0],
                 at_last=lambda: self._scratch.give_back(scratch),
+                explain=lambda: self._holders.look_into([name]),
             )
             scratch.left_behind = False
             if code == engine.NOT_FOUND:
@@ -74,15 +81,20 @@ class MooncakeMedium:
             raise NotReadError(engine.reason_of(code))
         return Removal.REMOVED
 
-    def _ask(self, call: Callable[[Any], int], at_last: Callable[[], None] = lambda: None) -> int:
-        """The code of one call of the library. ``at_last`` as in ``call_bounded``. Raises NotReadError."""
+    def _ask(
+        self,
+        call: Callable[[Any], int],
+        at_last: Callable[[], None] = lambda: None,
+        explain: Callable[[], bool] | None = None,
+    ) -> int:
+        """The code of one call of the library, with the rest as in ``call_bounded``. Raises NotReadError."""
         try:
             with self._attachment.client() as client:
                 if client is None:
                     at_last()
                     raise NotReadError("away")
                 deadline = time.monotonic() + self._attachment.engine.tier.longest_call
-                code = self._attachment.call_bounded(lambda: call(client), deadline, at_last)
+                code = self._attachment.call_bounded(lambda: call(client), deadline, at_last, explain=explain)
         except StoreClosedError:
             at_last()
             raise NotReadError("closed") from None

@@ -17,6 +17,7 @@ from hicache_ext.config.values import NO_LIMIT, size, whole_number
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
+_MASTER_ALLOWED = "host:port, such as 10.0.0.1:50051, or etcd://host:port;host:port of masters with a standby"
 _DEVICES_ALLOWED = (
     "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
 )
@@ -24,6 +25,8 @@ _NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
 _SEGMENTS_ALLOWED = "a list of segment names"
 _SOFT_PIN_ALLOWED = "true, false, or a duration such as 30m"
 _REPLICAS_ALLOWED = "1 to 16"
+ETCD = "etcd://"
+_HOST = re.compile(r"[^\s,;/:]+|\[[^\s,;/]+\]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
 Devices = str | dict[int, str]
@@ -31,13 +34,25 @@ Devices = str | dict[int, str]
 
 def parse_address(value: object) -> str:
     """host:port, templates expanded."""
+    return _address(value, _ADDRESS_ALLOWED)
+
+
+def _address(value: object, allowed: str) -> str:
     if not isinstance(value, str):
-        raise refuse(value, _ADDRESS_ALLOWED)
+        raise refuse(value, allowed)
     address = expand_templates(value)
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535 or " " in address:
-        raise ConfigError("", f"{quoted(value)} is not an address with a port", _ADDRESS_ALLOWED)
+    if not _HOST.fullmatch(host) or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ConfigError("", f"{quoted(value)} is not an address with a port", allowed)
     return address
+
+
+def _master(value: object) -> str:
+    if not isinstance(value, str) or "://" not in (written := expand_templates(value)):
+        return _address(value, _MASTER_ALLOWED)
+    if not written.startswith(ETCD):
+        raise ConfigError("", f"{quoted(value)}: the library finds masters through etcd alone", _MASTER_ALLOWED)
+    return ETCD + ";".join(_address(address, _MASTER_ALLOWED) for address in written.removeprefix(ETCD).split(";"))
 
 
 def _optional_address(value: object) -> str | None:
@@ -113,7 +128,10 @@ class MooncakeTierConfig(RemoteTierConfig):
 
     type: Annotated[Literal["mooncake"], Allowed("mooncake")] = "mooncake"
     master: Annotated[
-        str, Field(description="address of mooncake_master"), Allowed(_ADDRESS_ALLOWED), checked(parse_address)
+        str,
+        Field(description="address of mooncake_master, or of the etcd that knows which one leads"),
+        Allowed(_MASTER_ALLOWED),
+        checked(_master),
     ]
     metadata_server: Annotated[
         str,
@@ -215,6 +233,10 @@ class MooncakeTierConfig(RemoteTierConfig):
     def device_names(self) -> str:
         """The devices of one rank; those of rank 0 where ranks differ and none was chosen."""
         return self.devices if isinstance(self.devices, str) else self.devices.get(0, "")
+
+    def master_addresses(self) -> list[str]:
+        """host:port of the master, or of each etcd."""
+        return self.master.removeprefix(ETCD).split(";")
 
     def summary(self) -> str:
         contributed = f", contributes {format_size(self.segment_size)}" if self.segment_size else ""

@@ -7,6 +7,7 @@ its first import. A variable set by the user is kept.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -88,18 +89,15 @@ class Engine:
             ) from error
         self._library = library
 
-    @property
-    def host_and_port(self) -> tuple[str, int]:
-        host, _, port = self.tier.master.rpartition(":")
-        return host.strip("[]"), int(port)
-
     def master_answers(self, seconds: float) -> bool:
-        """Whether the master's port accepts connections. That of a frozen master does, too."""
-        try:
-            socket.create_connection(self.host_and_port, timeout=seconds).close()
-        except OSError:
-            return False
-        return True
+        """Whether the master's port, or an etcd's, accepts connections. That of a frozen one does, too."""
+        addresses = self.tier.master_addresses()
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            with contextlib.suppress(OSError):
+                socket.create_connection((host.strip("[]"), int(port)), timeout=seconds / len(addresses)).close()
+                return True
+        return False
 
     def open_client(self) -> Any:
         """A client that is set up. Bounded in time; raises StoreSetupError.

@@ -8,20 +8,17 @@ way to ask whether it exists.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.page.copying import gather, scatter
+from hicache_ext.page.copying import scatter
 from hicache_ext.runtime.call_deadline import call_deadline
-from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
@@ -31,36 +28,10 @@ from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.attachment import Attachment
 from hicache_ext.storage.tiers.mooncake.bad_copies import MooncakeMedium
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.transfers import (
-    FIRST_PIECES,
-    HEADER_LENGTH,
-    PIECES,
-    Portion,
-    Scratch,
-    ScratchPool,
-    portions,
-)
+from hicache_ext.storage.tiers.mooncake.holders import Holders
+from hicache_ext.storage.tiers.mooncake.transfers import HEADER_LENGTH, PIECES, Mover, Portion, Scratch, portions
+from hicache_ext.storage.tiers.mooncake.writing import Writing
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_FULL_ATTEMPTS = 3
-_FULL_PAUSE = 0.02
-"""Seconds between two attempts of a page for which there was no room: the master evicts meanwhile."""
-_WRITTEN_ELSEWHERE = 0.1
-"""Seconds for which pages that another process is writing are waited for, looking every _LOOK_AGAIN."""
-_LOOK_AGAIN = 0.005
-_NO_SPACE_PAUSE = 1.0
-"""Seconds without writes after the pool was full in spite of that."""
-_SLOW_FAILURE = 0.5
-"""A failed transfer that took this long was waited for: its holder is frozen."""
-COPY_THREADS = 2
-"""That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
-_ALONE_BYTES = 256 * 1024
-"""Pages smaller than that are copied by one thread: two would take the GIL from each other for each of them."""
-_TRUSTED = 1.0
-"""Seconds for which a transfer that went well stands for the next one: a batch then needs no small first call."""
 _FIRST_LOOK = 32
 _LOOK_GROWTH = 4
 _LONGEST_LOOK = 8192
@@ -73,12 +44,8 @@ _GET_RESULTS = {
     engine.LEASE_EXPIRED: GetResult.TIMEOUT,
     -901: GetResult.TIMEOUT,
 }
-_SET_RESULTS = {
-    engine.OK: SetResult.STORED,
-    engine.EXISTS: SetResult.EXISTS,
-    engine.NO_SPACE: SetResult.REJECTED,
-    -901: SetResult.TIMEOUT,
-}
+_FAILED = (engine.TRANSFER_FAILED, engine.INVALID_ARGUMENT)
+"""Also the answers for an object of another size than the buffers."""
 
 
 class MooncakeStore(TierStore):
@@ -94,25 +61,24 @@ class MooncakeStore(TierStore):
         self._tier = tier
         self._attachment = attachment
         self._checksum = checksum
-        self._scratch = ScratchPool(attachment.register)
-        self._trusted_until = 0.0
+        self._holders = Holders(attachment)
         try:
-            self._copying = ThreadPool(f"hicache-{name}-copy", COPY_THREADS)
+            self._mover = Mover(attachment)
         except RuntimeError as error:
             attachment.close()
             raise StoreSetupError(name, f"no threads: {error}") from None
-        self._no_writes_until = 0.0
-        self._writing: set[bytes] = set()
-        self._writing_ended = threading.Condition()
         self._identities: set[bytes] = set()
         self._clearing = Clearing(name)
-        medium = MooncakeMedium(attachment, self._object_name, self._clearing.hides)
+        medium = MooncakeMedium(attachment, self._holders, self._object_name, self._clearing.hides)
         self._bad_pages = BadPages(name, self.metrics, medium)
+        self._writing = Writing(
+            attachment, self._mover, self.metrics, self._object_name, self._exist, checksum=checksum
+        )
         attachment.on_return = self._clearing.try_again
 
     @property
     def attached(self) -> bool:
-        """Whether calls go through now; False while the master or a holder does not answer."""
+        """Whether calls go through now; False while the master does not answer."""
         return self._attachment.attached
 
     def details(self) -> dict[str, Any]:
@@ -123,6 +89,7 @@ class MooncakeStore(TierStore):
             "segment_size": self._tier.segment_size,
             "replica_num": self._tier.replica_num,
             "attached": self.attached,
+            "holders_out": self._holders.out(),
         }
 
     def gauges(self) -> dict[str, float]:
@@ -154,23 +121,43 @@ class MooncakeStore(TierStore):
                     positions.append(position)
             if not positions:
                 return results
-            with self._scratch.lent(max(batch.sizes)) as scratch:
-                for chosen in _without_repeats(batch.keys, positions):
-                    for portion in portions(batch.sizes, chosen, scratch.memory, self._first_pieces()):
-                        if not self._get_portion(client, batch, portion, scratch, deadline, results):
-                            return results
+            with self._mover.scratch.lent(max(batch.sizes)) as scratch:
+                while positions:
+                    positions = self._on_answering_holders(client, batch, positions, deadline, results)
+                    once = _without_repeats(batch.keys, positions)
+                    portion = next(portions(batch.sizes, once, scratch.memory, PIECES), None)
+                    if portion is None or not self._get_portion(client, batch, portion, scratch, deadline, results):
+                        break
+                    read = set(portion.positions)
+                    positions = [position for position in positions if position not in read]
         return results
 
-    def _first_pieces(self) -> int:
-        return PIECES if time.monotonic() < self._trusted_until else FIRST_PIECES
-
-    def _transferred(self, scratch: Scratch, call: Callable[[], list[int]], deadline: float) -> list[int] | None:
-        """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
-        codes = self._attachment.call_bounded(call, deadline, at_last=lambda: self._scratch.give_back(scratch))
+    def _on_answering_holders(
+        self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[GetResult]
+    ) -> list[int]:
+        """Those of ``positions`` that can be read; of the others the results are set."""
+        if self._holders.all_answer:
+            return positions
+        names = {position: self._object_name(batch.keys[position]) for position in positions}
+        codes = self._attachment.call_bounded(lambda: client.batch_is_exist(list(names.values())), deadline)
         if codes is None:
-            scratch.left_behind = True
-            self._trusted_until = 0.0
-        return codes
+            self.metrics.add("error", "timeout", len(positions))
+            for position in positions:
+                results[position] = GetResult.TIMEOUT
+            return []
+        for position, code in zip(positions, codes, strict=True):
+            results[position] = GetResult.MISS
+            if code < 0:
+                results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
+                self.metrics.add("error", engine.reason_of(code))
+                self._attachment.report(code)
+        present = [position for position, code in zip(positions, codes, strict=True) if code == 1]
+        lost = self._holders.lost(client, [names[position] for position in present], deadline)
+        self.metrics.add("rejected", "holder", sum(names[position] in lost for position in present))
+        readable = [position for position in present if names[position] not in lost]
+        for position in readable:
+            results[position] = GetResult.REJECTED
+        return readable
 
     def _get_portion(
         self,
@@ -183,55 +170,47 @@ class MooncakeStore(TierStore):
     ) -> bool:
         """Read the pages of one portion; whether it makes sense to go on."""
         names = [self._object_name(batch.keys[position]) for position in portion.positions]
-        started = time.monotonic()
-        codes = self._transferred(
-            scratch, lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes), deadline
+        lengths = dict(zip(names, map(len, portion.objects), strict=True))
+        codes = self._mover.transferred(
+            scratch,
+            lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes),
+            deadline,
+            explain=lambda: self._holders.look_into(names),
+            learn=lambda codes: self._learn(client, lengths, codes),
         )
-        seconds = time.monotonic() - started
         if codes is None:
             self.metrics.add("error", "timeout", len(portion.positions))
             for position in portion.positions:
                 results[position] = GetResult.TIMEOUT
             return False
         whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
-        reasons = self._for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
+        reasons = self._mover.for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
         reason_of = dict(zip(whole, reasons, strict=True))
-        failed = False
-        answers: list[int] = []
+        other_sizes: Mapping[str, int] | None = {}
+        if any(code in _FAILED for code in codes):
+            other_sizes = self._attachment.call_bounded(lambda: self._learn(client, lengths, codes), deadline)
         for number, (position, code) in enumerate(zip(portion.positions, codes, strict=True)):
-            expected = len(portion.objects[number])
-            if code in (engine.TRANSFER_FAILED, engine.INVALID_ARGUMENT) and not failed:
-                # Also the answer for an object of another size than the buffers: asked for only then.
-                size = self._size(client, names[number], deadline)
-                failed = size is None or size in engine.MASTER_LOST or size == expected
-                code = size if size is not None and size >= 0 and size != expected else code
-            answers.append(code)
+            if other_sizes:
+                code = other_sizes.get(names[number], code)
             if code >= 0:
                 reason = reason_of.get(number, "length")
                 results[position] = GetResult.CORRUPT if reason else GetResult.HIT
                 if reason:
                     seen = Sighting(code) if reason == "length" else Sighting.of(code, [portion.objects[number]])
                     self.metrics.add("corrupt", reason)
-                    self._bad_pages.suspect(batch.keys[position], expected, seen, reason)
+                    self._bad_pages.suspect(batch.keys[position], len(portion.objects[number]), seen, reason)
             else:
                 results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
                 if results[position] is not GetResult.MISS:
                     self.metrics.add("error", engine.reason_of(code))
                 self._attachment.report(code)
         self._bad_pages.clear(batch.keys[i] for i in portion.positions if results[i] is GetResult.HIT)
-        # A bad page says nothing about its holder, however long the machine took over it.
-        return self._worth_going_on(answers, seconds)
+        return other_sizes is not None and not any(code in engine.MASTER_LOST for code in codes)
 
-    def _size(self, client: Any, name: str, deadline: float) -> int | None:
-        size: int | None = self._attachment.call_bounded(lambda: client.get_size(name), deadline)
-        if size is not None:
-            self._attachment.report(size)
-        return size
-
-    def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], T]) -> list[T]:
-        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES * len(portion.objects):
-            return [work(number) for number in numbers]
-        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
+    def _learn(self, client: Any, lengths: Mapping[str, int], codes: Sequence[int]) -> dict[str, int]:
+        """What the failures of a read say: the sizes of objects that have another one, and which holders are out."""
+        failed = {name: lengths[name] for name, code in zip(lengths, codes, strict=True) if code in _FAILED}
+        return self._holders.learn(client, failed) if failed else {}
 
     def _received(self, batch: PageBatch, portion: Portion, number: int) -> str | None:
         """Copy a page from scratch into host memory if it is the right one; why it is not otherwise."""
@@ -242,19 +221,6 @@ class MooncakeStore(TierStore):
             return reason
         scatter(payload, batch.buffers[position])
         return None
-
-    def _worth_going_on(self, codes: Sequence[int], seconds: float) -> bool:
-        """False when the next portion would only wait again."""
-        if any(code in engine.MASTER_LOST for code in codes):
-            return False
-        failed = any(code in (engine.TRANSFER_FAILED, engine.LEASE_EXPIRED) for code in codes)
-        if failed and seconds > _SLOW_FAILURE:
-            self._trusted_until = 0.0
-            self._attachment.rest(seconds)
-            return False
-        if engine.OK in codes or any(code > 0 for code in codes):
-            self._trusted_until = time.monotonic() + _TRUSTED
-        return True
 
     # -- presence --------------------------------------------------------------------------------------------------
 
@@ -282,6 +248,20 @@ class MooncakeStore(TierStore):
             return first
 
     def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """Which of the pages can be read."""
+        present = self._exist(client, keys, deadline)
+        lost = self._lost(client, keys, present, deadline)
+        return [there and key not in lost for key, there in zip(keys, present, strict=True)]
+
+    def _lost(self, client: Any, keys: Sequence[bytes], present: Sequence[bool], deadline: float) -> set[bytes]:
+        """Those of the present pages whose holders are out."""
+        if self._holders.all_answer:
+            return set()
+        names = {self._object_name(key): key for key, there in zip(keys, present, strict=True) if there}
+        return {names[name] for name in self._holders.lost(client, list(names), deadline)}
+
+    def _exist(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """Which of the pages the master has."""
         names = [self._object_name(key) for key in keys]
         # Before the master is asked: what is removed meanwhile would have been there and be no suspect any more.
         hidden = [self._bad_pages.hides(key) for key in keys]
@@ -312,7 +292,8 @@ class MooncakeStore(TierStore):
             return results
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
         # A put of a page that is there answers as if it had stored it, after the payload has travelled.
-        present = self._contains(client, batch.keys, deadline)
+        present = self._exist(client, batch.keys, deadline)
+        lost = self._lost(client, batch.keys, present, deadline)
         positions: list[int] = []
         first_of: dict[bytes, int] = {}
         for position, key in enumerate(batch.keys):
@@ -321,129 +302,25 @@ class MooncakeStore(TierStore):
                 self.metrics.add("rejected", "suspect")
                 continue
             if present[position]:
-                results[position] = SetResult.EXISTS
+                if key in lost:
+                    self.metrics.add("rejected", "holder")
+                else:
+                    results[position] = SetResult.EXISTS
                 continue
             # The master removes by a pattern: what is written before it has done so would go, too.
             takes = batch.sizes[position] > 0 and not self._clearing.hides(key)
             if takes and first_of.setdefault(key, position) == position:
                 positions.append(position)
-        if positions and time.monotonic() < self._no_writes_until:
-            self.metrics.add("rejected", "full", len(positions))
+        if positions and (reason := self._writing.reason_to_wait()) is not None:
+            self.metrics.add("rejected", reason, len(positions))
             positions = []
         if positions and self._attachment.attached:
-            self._write_pages(client, batch, positions, deadline, results)
+            self._writing.write(client, batch, positions, deadline, results)
         for position, key in enumerate(batch.keys):
             # A key written twice in one batch: the first one's result counts.
             if first_of.get(key, position) != position and results[first_of[key]].durable:
                 results[position] = SetResult.EXISTS
         return results
-
-    def _write_pages(
-        self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[SetResult]
-    ) -> None:
-        """Write the pages at ``positions``. A page that another thread is writing is waited for instead.
-
-        The library answers a put of an object that somebody else is still writing with success, before it can be read,
-        and for 30 s also where its writer has died (put_start_discard_timeout_sec of the master).
-        """
-        with self._writing_ended:
-            mine = [position for position in positions if batch.keys[position] not in self._writing]
-            claimed = {batch.keys[position] for position in mine}
-            self._writing |= claimed
-        try:
-            with self._scratch.lent(max(batch.sizes)) as scratch:
-                for portion in portions(batch.sizes, mine, scratch.memory, self._first_pieces()):
-                    if not self._set_portion(client, batch, portion, scratch, deadline, results):
-                        break
-            self._confirm(client, batch, mine, deadline, results)
-        finally:
-            with self._writing_ended:
-                self._writing -= claimed
-                self._writing_ended.notify_all()
-        others = [position for position in positions if batch.keys[position] not in claimed]
-        if others:
-            keys = [batch.keys[position] for position in others]
-            with self._writing_ended:
-                self._writing_ended.wait_for(
-                    lambda: self._writing.isdisjoint(keys), max(0.0, deadline - time.monotonic())
-                )
-            for position, present in zip(others, self._contains(client, keys, deadline), strict=True):
-                results[position] = SetResult.EXISTS if present else SetResult.REJECTED
-
-    def _confirm(
-        self, client: Any, batch: PageBatch, positions: Sequence[int], deadline: float, results: list[SetResult]
-    ) -> None:
-        """Reject what the library calls written and nobody can read, also not a moment later.
-
-        A look takes a lease, which keeps a page from eviction, so the first page stands for all: a process that died
-        while it wrote the same pages left this one unfinished, and what it had finished before is not written again.
-        """
-        written = [position for position in positions if results[position].durable]
-        if not written or self._contains(client, [batch.keys[written[0]]], deadline)[0]:
-            return
-        end = min(deadline, time.monotonic() + _WRITTEN_ELSEWHERE)
-        while written and time.monotonic() < end:
-            time.sleep(_LOOK_AGAIN)
-            present = self._contains(client, [batch.keys[position] for position in written], deadline)
-            written = [position for position, there in zip(written, present, strict=True) if not there]
-        for position in written:
-            results[position] = SetResult.REJECTED
-            self.metrics.add("rejected", "unconfirmed")
-
-    def _set_portion(
-        self,
-        client: Any,
-        batch: PageBatch,
-        portion: Portion,
-        scratch: Scratch,
-        deadline: float,
-        results: list[SetResult],
-    ) -> bool:
-        """Write the pages of one portion; whether it makes sense to go on."""
-        waiting = list(range(len(portion.positions)))
-        self._for_each_page(portion, waiting, lambda number: self._prepare(batch, portion, number))
-        for attempt in range(1, _FULL_ATTEMPTS + 1):
-            keys = [batch.keys[portion.positions[number]] for number in waiting]
-            put = functools.partial(
-                client.batch_put_from_multi_buffers,
-                [self._object_name(key) for key in keys],
-                [portion.addresses[number] for number in waiting],
-                [portion.sizes[number] for number in waiting],
-                self._attachment.engine.replicate_config([key[envelope.IDENTITY_LENGTH :].hex() for key in keys]),
-            )
-            started = time.monotonic()
-            codes = self._transferred(scratch, put, deadline)
-            seconds = time.monotonic() - started
-            if codes is None:
-                self.metrics.add("error", "timeout", len(waiting))
-                for number in waiting:
-                    results[portion.positions[number]] = SetResult.TIMEOUT
-                return False
-            for number, code in zip(waiting, codes, strict=True):
-                results[portion.positions[number]] = _SET_RESULTS.get(code, SetResult.ERROR)
-                self._attachment.report(code)
-            waiting = [number for number, code in zip(waiting, codes, strict=True) if code == engine.NO_SPACE]
-            for code, count in Counter(codes).items():
-                if code not in (engine.OK, engine.EXISTS, engine.NO_SPACE):
-                    self.metrics.add("error", engine.reason_of(code), count)
-            if not self._worth_going_on(codes, seconds):
-                return False
-            if not waiting:
-                return True
-            if attempt < _FULL_ATTEMPTS:
-                time.sleep(_FULL_PAUSE)
-        self.metrics.add("rejected", "full", len(waiting))
-        self._no_writes_until = time.monotonic() + _NO_SPACE_PAUSE
-        return False
-
-    def _prepare(self, batch: PageBatch, portion: Portion, number: int) -> None:
-        """Copy a page into scratch memory, behind its header."""
-        position, page_object = portion.positions[number], portion.objects[number]
-        payload = page_object[HEADER_LENGTH:]
-        gather(batch.buffers[position], payload)
-        # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
-        header = envelope.encode_header(batch.keys[position], [payload], checksum=self._checksum)
-        page_object[:HEADER_LENGTH] = header
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -451,7 +328,7 @@ class MooncakeStore(TierStore):
         self._bad_pages.clear(keys)
         names = [self._object_name(key) for key in keys]
         deadline = self._deadline()
-        with self._attachment.client(resting_too=True) as client:
+        with self._attachment.client() as client:
             if client is None:
                 self.metrics.add("rejected", "away", len(keys))
                 return 0
@@ -475,7 +352,7 @@ class MooncakeStore(TierStore):
         if cleared.digests is None:
             wanted.append(None)
         try:
-            with self._attachment.client(resting_too=True) as client:
+            with self._attachment.client() as client:
                 if client is None:
                     raise ClearLaterError("the pool is away")
                 for digest in wanted:
@@ -494,7 +371,7 @@ class MooncakeStore(TierStore):
             self._attachment.report(count)
             if count in engine.MASTER_LOST:
                 raise ClearLaterError(reason)
-            logger.warning("tier %s: clear: %s", self.name, reason)
+            self._attachment.log.log(logging.WARNING, "clear", "hicache_ext: tier %s: clear: %s", self.name, reason)
 
     def wait_until_cleared(self, timeout: float) -> bool:
         """Wait for the removal of what was cleared; for tools and tests."""
@@ -506,11 +383,12 @@ class MooncakeStore(TierStore):
 
     def _close(self) -> None:
         self._bad_pages.close()
+        self._holders.stop()
         # One call of the master: what cannot be removed now stays.
         # A removal cannot be ended. It is a call of the attachment, which waits for it as long as for any other.
         self._clearing.close(0, request=0)
         self._attachment.close()
-        self._copying.close()
+        self._mover.close()
 
     def _deadline(self) -> float:
         return call_deadline(self._attachment.engine.tier.longest_call)
@@ -519,16 +397,12 @@ class MooncakeStore(TierStore):
         return f"{self._tier.prefix}/{key[: envelope.IDENTITY_LENGTH].hex()}/{key[envelope.IDENTITY_LENGTH :].hex()}"
 
 
-def _without_repeats(keys: Sequence[bytes], positions: Sequence[int]) -> Iterator[list[int]]:
-    """``positions`` in rounds in which no key comes twice.
+def _without_repeats(keys: Sequence[bytes], positions: Sequence[int]) -> list[int]:
+    """The first of ``positions`` for each key.
 
     For a key that comes twice in one call the library fills the last one's buffers, and answers success for both.
     """
-    waiting = list(positions)
-    while waiting:
-        first_of: dict[bytes, int] = {}
-        for position in waiting:
-            first_of.setdefault(keys[position], position)
-        chosen = set(first_of.values())
-        yield sorted(chosen)
-        waiting = [position for position in waiting if position not in chosen]
+    first_of: dict[bytes, int] = {}
+    for position in positions:
+        first_of.setdefault(keys[position], position)
+    return list(first_of.values())

@@ -32,6 +32,6 @@ class MooncakeTier(TierType):
 
         return {
             "suspect": SUSPECTS,
-            "rejected": ("away", "full", "suspect", "unconfirmed"),
+            "rejected": ("away", "full", "holder", "suspect", "unconfirmed"),
             "error": ("timeout", "full", "transfer", "master_unreachable", "master_timeout", "lease_expired", "leased"),
         }

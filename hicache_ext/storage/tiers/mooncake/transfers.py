@@ -15,25 +15,29 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.page import envelope
-from hicache_ext.storage.tiers.mooncake.attachment import address_of
+from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
-FIRST_PIECES = 4
-PIECES = 64
-"""Pieces in one call of the library (or one page). The library waits for a frozen holder piece by piece, and that
-decides how long the tier is out of service. So the first call is small where nothing was heard of the holders
-lately."""
+PIECES = 128
+"""Pieces in one call of the library (or one page). For a frozen holder it waits piece by piece, with the memory of the
+call."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 """Scratch memory of one call; more for a larger page."""
 PIECE_BYTES = 352 * 1024
 """Largest piece of an object. Over TCP each piece is a transfer, four at once. Each costs a round trip; with larger
 ones the sockets' buffers outgrow the CPU's caches."""
 _ALIGNMENT = 4096
+COPY_THREADS = 2
+"""That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
+_ALONE_BYTES = 256 * 1024
+"""Pages smaller than that are copied by one thread: two would take the GIL from each other for each of them."""
 
 
 @dataclass(slots=True)
@@ -47,19 +51,19 @@ class Portion:
     sizes: list[list[int]] = field(default_factory=list)
 
 
-def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryview, first: int) -> Iterator[Portion]:
-    """``positions`` in order, ``first`` pieces in the first portion; ``payloads`` are the bytes of all pages.
+def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryview, most: int) -> Iterator[Portion]:
+    """``positions`` in order, at most ``most`` pieces (or one page) in a portion; ``payloads``: the bytes of all pages.
 
     Each portion uses ``scratch`` anew: finish it before asking for the next. The largest page must fit.
     """
     base = address_of(scratch)
-    portion, used, pieces_left = Portion(), 0, first
+    portion, used, pieces_left = Portion(), 0, most
     for position in positions:
         need = HEADER_LENGTH + payloads[position]
         sizes = _pieces(need)
         if portion.positions and (used + need > scratch.nbytes or len(sizes) > pieces_left):
             yield portion
-            portion, used, pieces_left = Portion(), 0, PIECES
+            portion, used, pieces_left = Portion(), 0, most
         pieces_left -= len(sizes)
         portion.positions.append(position)
         portion.objects.append(scratch[used : used + need])
@@ -90,8 +94,8 @@ class Scratch:
 class ScratchPool:
     """Scratch memory lent to calls: one region for each call at once. Any thread."""
 
-    def __init__(self, register: Callable[[Sequence[memoryview]], None]) -> None:
-        self._register = register
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
         self._lock = threading.Lock()
         self._free: list[memoryview] = []
 
@@ -121,8 +125,48 @@ class ScratchPool:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         region = memoryview(mapped)
         try:
-            self._register([region])
+            self._attachment.register([region])
         except StoreSetupError as error:
             # Its transfers will fail with a code, which is a result; this would not be one.
-            logger.warning("hicache_ext: %s", error)
+            self._attachment.log.log(logging.WARNING, "memory", "hicache_ext: %s", error)
         return region
+
+
+class Mover:
+    """Moves pages: between host and scratch memory on threads of its own, between scratch memory and the pool by calls
+    of the library. Any thread."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        """Raises RuntimeError when the machine has no threads left."""
+        self.scratch = ScratchPool(attachment)
+        self._attachment = attachment
+        self._copying = ThreadPool(f"hicache-{attachment.name}-copy", COPY_THREADS)
+
+    def transferred(
+        self,
+        scratch: Scratch,
+        call: Callable[[], list[int]],
+        deadline: float,
+        *,
+        explain: Callable[[], bool],
+        learn: Callable[[list[int]], object] = lambda codes: None,
+        at_last: Callable[[], None] = lambda: None,
+    ) -> list[int] | None:
+        """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
+
+        def end() -> None:
+            self.scratch.give_back(scratch)
+            at_last()
+
+        codes = self._attachment.call_bounded(call, deadline, end, explain=explain, learn=learn)
+        scratch.left_behind = codes is None
+        return codes
+
+    def for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], T]) -> list[T]:
+        """``work`` for pages of the portion, which copies them."""
+        if sum([len(page_object) for page_object in portion.objects]) < _ALONE_BYTES * len(portion.objects):
+            return [work(number) for number in numbers]
+        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
+
+    def close(self) -> None:
+        self._copying.close()
