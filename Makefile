@@ -11,6 +11,8 @@ COVERAGE := --cov --cov-report=term:skip-covered
 MODEL ?=
 DEMO_ARGUMENTS ?=
 RELEASE ?=
+# Of make trouble.
+ENGINES ?= redis mooncake object
 # The tests start hundreds of processes that import the same modules: each would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -30,7 +32,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make kills      the long campaigns: processes killed at random moments, also in containers and stopped; 40 minutes"
 	@echo "make guards-campaign  thousands of schedules of faults over guarded tiers; writes docs/reports/guards.md"
-	@echo "make trouble    a pool killed, frozen, slow and lying under two real servers, 8 minutes; writes docs/reports/pool-trouble.*"
+	@echo "make trouble    pools killed, frozen, full, slow and cut off under two real servers, 8 minutes each (ENGINES=redis); writes docs/reports/"
 	@echo "make conversations  50 at once on a real pair, cut off and retracted: no memory and no page is lost, 5 minutes"
 	@echo "make soak       the file tier under load with a failing disk, 20 minutes, then in containers and stopped, 20 more"
 	@echo "make damages    files of a tier damaged at random 1,000 times, 15 minutes; writes docs/reports/damages.md"
@@ -97,7 +99,9 @@ conversations: setup-test
 	HICACHE_EXT_CONVERSATIONS=50 $(PYTEST) tests/e2e/test_pd_pair.py -k many_conversations
 
 trouble: setup-test
-	.venv/bin/python -m tests.campaigns.pool_trouble --report docs/reports/pool-trouble.md
+	@for engine in $(ENGINES); do \
+	  .venv/bin/python -m tests.campaigns.pool_trouble --engine $$engine --report docs/reports/pool-trouble-$$engine.md || exit 1; \
+	done
 
 soak: setup-test
 	.venv/bin/python -m tests.campaigns.soak --seconds 1200 --seed 1 --report docs/reports/soak.md

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -77,6 +78,31 @@ def test_large_replies_are_damaged_and_small_ones_are_not(proxy):
         assert len(damaged) == len(LARGE)
         assert sum(was != is_now for was, is_now in zip(LARGE, damaged, strict=True)) >= len(LARGE) // 2048
         proxy.trouble = Trouble.NONE
+        assert echoed(connection, LARGE) == LARGE
+
+
+def test_a_narrow_link_is_shared_by_all_connections_and_everything_arrives_whole(proxy):
+    proxy.rate, proxy.late = 100_000, 0.1
+    proxy.trouble = Trouble.NARROW
+    with connected(proxy) as one, connected(proxy) as other, ThreadPoolExecutor(2) as threads:
+        started = time.monotonic()
+        assert list(threads.map(echoed, (one, other), (LARGE, LARGE))) == [LARGE, LARGE]
+        assert time.monotonic() - started >= 2 * len(LARGE) / proxy.rate
+        proxy.trouble = Trouble.NONE
+        assert echoed(one, LARGE) == LARGE
+
+
+def test_a_bad_link_changes_bytes_of_any_reply_and_ends_connections(proxy):
+    proxy.flipped, proxy.cut = 1.0, 0.0
+    proxy.trouble = Trouble.BAD
+    with connected(proxy) as connection:
+        damaged = echoed(connection, SMALL)
+        assert len(damaged) == len(SMALL) and damaged != SMALL
+        proxy.cut = 1.0
+        with pytest.raises(ConnectionError):
+            echoed(connection, SMALL)
+    proxy.trouble = Trouble.NONE
+    with connected(proxy) as connection:
         assert echoed(connection, LARGE) == LARGE
 
 

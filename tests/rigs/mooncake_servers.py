@@ -154,6 +154,8 @@ class MooncakeServers:
         client_ttl: seconds without a heartbeat after which the master forgets a client and its segment.
         eviction_high_watermark: share of the memory above which the master evicts.
         master_arguments: further arguments of mooncake_master.
+        host: the address of all of them.
+        command_prefix: in front of their commands, for a network namespace of their own.
 
     One thread at a time.
     """
@@ -168,15 +170,19 @@ class MooncakeServers:
         client_ttl: int = 5,
         eviction_high_watermark: float = 0.9,
         master_arguments: Sequence[str] = (),
+        host: str = _HOST,
+        command_prefix: Sequence[str] = (),
     ) -> None:
         self.directory = Path(directory)
         self.segment_bytes = segment_bytes
         self.master_port = free_port()
         self.metrics_port = free_port()
         self._holder_count = holders
+        self._host = host
+        self._command_prefix = list(command_prefix)
         self._arguments = [
-            *(f"--rpc_address={_HOST}", f"--rpc_port={self.master_port}"),
-            *(f"--metrics_host={_HOST}", f"--metrics_port={self.metrics_port}"),
+            *(f"--rpc_address={host}", f"--rpc_port={self.master_port}"),
+            *(f"--metrics_host={host}", f"--metrics_port={self.metrics_port}"),
             *(f"--default_kv_lease_ttl={lease_ms}", f"--client_ttl={client_ttl}"),
             f"--eviction_high_watermark_ratio={eviction_high_watermark}",
             *master_arguments,
@@ -189,12 +195,12 @@ class MooncakeServers:
     @property
     def master(self) -> str:
         """The master's address, host:port."""
-        return f"{_HOST}:{self.master_port}"
+        return f"{self._host}:{self.master_port}"
 
     @property
     def metrics(self) -> str:
         """The address of the master's metrics, host:port."""
-        return f"{_HOST}:{self.metrics_port}"
+        return f"{self._host}:{self.metrics_port}"
 
     def __enter__(self) -> MooncakeServers:
         try:
@@ -217,7 +223,7 @@ class MooncakeServers:
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "master.log").open("ab") as log:
             self._master = subprocess.Popen(
-                [program, *self._arguments],
+                [*self._command_prefix, program, *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -227,7 +233,7 @@ class MooncakeServers:
         deadline = time.monotonic() + _START_TIMEOUT
         while True:
             try:
-                socket.create_connection((_HOST, self.master_port), timeout=1).close()
+                socket.create_connection((self._host, self.master_port), timeout=1).close()
                 return
             except OSError as error:
                 if self._master.poll() is not None or time.monotonic() > deadline:
@@ -237,7 +243,7 @@ class MooncakeServers:
     def start_holder(self) -> None:
         """Start one more holder and wait until its segment is mounted."""
         holder = subprocess.Popen(
-            [sys.executable, "-c", _HOLDER, self.master, str(self.segment_bytes), _HOST],
+            [*self._command_prefix, sys.executable, "-c", _HOLDER, self.master, str(self.segment_bytes), self._host],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

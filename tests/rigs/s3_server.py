@@ -50,13 +50,24 @@ def _program() -> str | None:
 # answered, and there are no directories. s3rver writes objects and their facts in place, answers before they are there,
 # removes empty directories, and ends with an unhandled error when a write was about to use one.
 _AS_S3 = """
-const fs = require("fs"), Module = require("module"), { Writable } = require("stream");
+const fs = require("fs"), http = require("http"), Module = require("module"), { Writable } = require("stream");
 let number = 0;
 function replace(path, data) {
   const part = `${path}.part${number++}`;
   fs.writeFileSync(part, data);
   fs.renameSync(part, path);
 }
+const answer = http.Server.prototype.emit;
+http.Server.prototype.emit = function (event, request, response) {
+  if (event !== "request" || request.method !== "PUT" || !fs.existsSync(__dirname + "/full")) {
+    return answer.apply(this, arguments);
+  }
+  request.resume().on("end", () => {
+    response.writeHead(507, { "Content-Type": "application/xml" });
+    response.end("<Error><Code>XMinioStorageFull</Code><Message>Storage backend is full.</Message></Error>");
+  });
+  return true;
+};
 const load = Module._load;
 Module._load = function (name) {
   const loaded = load.apply(this, arguments);
@@ -150,6 +161,13 @@ class S3Server:
         """SIGSTOP: connections are accepted by the kernel, and nothing is answered."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+
+    def fill(self) -> None:
+        """Every PUT is answered as MinIO does when its drives are full, until ``empty``; all else goes on."""
+        self._log.with_name("full").touch()
+
+    def empty(self) -> None:
+        self._log.with_name("full").unlink()
 
     def thaw(self) -> None:
         assert self._process is not None

@@ -25,6 +25,7 @@ from hicache_ext.testing.server import free_port
 
 _HOST = "127.0.0.1"
 _CHUNK = 1 << 20
+_NARROW_CHUNK = 1 << 14
 _SMALL_REPLY = 512
 """Replies up to this many bytes stay whole in FLIPPED: numbers and states arrive, pages are damaged."""
 _FLIP_EVERY = 2048
@@ -41,6 +42,11 @@ class Trouble(enum.Enum):
     the share ``flipped`` is."""
     NONSENSE = "nonsense"
     """Every reply is replaced by as many random bytes."""
+    NARROW = "narrow"
+    """All connections together get ``rate`` bytes a second each way, and every call is ``late`` seconds later."""
+    BAD = "bad"
+    """Of what is received at once, of any size, the share ``flipped`` has a byte changed; with the share ``cut`` the
+    connection ends."""
     REFUSING = "refusing"
     """Connections are ended, and nothing listens: what a client sees of a server that is not there."""
 
@@ -48,10 +54,23 @@ class Trouble(enum.Enum):
 class TroubleProxy:
     """Forwards connections to a port of this machine. Two threads a connection; any thread may set ``trouble``."""
 
-    def __init__(self, upstream_port: int, *, delay: float = 2.0, flipped: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        upstream_port: int,
+        *,
+        delay: float = 2.0,
+        flipped: float = 1.0,
+        cut: float = 0.1,
+        rate: float = 1e6,
+        late: float = 0.1,
+        seed: int = 0,
+    ) -> None:
         self.port = free_port()
         self.delay = delay
         self.flipped = flipped
+        self.cut = cut
+        self.rate = rate
+        self.late = late
         self._upstream_port = upstream_port
         self._random = random.Random(seed)
         self._trouble = Trouble.NONE
@@ -59,6 +78,8 @@ class TroubleProxy:
         self._listener: socket.socket | None = None
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
+        self._free_at = {"requests": 0.0, "replies": 0.0}
+        """When what is on its way in that direction has passed a narrow link."""
 
     @property
     def trouble(self) -> Trouble:
@@ -125,31 +146,57 @@ class TroubleProxy:
 
     def _carry_requests(self, client: socket.socket, server: socket.socket, answered: threading.Event) -> None:
         with suppress(OSError):
-            while chunk := client.recv(_CHUNK):
+            while chunk := client.recv(self._most_at_once()):
                 # What comes before the answer to what was sent last belongs to the same call.
-                if self._trouble is Trouble.SLOW and answered.is_set():
-                    time.sleep(self.delay)
+                if answered.is_set():
+                    time.sleep({Trouble.SLOW: self.delay, Trouble.NARROW: self.late}.get(self._trouble, 0))
                 answered.clear()
+                self._pass_narrow(len(chunk), "requests")
+                if self._is_cut():
+                    break
                 server.sendall(chunk)
         self._forget(client, server)
 
     def _carry_replies(self, server: socket.socket, client: socket.socket, answered: threading.Event) -> None:
         with suppress(OSError):
-            while chunk := server.recv(_CHUNK):
+            while chunk := server.recv(self._most_at_once()):
                 answered.set()
+                self._pass_narrow(len(chunk), "replies")
+                if self._is_cut():
+                    break
                 client.sendall(self._spoiled(chunk))
         self._forget(client, server)
+
+    def _most_at_once(self) -> int:
+        return _NARROW_CHUNK if self._trouble is Trouble.NARROW else _CHUNK
+
+    def _pass_narrow(self, size: int, direction: str) -> None:
+        if self._trouble is not Trouble.NARROW:
+            return
+        with self._lock:
+            self._free_at[direction] = max(self._free_at[direction], time.monotonic()) + size / self.rate
+            wait = self._free_at[direction] - time.monotonic()
+        until = time.monotonic() + wait
+        while self._trouble is Trouble.NARROW and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.05))
+
+    def _is_cut(self) -> bool:
+        return self._trouble is Trouble.BAD and self._random.random() < self.cut
 
     def _spoiled(self, chunk: bytes) -> bytes:
         if self._trouble is Trouble.NONSENSE:
             return self._random.randbytes(len(chunk))
+        if self._trouble is Trouble.BAD and self._random.random() < self.flipped:
+            return self._flipped(chunk, len(chunk))
         flips = self._trouble is Trouble.FLIPPED and len(chunk) > _SMALL_REPLY
-        if flips and self._random.random() < self.flipped:
-            spoiled = bytearray(chunk)
-            for begin in range(0, len(spoiled), _FLIP_EVERY):
-                spoiled[self._random.randrange(begin, min(begin + _FLIP_EVERY, len(spoiled)))] ^= 0x55
-            return bytes(spoiled)
-        return chunk
+        return self._flipped(chunk, _FLIP_EVERY) if flips and self._random.random() < self.flipped else chunk
+
+    def _flipped(self, chunk: bytes, every: int) -> bytes:
+        """One byte in each ``every`` is another one."""
+        spoiled = bytearray(chunk)
+        for begin in range(0, len(spoiled), every):
+            spoiled[self._random.randrange(begin, min(begin + every, len(spoiled)))] ^= 0x55
+        return bytes(spoiled)
 
     def _forget(self, *connections: socket.socket) -> None:
         with self._lock:
