@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -338,6 +339,38 @@ def test_an_answer_to_a_look_up_with_a_reply_too_many_is_absence(monkeypatch) ->
             assert store.contains(page_keys(4)) == [False] * 4
         finally:
             store.close()
+
+
+# -- a server that comes and goes---------------------------------------------------------------------------------------
+
+
+def test_a_server_that_comes_and_goes_leaves_no_descriptor_no_thread_and_few_lines(
+    tmp_path, open_store, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    server = RedisServer(tmp_path / "redis")
+    server.start()
+    store = open_store(server)
+    keys = page_keys(32)
+    wait_for_hits(store, keys)
+    caplog.clear()
+    descriptors, threads = [], threading.active_count()
+    for _ in range(8):
+        server.kill()
+        for _ in range(20):
+            results = store_pages(store, keys)
+            assert set(results) <= {SetResult.ERROR, SetResult.EXISTS, SetResult.STORED}
+            assert GetResult.CORRUPT not in read_pages(store, keys)[0]
+        server.start()
+        wait_for_hits(store, keys)
+        # Threads that probed end a moment later.
+        until(lambda: threading.active_count() <= threads)
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    server.stop()
+    # The first rounds open what later ones use.
+    assert max(descriptors[4:]) <= max(descriptors[:4])
+    # Of 8 outages and returns, each kind of line at most once in 10 s.
+    assert len(lines_of(caplog)) <= 8
 
 
 # -- the compiled talk -------------------------------------------------------------------------------------------------
