@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError
 from hicache_ext.runtime.call_gate import CallGate
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo, counted
@@ -44,6 +45,7 @@ class TierStore(abc.ABC):
         self.name = name
         self.metrics = metrics or TierMetrics(name)
         self._calls = CallGate(name)
+        self._log = LimitedLog(logger)
 
     # -- what a tier writes ----------------------------------------------------------------------------------------
 
@@ -188,7 +190,9 @@ class TierStore(abc.ABC):
         self.count_error(error, pages)
         # The place of an error that no medium makes is worth its lines; who writes a tier asks for that of others, too.
         in_short = isinstance(error, OSError) and not logger.isEnabledFor(logging.DEBUG)
-        logger.warning("tier %s: %s: %r", self.name, call, error, exc_info=None if in_short else error)
+        # A medium that fails fails a thousand times a second.
+        kind, told = f"{call}: {type(error).__name__}", None if in_short else error
+        self._log.log(logging.WARNING, kind, "tier %s: %s: %r", self.name, call, error, exc_info=told)
 
 
 def one_for_each(answers: list[_Answer], pages: int) -> list[_Answer]:

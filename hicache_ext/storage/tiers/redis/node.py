@@ -40,8 +40,9 @@ class WritePause:
     Longer and longer, until one is taken. Threads: any.
     """
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, log: LimitedLog) -> None:
         self._server = server
+        self._log = log
         self._lock = threading.Lock()
         self._until = 0.0
         self._refused = 0
@@ -69,7 +70,8 @@ class WritePause:
             self._until = time.monotonic() + _WRITE_ATTEMPTS[reason].pause(self._refused)
         if first:
             words = {"readonly": "is a replica and takes no writes", "memory": "is out of memory"}
-            logger.warning("redis node %s %s; writes to it pause, and it is read", self._server, words[reason])
+            sentence = "redis node %s %s; writes to it pause, and it is read"
+            self._log.log(logging.WARNING, reason, sentence, self._server, words[reason])
 
     def end(self) -> None:
         """A write was taken."""
@@ -78,7 +80,7 @@ class WritePause:
         with self._lock:
             ended, self._refused = self._refused, 0
         if ended:
-            logger.info("redis node %s takes writes again", self._server)
+            self._log.log(logging.INFO, "writes", "redis node %s takes writes again", self._server)
 
 
 class Lane:
@@ -198,13 +200,13 @@ class Node:
         self.pages = Lane(tier.connections)
         self.requests = Lane(2)
         self.examinations = Lane(1, keeps=False)
-        self.writes = WritePause(str(endpoint))
+        self._log = LimitedLog(logger)
+        self.writes = WritePause(str(endpoint), self._log)
         self._idle = _IdleConnections()
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
         self._no_more_until = 0.0
         """time.monotonic() until when the server is taken to have as many connections as it takes."""
-        self._log = LimitedLog(logger)
         self._tried = threading.Event()
         self._problem: BaseException | None = None
         self._breaker = Breaker(
