@@ -104,6 +104,11 @@ def test_the_summary_and_the_repr_hold_no_secret(monkeypatch):
             f"{P}.url[1]: 'redis://a' is there twice; allowed: distinct addresses",
         ),
         (
+            {"url": "valkeys://pool"},
+            f"{P}.url: 'valkeys://pool': Valkey speaks Redis' protocol, and is written redis:// or rediss://; "
+            f"allowed: {URL}",
+        ),
+        (
             {"url": "redis+sentinel://one:26379"},
             f"{P}.url: 'redis+sentinel://one:26379' does not end with the name of a service (mymaster); allowed: {URL}",
         ),

@@ -99,6 +99,8 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
         port = parts.port
     except ValueError:
         raise wrong(f"{quoted(written)} is not an address") from None
+    if parts.scheme.startswith("valkey"):
+        raise wrong(f"{quoted(written)}: Valkey speaks Redis' protocol, and is written redis:// or rediss://")
     sentinel = parts.scheme.endswith(SENTINEL)
     if parts.scheme.removesuffix(SENTINEL) not in ("redis", "rediss") and parts.scheme != "unix":
         raise wrong(f"{quoted(written)} is not an address of redis")
