@@ -21,14 +21,16 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.rigs.mooncake_servers import MooncakeServers
-from tests.storage.mooncake.conftest import PATIENCE, tier_for
+from tests.storage.mooncake.conftest import PATIENCE, TIMEOUT, tier_for
 
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 PAGE = [MIB, MIB]
-LONGEST_CALL = 30.0
-"""Against hangs only; docs/mooncake.md has what was measured."""
+LONGEST_CALL = TIMEOUT + 0.25
+"""A call may miss its deadline by a quarter of a second. docs/mooncake.md has what was measured."""
+LONGEST_START = 30.0
+"""Against hangs only."""
 
 
 @pytest.fixture
@@ -45,12 +47,12 @@ def store(cluster) -> Iterator[MooncakeStore]:
     store.close()
 
 
-def timed(what: str, call: Callable[[], object]) -> tuple[object, float]:
+def timed(what: str, call: Callable[[], object], longest: float = LONGEST_CALL) -> tuple[object, float]:
     started = time.monotonic()
     answer = call()
     seconds = time.monotonic() - started
     print(f"{what}: {seconds:.2f} s")
-    assert seconds < LONGEST_CALL
+    assert seconds < longest
     return answer, seconds
 
 
@@ -181,7 +183,7 @@ def test_a_full_pool_rejects_or_evicts_and_what_it_says_it_has_is_right(network,
         counts = dict.fromkeys(SetResult, 0)
         for round_number in range(16):
             keys = page_keys(8, f"round {round_number}")
-            answers, _ = timed("set of 16 MiB", lambda keys=keys: store_pages(store, keys, PAGE))
+            answers, _ = timed("set of 16 MiB", lambda keys=keys: store_pages(store, keys, PAGE), LONGEST_START)
             for answer in answers:
                 counts[answer] += 1
             results, payloads = read_pages(store, keys, PAGE)
@@ -201,13 +203,13 @@ def test_a_required_tier_without_a_master_does_not_start_and_says_why(cluster):
     tier = tier_for(cluster)
     cluster.kill_master()
     with pytest.raises(StoreSetupError, match=f"no Mooncake master answers at {cluster.master}"):
-        timed("open without a master", lambda: open_tier("pool", tier))
+        timed("open without a master", lambda: open_tier("pool", tier), LONGEST_START)
 
 
 def test_a_tier_that_is_not_required_attaches_when_the_master_comes(cluster):
     tier = tier_for(cluster, required=False)
     cluster.kill_master()
-    opened, _ = timed("open without a master", lambda: open_tier("pool", tier))
+    opened, _ = timed("open without a master", lambda: open_tier("pool", tier), LONGEST_START)
     assert isinstance(opened, MooncakeStore)
     try:
         assert store_pages(opened, page_keys(1)) == [SetResult.REJECTED]
@@ -221,7 +223,7 @@ def test_a_frozen_master_does_not_hold_the_start(cluster):
     tier = tier_for(cluster)
     cluster.freeze_master()
     with pytest.raises(StoreSetupError, match="setup with the master"):
-        timed("open with a frozen master", lambda: open_tier("pool", tier))
+        timed("open with a frozen master", lambda: open_tier("pool", tier), LONGEST_START)
     cluster.thaw_master()
 
 
@@ -230,7 +232,7 @@ def test_a_store_that_is_away_can_be_closed(cluster, store):
     for _ in range(3):
         store.contains(page_keys(1))
     assert not store.attached
-    timed("close without a master", store.close)
+    timed("close without a master", store.close, LONGEST_START)
     with pytest.raises(StoreClosedError):
         store.contains(page_keys(1))
 

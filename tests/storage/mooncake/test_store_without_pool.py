@@ -539,6 +539,38 @@ def test_while_a_holder_does_not_answer_its_pages_are_misses_and_those_of_others
     wait_until(lambda: read_pages(store, first + second)[0] == [GetResult.HIT] * 6)
 
 
+def test_a_holder_that_stays_away_is_a_line_in_the_log_and_leaves_no_thread_when_it_is_back(engine, store, caplog):
+    first, second = on_two_holders(engine, store)
+    engine.client.out = {"second"}
+    read = engine.client.batch_get_into_multi_buffers
+
+    def fail(names, addresses, sizes):
+        lost = [engine.client.holder_of.get(name, "first") in engine.client.out for name in names]
+        return [-800 if out else code for out, code in zip(lost, read(names, addresses, sizes), strict=True)]
+
+    engine.client.batch_get_into_multi_buffers = fail
+    ends = time.monotonic() + 1.5
+    while time.monotonic() < ends:
+        assert read_pages(store, first + second)[0][:3] == [GetResult.HIT] * 3
+    assert engine.client.calls.count("probe") >= 2
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["hicache_ext: tier pool: holder second does not answer; its pages are misses until it does"]
+    engine.client.out.clear()
+    wait_until(lambda: not any("holder" in thread.name for thread in threading.enumerate()))
+    assert read_pages(store, first + second)[0] == [GetResult.HIT] * 6
+
+
+def test_a_pool_in_trouble_logs_each_kind_of_it_once(engine, store, caplog):
+    keys = page_keys(2)
+    store_pages(store, keys)
+    engine.client.batch_is_exist = lambda names: threading.Event().wait(0.05) or [0] * len(names)
+    for _ in range(20):
+        with ending_within(0.01):
+            store.contains(keys)
+        wait_until(lambda: store.attached)
+    assert len(caplog.records) == 1
+
+
 def test_while_all_holders_answer_nobody_asks_where_pages_lie(engine, store):
     first, second = on_two_holders(engine, store)
     assert read_pages(store, first + second)[0] == [GetResult.HIT] * 6

@@ -250,11 +250,15 @@ class MooncakeStore(TierStore):
     def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Which of the pages can be read."""
         present = self._exist(client, keys, deadline)
+        lost = self._lost(client, keys, present, deadline)
+        return [there and key not in lost for key, there in zip(keys, present, strict=True)]
+
+    def _lost(self, client: Any, keys: Sequence[bytes], present: Sequence[bool], deadline: float) -> set[bytes]:
+        """Those of the present pages whose holders are out."""
         if self._holders.all_answer:
-            return present
-        names = [self._object_name(key) for key in keys]
-        lost = self._holders.lost(client, [name for name, there in zip(names, present, strict=True) if there], deadline)
-        return [there and name not in lost for name, there in zip(names, present, strict=True)]
+            return set()
+        names = {self._object_name(key): key for key, there in zip(keys, present, strict=True) if there}
+        return {names[name] for name in self._holders.lost(client, list(names), deadline)}
 
     def _exist(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Which of the pages the master has."""
@@ -289,8 +293,7 @@ class MooncakeStore(TierStore):
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
         # A put of a page that is there answers as if it had stored it, after the payload has travelled.
         present = self._exist(client, batch.keys, deadline)
-        there = [self._object_name(key) for key, known in zip(batch.keys, present, strict=True) if known]
-        lost = self._holders.lost(client, there, deadline)
+        lost = self._lost(client, batch.keys, present, deadline)
         positions: list[int] = []
         first_of: dict[bytes, int] = {}
         for position, key in enumerate(batch.keys):
@@ -299,7 +302,7 @@ class MooncakeStore(TierStore):
                 self.metrics.add("rejected", "suspect")
                 continue
             if present[position]:
-                if self._object_name(key) in lost:
+                if key in lost:
                     self.metrics.add("rejected", "holder")
                 else:
                     results[position] = SetResult.EXISTS

@@ -25,7 +25,7 @@ from hicache_ext.storage.tiers.mooncake.attachment import Attachment, address_of
 T = TypeVar("T")
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
-PIECES = 64
+PIECES = 128
 """Pieces in one call of the library (or one page). For a frozen holder it waits piece by piece, with the memory of the
 call."""
 SCRATCH_BYTES = 32 * 1024 * 1024

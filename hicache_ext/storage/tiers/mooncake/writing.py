@@ -49,8 +49,6 @@ _SET_RESULTS = {
     -901: SetResult.TIMEOUT,
 }
 
-_LATE_EVENTS = {SetResult.TIMEOUT: ("error", "timeout"), SetResult.REJECTED: ("rejected", "holder")}
-
 Exist = Callable[[Any, Sequence[bytes], float], list[bool]]
 """(client, keys, deadline): which of them the master has."""
 
@@ -166,7 +164,10 @@ class Writing:
             if isinstance(codes, SetResult):
                 for number in waiting:
                     results[portion.positions[number]] = codes
-                self._metrics.add(*_LATE_EVENTS[codes], len(waiting))
+                if codes is SetResult.TIMEOUT:
+                    self._metrics.add("error", "timeout", len(waiting))
+                else:
+                    self._metrics.add("rejected", "holder", len(waiting))
                 return False
             for number, code in zip(waiting, codes, strict=True):
                 results[portion.positions[number]] = _SET_RESULTS.get(code, SetResult.ERROR)
