@@ -14,15 +14,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import redis
 
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client, sentinel_client
+from hicache_ext.runtime.threads import Call, ThreadPool
+from hicache_ext.storage.tiers.redis.clients import TlsSettings, admin_client, sentinel_client, short_call
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 
@@ -40,6 +42,10 @@ _NAMES_INTERVAL = 30.0
 """Seconds between two look-ups of the nodes' names."""
 _AT_ONCE = 16
 """Nodes asked side by side."""
+_ROUND = 3
+"""Short calls that those who are asked side by side may take together: to connect, to log in, to answer."""
+_SAID_AGAIN = 60.0
+"""Seconds between two lines of the log about the same trouble."""
 _LONGEST_FAREWELL = 5.0
 
 _OUT_OF_ORDER = {"s_down", "o_down", "disconnected"}
@@ -75,6 +81,9 @@ class Topology:
         self._looked = threading.Event()
         self._interval = _REFRESH_INTERVAL if tier.service is None else _SENTINEL_INTERVAL
         self._names_at = time.monotonic() + _NAMES_INTERVAL
+        self._log = LimitedLog(logger, _SAID_AGAIN)
+        self._under_way: set[object] = set()
+        """Whoever is being asked."""
         self._threads = ThreadPool(f"hicache-{name}-nodes")
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
         if not self._keeper.wake():
@@ -196,9 +205,10 @@ class Topology:
             problem = self._learn()
         except StoreSetupError as error:
             problem = error
-        except Exception as error:  # the keeper must not end
+        except Exception as error:  # noqa: BLE001 - the keeper must not end
             problem = error
-            logger.exception("tier %s: learning the topology", self._name)
+            words = "tier %s: learning the topology ended in an error that nobody expected"
+            self._log.log(logging.ERROR, "learning", words, self._name, exc_info=error)
         if not self._looked.is_set():
             if self._tier.required and isinstance(problem, TimeoutError):
                 # One that is only slow gets the tier's whole timeout: a start depends on it.
@@ -221,7 +231,7 @@ class Topology:
         for portion in portions:
             if self._keeper.stopping or (best is not None and _covered(best) == SLOTS):
                 break
-            for endpoint, answer in zip(portion, self._side_by_side(self._slot_ranges_or_error, portion), strict=True):
+            for endpoint, answer in zip(portion, self._side_by_side(self._slot_ranges, portion), strict=True):
                 if isinstance(answer, StoreSetupError):
                     raise answer
                 if isinstance(answer, BaseException):
@@ -238,13 +248,7 @@ class Topology:
     def _learn_from_sentinels(self, service: str) -> BaseException | None:
         """The primary that most Sentinels name. Until it can be reached the one of before stays."""
 
-        def ask(endpoint: Endpoint) -> tuple[Endpoint, tuple[Endpoint, ...]] | BaseException:
-            try:
-                return primary_of(self._tier, endpoint, service)
-            except (redis.RedisError, OSError, ConfigError) as error:
-                return error
-
-        answers = self._side_by_side(ask, self._tier.endpoints)
+        answers = self._side_by_side(lambda sentinel: primary_of(self._tier, sentinel, service), self._tier.endpoints)
         named = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not named:
             problems = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -272,14 +276,38 @@ class Topology:
         for node in gone:
             node.close(0)
 
-    def _side_by_side(self, ask: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer]:
-        return self._threads.run(len(asked), lambda number: ask(asked[number]))
+    def _side_by_side(self, ask: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer | BaseException]:
+        """What each answers, or why it does not. One that takes long (a name server, a byte now and then) is left to
+        itself, and not asked again before that has ended."""
+        until = time.monotonic() + _ROUND * short_call(self._tier)
+        begun: list[Call[_Answer] | None] = []
+        for one in asked:
+            call = None
+            if one not in self._under_way:
+                self._under_way.add(one)
+                try:
+                    call = self._threads.start(partial(ask, one), partial(self._under_way.discard, one))
+                except RuntimeError:
+                    # Closed, or no thread to be had.
+                    self._under_way.discard(one)
+            begun.append(call)
+        answers: list[_Answer | BaseException] = []
+        for one, call in zip(asked, begun, strict=True):
+            if call is None or not call.ended_within(until - time.monotonic()):
+                answers.append(TimeoutError("no answer in time"))
+                continue
+            self._under_way.discard(one)
+            answers.append(call.result() if call.error is None else self._usable(one, call.error))
+        return answers
 
-    def _slot_ranges_or_error(self, endpoint: Endpoint) -> _Ranges | BaseException | None:
-        try:
-            return self._slot_ranges(endpoint)
-        except (redis.RedisError, OSError, ConfigError, StoreSetupError) as error:
+    def _usable(self, asked: object, error: BaseException) -> BaseException:
+        if isinstance(error, (redis.RedisError, OSError, ConfigError, StoreSetupError)):
             return error
+        # redis-py's handshake fails in many ways.
+        asked, error_type = asked.endpoint if isinstance(asked, Node) else asked, type(error).__name__
+        words = "tier %s: %s answers what no Redis does (%s)"
+        self._log.log(logging.WARNING, f"answer {asked}", words, self._name, asked, error_type)
+        return ConnectionError(f"an answer that no Redis gives ({error_type})")
 
     def _slot_ranges(self, endpoint: Endpoint) -> _Ranges | None:
         """None when the server is no cluster."""
