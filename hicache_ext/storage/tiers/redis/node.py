@@ -152,6 +152,12 @@ class _IdleConnections:
             if (connection := self.take(lanes[0], is_good)) is not None:
                 return connection
 
+    @property
+    def none_open(self) -> bool:
+        """Neither idle nor in use."""
+        with self._changed:
+            return not self._in_use and not any(self._of.values())
+
     def opened(self) -> None:
         with self._changed:
             self._in_use += 1
@@ -255,7 +261,8 @@ class Node:
 
     def _open(self, deadline: float) -> Connection:
         """One connection more, or an idle one of another lane where the server takes no more of them."""
-        if time.monotonic() >= self._no_more_until:
+        # Where none is open any more, those that ended have made room.
+        if time.monotonic() >= self._no_more_until or self._idle.none_open:
             try:
                 opened = self._opened(deadline)
             except MaxClientsError:

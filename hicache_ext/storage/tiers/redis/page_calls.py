@@ -368,6 +368,7 @@ def _replies(connection: Connection, calls: Sequence[PageCall], requests: Sequen
         connection.send([request])
         _pass_asking(connection, call)
         replies.append(connection.reader.reply())
+    connection.confirm()
     return replies
 
 

@@ -329,6 +329,7 @@ class RedisPageStore(TierStore):
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)
+        self._topology.rest_replicas()
         return sum(self._ask_integers(keys, self._deadline(), partial(ask_integers, word=b"UNLINK")))
 
     def _ask_integers(self, keys: Sequence[bytes], deadline: float, talk: Talk, *, looks: bool = False) -> list[int]:
@@ -347,7 +348,11 @@ class RedisPageStore(TierStore):
         return found
 
     def _sweep(self, cleared: Cleared) -> None:
-        sweep_nodes(cleared, self._topology.nodes, self._tier, self.metrics)
+        try:
+            sweep_nodes(cleared, self._topology.nodes, self._tier, self.metrics)
+        finally:
+            # Before anything is in sight again.
+            self._topology.rest_replicas()
 
     def _endpoint_of(self, key: bytes) -> Endpoint | None:
         """The server that has a page."""

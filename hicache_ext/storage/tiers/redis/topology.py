@@ -40,6 +40,8 @@ _REFRESH_PAUSE = 0.5
 """Fewest seconds between two reads, however many calls were redirected."""
 _NAMES_INTERVAL = 30.0
 """Seconds between two look-ups of the nodes' names."""
+_REPLICAS_REST = 60.0
+"""Seconds for which replicas are not read after a removal."""
 _AT_ONCE = 16
 """Nodes asked side by side."""
 _ROUND = 3
@@ -75,6 +77,7 @@ class Topology:
         self._single: Node | None = None
         self._replicas: dict[Endpoint, tuple[Node, ...]] = {}
         """Of each primary; empty without ``read_replicas``."""
+        self._replicas_from = 0.0
         self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
@@ -105,13 +108,17 @@ class Topology:
         """A node to read from in place of ``node``: with ``read_replicas`` it and its replicas take turns, and
         whatever else is read, a replica answers for a primary that is down."""
         replicas = self._replicas.get(node.endpoint, ()) if node is not None else ()
-        if node is None or not replicas:
+        if node is None or not replicas or time.monotonic() < self._replicas_from:
             return node
         up = [replica for replica in replicas if replica.up]
         if not node.up:
             return up[turn % len(up)] if up else node
         readers = [node, *up] if self._tier.read_replicas else [node]
         return readers[turn % len(readers)]
+
+    def rest_replicas(self) -> None:
+        """Pages were removed, and replicas may lag behind: they are not read for a while."""
+        self._replicas_from = time.monotonic() + _REPLICAS_REST
 
     @property
     def is_cluster(self) -> bool:

@@ -182,6 +182,19 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     return Names(monkeypatch)
 
 
+def test_connections_that_ended_are_replaced_also_after_one_was_refused(server, open_store) -> None:
+    """Seen: with none left and none asked for, the node was said to be down."""
+    store = open_store(server)
+    keys = page_keys(4)
+    store_pages(store, keys)
+    (one,) = store._topology.nodes
+    one._no_more_until = time.monotonic() + 30
+    server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    time.sleep(0.2)
+    assert_hits(store, keys)
+    assert one.up
+
+
 def test_all_addresses_of_a_name_are_tried(server, names: Names) -> None:
     """The first of most names is an IPv6 address, and many servers listen on IPv4 alone."""
     with socket.create_server((HOST, 0)) as closed:

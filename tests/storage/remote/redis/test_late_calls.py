@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache_ext.config import Secret
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.tiers.redis import page_calls
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
@@ -50,36 +51,57 @@ def pair(tmp_path: Path) -> Iterator[SentinelPair]:
         yield pair
 
 
-@pytest.mark.slow
-def test_a_replica_that_hangs_costs_one_deadline_and_no_primary(pair: SentinelPair, monkeypatch) -> None:
-    """Seen: every second read lasted until its deadline, for as long as the replica hung, and then the primary, which
-    had no time left to answer, was said to be down."""
-    from hicache_ext.config import Secret
-
+@pytest.fixture
+def reader(pair: SentinelPair, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisPageStore]:
+    """With 16 pages that the replica has, too."""
     monkeypatch.setenv("SENTINELS", pair.SENTINEL_PASSWORD)
     tier = RedisTierConfig(
         url=pair.url, prefix=PREFIX, sentinel_password=Secret("env", "SENTINELS"), read_replicas=True, timeout=30
     )
     store = RedisPageStore("pool", tier)
+    store_pages(store, page_keys(16))
+    assert pair.ask(pair.primary, "WAIT", "1", "10000").startswith(":1")
+    wait_until(lambda: any(node.up for nodes in store._topology._replicas.values() for node in nodes), "the replica")
+    yield store
+    store.close()
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_costs_one_deadline_and_no_primary(pair: SentinelPair, reader: RedisPageStore) -> None:
+    """Seen: every second read lasted until its deadline, for as long as the replica hung, and then the primary, which
+    had no time left to answer, was said to be down."""
+    keys = page_keys(16)
+    for _ in range(4):
+        assert_hits(reader, keys)
+    set_timeout(reader, 0.3)
+    (primary,) = reader._topology.nodes
+    pair.replica.freeze()
+    late = 0
     try:
-        keys = page_keys(16)
-        store_pages(store, keys)
-        replicas = lambda: [node for nodes in store._topology._replicas.values() for node in nodes]  # noqa: E731
-        wait_until(lambda: any(node.up for node in replicas()), "the replica")
-        for _ in range(4):
-            assert_hits(store, keys)
-        set_timeout(store, 0.3)
-        (primary,) = store._topology.nodes
-        pair.replica.freeze()
-        late = 0
         for _ in range(12):
-            results, _ = read_pages(store, keys)
+            results, _ = read_pages(reader, keys)
             late += results != [GetResult.HIT] * 16
             assert primary.up
         assert late <= 1
     finally:
         pair.replica.thaw()
-        store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_page_that_was_removed_does_not_come_back_from_a_replica_that_lags(
+    pair: SentinelPair, reader: RedisPageStore, clears: bool
+) -> None:
+    """Seen: every second read of a cleared page was a hit again."""
+    keys = page_keys(16)
+    pair.ask(pair.replica, "REPLICAOF", "127.0.0.1", "1")
+    if clears:
+        reader.clear(None)
+        assert reader._clearing.wait(30)
+    else:
+        assert reader.remove(keys) == 16
+    for _ in range(6):
+        assert read_pages(reader, keys)[0] == [GetResult.MISS] * 16
 
 
 # -- one operation ---------------------------------------------------------------------------------------------------

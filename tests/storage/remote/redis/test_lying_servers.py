@@ -8,11 +8,14 @@ from collections import Counter
 
 import pytest
 
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.errors import ProtocolError, StoreSetupError
 from hicache_ext.runtime.call_deadline import ending_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import dispatch, node
+from hicache_ext.storage.tiers.redis.clients import resolve
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
+from hicache_ext.storage.tiers.redis.connection import open_connection
+from hicache_ext.storage.tiers.redis.page_calls import PageCall, write_pages
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from hicache_ext.testing.conformance.pages import HostPages, filled, page_key, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
@@ -261,3 +264,21 @@ def test_a_server_that_cannot_be_reached_for_whatever_reason_stops_the_start(mon
     monkeypatch.setattr(node, "open_connection", broken)
     with FakeServer(lambda words: None) as server, pytest.raises(StoreSetupError, match="nobody expects this"):
         open_store(server)
+
+
+def test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_exist():
+    """Seen: EXISTS, of a page that is not there."""
+    call = PageCall(KEY, b"name", filled([KEY], [SIZES]).buffers[0], sum(SIZES))
+    call.asking = True
+
+    def answer(words: list[bytes]) -> bytes:
+        return b":%d\r\n:0\r\n" % call.size if words[0] == b"STRLEN" else b"+OK\r\n"
+
+    with FakeServer(answer) as server:
+        tier = RedisTierConfig(url=f"redis://{server.endpoint}", cluster=False)
+        (address,) = resolve(server.endpoint)
+        connection = open_connection(tier, server.endpoint, address, None, time.monotonic() + PATIENCE)
+        with pytest.raises(ProtocolError):
+            write_pages(connection, [call], None, 1 << 20)
+        assert call.result is None
+        connection.close()
