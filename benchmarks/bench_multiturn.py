@@ -56,8 +56,9 @@ def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
     found = targets(servers, directory)
     if pairs:
         model, model_arguments = model_of(arguments, directory.parent)
-        # Each node compares free memory before and after its weights, while the other one loads its own.
-        given = [*model_arguments, "--mem-fraction-static", "0.3", *arguments.server_arguments]
+        # Named, not left to SGLang: each node would take its share of what is free while the other one starts, too.
+        sizes = ["--mem-fraction-static", "0.3", "--max-total-tokens", "8192"]
+        given = [*model_arguments, *sizes, *arguments.server_arguments]
         logs = arguments.logs or directory
         found += [_pair(arm, model, directory / arm, logs / arm, arguments.page_size, given) for arm in pairs]
     return found
@@ -76,7 +77,7 @@ def _pair(arm: str, model: str, directory: Path, logs: Path, page_size: int, ser
             decode_offload=arm in ("pd-sglang", "pd-ours"),
             storage_backend=None if arm == "pd-no-storage" else "dynamic",
             page_size=page_size,
-            prefill_arguments=server_arguments,
+            prefill_arguments=["--hicache-ratio", "2", *server_arguments],
             decode_arguments=server_arguments,
         )
         return _Pair(stack.enter_context(pair))

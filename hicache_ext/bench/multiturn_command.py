@@ -18,6 +18,7 @@ from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
 from hicache_ext.errors import BenchmarkError, MissingPackageError
 from hicache_ext.packages import need
+from hicache_ext.runtime.signals import terminated_in_order
 
 _PACKAGES = ("hicache-ext", "sglang", "torch")
 
@@ -130,7 +131,7 @@ def compare(
         # Other conversations in each round: what runs already has the last one's in its caches.
         said = replace(workload, seed=workload.seed + number)
         for target in targets(number):
-            with target:
+            with terminated_in_order(), target:
                 result = converse(target, said, flush=arguments.flush, settle=arguments.settle)
             rounds.setdefault(target.name, []).append(result)
             print(f"{target.name}: done in {result.seconds:.1f} s", flush=True)

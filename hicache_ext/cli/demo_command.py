@@ -27,6 +27,7 @@ from hicache_ext.config.render import as_yaml, launch_flags
 from hicache_ext.errors import ConfigError, MissingPackageError, ServerError
 from hicache_ext.packages import need
 from hicache_ext.runtime.results import print_json
+from hicache_ext.runtime.signals import terminated_in_order
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
@@ -81,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Hold the conversation twice and print the comparison; 0 when every answer is the same."""
     need("sglang", "torch")
     try:
-        return _demonstrate(arguments)
+        with terminated_in_order():
+            return _demonstrate(arguments)
     except ServerError as error:
         print(f"The demo's server failed: {error}", file=sys.stderr)
         return 1

@@ -92,7 +92,7 @@ def _tier(before: Samples | None, now: Samples, tier: str) -> dict[str, Any]:
     grown = _Growth(before, now, tier)
     pages, why = grown.by_reason("chain_pages"), grown.by_reason("get")
     why.pop("hit", None)
-    for event in ("corrupt", "rejected", "breaker"):
+    for event in ("corrupt", "suspect", "rejected", "breaker"):
         why |= {f"{event} {reason}": count for reason, count in grown.by_reason(event).items()}
     worst = max(now.each(f"{PREFIX}breaker_state", tier=tier), default=0.0)
     return {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.bench import multiturn_command
 from hicache_ext.bench.multiturn_command import converse
 from hicache_ext.bench.multiturn_report import ArmResult, panels, summary, tables
-from hicache_ext.bench.multiturn_targets import Answer, Endpoint, RunningPair
+from hicache_ext.bench.multiturn_targets import Answer, Endpoint, RunningPair, Target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.cli.main import main
 from hicache_ext.testing import small_model
@@ -107,6 +110,25 @@ def test_both_nodes_of_a_pair_meet_in_one_room(server: tuple[str, type[FakeServe
     rooms = [body["bootstrap_room"] for _, body in handler.seen]
     assert len(rooms) == 2 * (WORKLOAD.users * WORKLOAD.turns + WARM_UPS)
     assert all(rooms.count(room) == 2 for room in rooms)
+
+
+def test_a_run_that_is_told_to_end_takes_its_servers_away_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    class Told(Target):
+        name = "told"
+
+        def __exit__(self, *_: object) -> None:
+            ended.append("server")
+
+        def ask(self, conversation: Conversation, tokens: int) -> Answer:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+            raise AssertionError
+
+    monkeypatch.setattr(multiturn_command, "running_targets", lambda _: [Told()])
+    assert main(["bench", "multiturn", "--endpoint", "told=http://127.0.0.1:1"]) == 130
+    assert ended == ["server"]
 
 
 def test_the_page_begins_with_what_it_comes_to() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("sglang", reason="missing: sglang")
+pytest.importorskip("torch", reason="missing: torch")
 
 from benchmarks.restored_turn import PARTS, parts_of
 from tests.rigs.turn_times import Step

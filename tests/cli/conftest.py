@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from hicache_ext.storage.serving.control import DIRECTORY_VARIABLE
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import store_pages
+from tests.rigs.metrics_page import metrics_page
 from tests.storage.raw_access import RawFiles
 
 TOKENS = [(7 * position) % 250 for position in range(100)]
@@ -72,19 +71,5 @@ def _entry(contender: str, rate: float) -> dict[str, Any]:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(METRICS.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with metrics_page(METRICS) as address:
+        yield address

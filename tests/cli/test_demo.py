@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hicache_ext.cli import demo_command
 from hicache_ext.cli.demo_command import _Words
 from hicache_ext.cli.demo_conversation import QUESTIONS, Story
 from hicache_ext.cli.main import main
@@ -71,6 +74,23 @@ def test_a_directory_that_holds_something_else_is_left_alone(
     assert main(["demo", "--directory", str(tmp_path)]) == 2
     assert "holds what no demo has put there" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hicache.yaml"]
+
+
+def test_a_demo_that_is_told_to_end_takes_its_servers_away_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def demonstrate(_: object) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        finally:
+            ended.append("server")
+        return 0
+
+    monkeypatch.setattr(demo_command, "need", lambda *_: None)
+    monkeypatch.setattr(demo_command, "_demonstrate", demonstrate)
+    assert main(["demo"]) == 130
+    assert ended == ["server"]
 
 
 @pytest.mark.e2e

@@ -141,8 +141,12 @@ class PdPair:
         starting = [threading.Thread(target=start, args=(server,)) for server in (self.prefill, self.decode)]
         for thread in starting:
             thread.start()
-        for thread in starting:
-            thread.join()
+        try:
+            for thread in starting:
+                thread.join()
+        except BaseException:
+            self.stop()
+            raise
         if trouble:
             self.stop()
             raise trouble[0]
