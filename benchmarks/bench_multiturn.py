@@ -1,6 +1,6 @@
 """Multi-turn conversations as `hicache-ext bench multiturn` holds them, also with pairs made for the run.
 
-    python -m benchmarks.bench_multiturn --arm pd-without --arm pd-ours --flush --markdown FILE.md
+    python -m benchmarks.bench_multiturn --arm pd-no-storage --arm pd-without --arm pd-ours --flush --markdown FILE.md
 
 The pairs run on CPU too (hicache_ext.testing.server); they need what tests/rigs/pd_pair.py does.
 """
@@ -28,9 +28,10 @@ from hicache_ext.testing.client import Generation
 from tests.rigs.pd_pair import PdPair
 
 PAIR_ARMS = {
-    "pd-without": "a pair, decode node without offload",
-    "pd-sglang": "a pair, SGLang's own decode offload into our tier",
-    "pd-ours": "a pair, decode writer of hicache_ext",
+    "pd-no-storage": "a pair without storage",
+    "pd-without": "a pair, the prefill node with a file tier of hicache_ext, the decode node without offload",
+    "pd-sglang": "the same, and SGLang's own decode offload into the same tier",
+    "pd-ours": "the same, and the decode writer of hicache_ext into that tier",
 }
 
 
@@ -40,7 +41,13 @@ def main() -> int:
     arguments = parser.parse_args()
     place = arguments.directory or Path(tempfile.gettempdir())
     with standard_output_of(arguments), fresh_directory(place) as directory:
-        return compare(arguments, lambda number: _targets(arguments, directory / str(number)))
+        of_pairs = all(arm in PAIR_ARMS for arm in arguments.arm) and arguments.arm
+        return compare(
+            arguments,
+            lambda number: _targets(arguments, directory / str(number)),
+            {**ARMS, **PAIR_ARMS},
+            "Multi-turn conversations with a prefill and a decode node" if of_pairs else "Multi-turn conversations",
+        )
 
 
 def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
@@ -49,7 +56,8 @@ def _targets(arguments: argparse.Namespace, directory: Path) -> list[Target]:
     found = targets(servers, directory)
     if pairs:
         model, model_arguments = model_of(arguments, directory.parent)
-        given = [*model_arguments, *arguments.server_arguments]
+        # Each node compares free memory before and after its weights, while the other one loads its own.
+        given = [*model_arguments, "--mem-fraction-static", "0.3", *arguments.server_arguments]
         logs = arguments.logs or directory
         found += [_pair(arm, model, directory / arm, logs / arm, arguments.page_size, given) for arm in pairs]
     return found
@@ -63,9 +71,10 @@ def _pair(arm: str, model: str, directory: Path, logs: Path, page_size: int, ser
         pair = PdPair(
             model,
             directory=logs,
-            prefill_config=config,
+            prefill_config=None if arm == "pd-no-storage" else config,
             decode_config=config,
-            decode_offload=arm != "pd-without",
+            decode_offload=arm in ("pd-sglang", "pd-ours"),
+            storage_backend=None if arm == "pd-no-storage" else "dynamic",
             page_size=page_size,
             prefill_arguments=server_arguments,
             decode_arguments=server_arguments,

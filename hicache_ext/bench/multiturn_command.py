@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hicache_ext.bench.harness import fresh_directory
 from hicache_ext.bench.multiturn_arms import ARMS, made_arm
-from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, tables
+from hicache_ext.bench.multiturn_report import ArmResult, entries, panels, summary, tables
 from hicache_ext.bench.multiturn_targets import Answer, Endpoint, RunningPair, Target
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.bench.report import Report, add_output_arguments, machine_facts, positive
@@ -105,8 +105,16 @@ def model_of(arguments: argparse.Namespace, directory: Path) -> tuple[str, Seque
         raise BenchmarkError(f"{error}, or name a model: --model-path") from error
 
 
-def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Target]]) -> int:
-    """Have the same conversations with each of ``targets(number of the round)``; print and write what came out."""
+def compare(
+    arguments: argparse.Namespace,
+    targets: Callable[[int], Sequence[Target]],
+    arms: Mapping[str, str] = ARMS,
+    title: str = "Multi-turn conversations",
+) -> int:
+    """Have the same conversations with each of ``targets(number of the round)``; print and write what came out.
+
+    ``arms``: what each of those that can be started is, for the page.
+    """
     workload = Workload(
         users=arguments.users,
         turns=arguments.turns,
@@ -134,12 +142,13 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
         hidden[Path(arguments.model_path)] = Path(arguments.model_path).name
     report = Report(
         "multiturn",
-        "Multi-turn conversations" + (f", {_model_name(arguments)}" if arguments.arm else ""),
+        title + (f", {_model_name(arguments)}" if arguments.arm else ""),
         machine_facts(Path.cwd(), _PACKAGES),
         {"workload": asdict(workload), "flush": arguments.flush, "results": entries(results)},
         tables(results),
         panels(results),
-        _method(arguments),
+        _method(arguments, arms),
+        summary=summary(results),
     )
     report.show()
     report.write(arguments, hidden)
@@ -154,7 +163,7 @@ def _model_name(arguments: argparse.Namespace) -> str:
     return NAME
 
 
-def _method(arguments: argparse.Namespace) -> str:
+def _method(arguments: argparse.Namespace, arms: Mapping[str, str]) -> str:
     words = [
         "All users ask at once, and every user has had turn t before any has turn t + 1; a prompt is the whole",
         "conversation so far. Medians over users and rounds, quartiles as bars. Equal conversations in all arms,",
@@ -168,11 +177,11 @@ def _method(arguments: argparse.Namespace) -> str:
         ]
     if arguments.arm:
         words += [
-            "Each arm is a server of its own, one after the other, with an empty storage directory, pages of",
+            "The arms run one after the other, each with servers of its own and an empty storage directory, pages of",
             f"{arguments.page_size} tokens and the prefetch policy `wait_complete`. Two first requests pay for what is",
             "loaded and compiled once.",
         ]
-        words += [f"*{name}*: {what}." for name, what in ARMS.items() if name in arguments.arm]
+        words += [f"*{name}*: {what}." for name, what in arms.items() if name in arguments.arm]
     return "\n".join(words) + "\n"
 
 

@@ -86,6 +86,23 @@ def tables(results: Sequence[ArmResult]) -> list[Table]:
     return [*by_turn, Table("whole run", headers, rows)]
 
 
+def summary(results: Sequence[ArmResult]) -> str:
+    """What it comes to: the later turns of each arm against those of the fastest one; empty where nothing compares."""
+    turns = range(1, len(results[0].turns))
+    later = {result.name: sum(result.first_token(turn).median for turn in turns) for result in results}
+    best = min(later, key=later.__getitem__)
+    if len(later) < 2 or not later[best]:
+        return ""
+    ordered = sorted(results, key=lambda result: later[result.name])
+    ratios = ", ".join(f"{result.name} {later[result.name] / later[best]:.2f}" for result in ordered[1:])
+    last = ", ".join(f"{result.name} {number(result.first_token(turns[-1]).median * 1e3)} ms" for result in ordered)
+    computed = ", ".join(f"{result.name} {result.computed_tokens:,}" for result in ordered)
+    return (
+        f"**Time to the first token from turn 2 on, against {best}: {ratios}.** In turn {len(turns) + 1}: {last}. "
+        f"Prompt tokens computed in all turns: {computed}."
+    )
+
+
 def panels(results: Sequence[ArmResult]) -> list[Panel]:
     turns = range(len(results[0].turns))
     found = [_first_tokens("time to first token", results, turns)]

@@ -195,6 +195,8 @@ class Report:
     method: str = ""
     """How it was measured, for the page."""
     notes: Sequence[str] = ()
+    summary: str = ""
+    """A sentence that stands first on the page."""
 
     def show(self) -> None:
         for table in self.tables:
@@ -223,6 +225,7 @@ class Report:
         lines = [
             f"# {self.title}",
             "",
+            *([self.summary, ""] if self.summary else ()),
             f"{where_and_when(self.machine)}, {self.machine['file_system']}, kernel {self.machine['kernel']}, Python"
             f" {self.machine['python']}; {versions}.",
             "",

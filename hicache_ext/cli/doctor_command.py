@@ -12,7 +12,7 @@ from hicache_ext.cli.inputs import read_configuration
 from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import check_document
 from hicache_ext.doctor.examination import Section, examine, worst
-from hicache_ext.doctor.sglang_names import table_as_text
+from hicache_ext.doctor.sglang_names import table_in_words
 from hicache_ext.errors import ConfigError, ConfigErrors
 from hicache_ext.runtime.results import print_json
 from hicache_ext.runtime.signals import terminated_in_order
@@ -77,5 +77,5 @@ def _text(section: Section) -> str:
         if finding.remedy:
             lines.append(f"          -> {finding.remedy}")
     if section.rows:
-        lines.append(table_as_text(section.rows))
+        lines.append(f"          {table_in_words(section.rows)}")
     return "\n".join([*lines, ""])

@@ -34,6 +34,8 @@ def read_file(path: Path) -> dict[str, Any]:
     if parse is None:
         if not path.exists():
             raise ConfigError(name, "there is no such file")
+        if path.is_dir():
+            raise ConfigError(name, "is a directory, not a file")
         found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
         raise ConfigError(name, found, EXTENSIONS_ALLOWED)
     try:

@@ -14,8 +14,6 @@ from hicache_ext.sglang.releases import TESTED, comes_with, is_tested, untested
 from hicache_ext.sglang.self_check import Checked, check_installed, lacking
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 
-_HEADS = ("found", "needed by", "kind", "of SGLang")
-
 
 def release_finding() -> Finding:
     """Whether this release is served."""
@@ -49,11 +47,11 @@ def table() -> list[dict[str, str]]:
     return [row for one in _checked() for row in _rows(one)]
 
 
-def table_as_text(rows: Sequence[dict[str, str]]) -> str:
-    widths = [max(len(head), *(len(row[head]) for row in rows)) for head in _HEADS]
-    lines = [_HEADS, *(tuple(row[head] for head in _HEADS) for row in rows)]
-    texts = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join(f"  {text.rstrip()}" for text in texts)
+def table_in_words(rows: Sequence[dict[str, str]]) -> str:
+    """One sentence: what is not there, which is what somebody has to know; ``--json`` has all of it."""
+    lost = [row["of SGLang"] for row in rows if row["found"] == "NO"]
+    found = f"not found: {'; '.join(lost)}" if lost else "all that this release is to have is found"
+    return f"{len(rows)} places of SGLang were looked at, {found} (--json lists each)"
 
 
 def _checked() -> tuple[Checked, ...]:

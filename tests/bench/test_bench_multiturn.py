@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hicache_ext.bench.multiturn_command import converse
-from hicache_ext.bench.multiturn_report import panels, tables
-from hicache_ext.bench.multiturn_targets import Endpoint, RunningPair
+from hicache_ext.bench.multiturn_report import ArmResult, panels, summary, tables
+from hicache_ext.bench.multiturn_targets import Answer, Endpoint, RunningPair
 from hicache_ext.bench.multiturn_workload import Conversation, Workload
 from hicache_ext.cli.main import main
 from hicache_ext.testing import small_model
@@ -107,6 +107,20 @@ def test_both_nodes_of_a_pair_meet_in_one_room(server: tuple[str, type[FakeServe
     rooms = [body["bootstrap_room"] for _, body in handler.seen]
     assert len(rooms) == 2 * (WORKLOAD.users * WORKLOAD.turns + WARM_UPS)
     assert all(rooms.count(room) == 2 for room in rooms)
+
+
+def test_the_page_begins_with_what_it_comes_to() -> None:
+    def arm(name: str, last: float, cached: int) -> ArmResult:
+        turns = [[Answer(9.0, 9.0, (), "", 100, 4, {})], [Answer(last, 9.0, (), "", 100, 4, {"storage": cached})]]
+        return ArmResult(name, turns, 18.0)
+
+    arms = [arm("no-storage", 8.0, 0), arm("ours", 1.1, 80), arm("on-device", 1.0, 90)]
+    assert summary(arms) == (
+        "**Time to the first token from turn 2 on, against on-device: ours 1.10, no-storage 8.00.** In turn 2: "
+        "on-device 1,000 ms, ours 1,100 ms, no-storage 8,000 ms. "
+        "Prompt tokens computed in all turns: on-device 110, ours 120, no-storage 200."
+    )
+    assert summary(arms[:1]) == ""
 
 
 def test_one_command_compares_and_writes_everything(

@@ -17,10 +17,13 @@ from hicache_ext.doctor import installation, sglang_names
 from hicache_ext.sglang import features, self_check, used_names
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.contract.trial import try_store
+from hicache_ext.storage.tiers.file import users
+from hicache_ext.storage.tiers.file.slab import loading
 from hicache_ext.storage.tiers.file.slab.loading import NotCompiled
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.faults import DroppingStore, FailingStore, PageStoreWrapper
 from hicache_ext.testing.server import free_port
+from tests.rigs.container import Program
 from tests.rigs.otlp_collector import OtlpCollector
 
 SECRET = "hunter2-is-the-secret"
@@ -66,12 +69,61 @@ def test_slabs_without_compiled_code_are_a_warning_that_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = NotCompiled("No module named 'numba'", "pip install it")
-    monkeypatch.setattr("hicache_ext.storage.tiers.file.diagnosis.why_not_compiled", lambda: why)
+    monkeypatch.setattr(loading.part, "why_not", lambda: why)
     tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
     _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
     assert found["tier disk"]["pages"]["level"] == "warning"
     assert "numba" in found["tier disk"]["pages"]["seen"]
     assert "pip install" in found["tier disk"]["pages"]["remedy"]
+
+
+@pytest.mark.parametrize("layout", ["pages", "slab"])
+def test_a_process_that_is_stopped_is_named_and_what_that_means(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": layout}
+    file = write(tmp_path, {"disk": tier})
+    with Program(_HOLDER, file) as holder:
+        assert holder.line() == "open"
+        assert "processes" not in findings(capsys, [file])[1]["tier disk"]
+        with holder.stopped():
+            code, found = findings(capsys, [file])
+        told = found["tier disk"]["processes"]
+        assert (code, told["level"]) == (0, "warning")
+        assert f"process {holder.pid} has it open and is stopped" in told["seen"]
+        assert f"kill -CONT {holder.pid}" in told["remedy"]
+
+
+_HOLDER = """
+import sys
+from hicache_ext.config import load_document
+from hicache_ext.storage.opening import open_tiers
+
+store = open_tiers(load_document(sys.argv[1]).hicache_ext)
+print("open", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processes_that_cannot_be_seen_and_give_no_index_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "slab"}
+    file = write(tmp_path, {"disk": tier})
+    with Program(_HOLDER, file) as holder:
+        assert holder.line() == "open"
+        with holder.stopped():
+            # As for a process of another container.
+            monkeypatch.setattr(users, "stopped_processes", lambda path: iter(()))
+            _, found = findings(capsys, [file])
+    assert "none of them gives its index: stopped, perhaps" in found["tier disk"]["processes"]["seen"]
+    assert found["tier disk"]["processes"]["remedy"].startswith(f"fuser {tmp_path}/l3/v3/lock")
+
+
+def test_the_doctor_says_why_a_directory_has_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "unlimited"}
+    _, found = findings(capsys, [write(tmp_path, {"disk": tier})])
+    assert found["tier disk"]["layout"]["seen"].endswith("; capacity is unlimited, and slabs are preallocated")
 
 
 def test_a_capacity_that_the_disk_has_not_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,17 +219,34 @@ def test_sglang_must_not_be_too_old(monkeypatch: pytest.MonkeyPatch, version: st
     assert sglang_names.release_finding().level.value == level
 
 
-def test_every_name_of_sglang_that_is_used_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tier = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "layout": "pages"}
-    file = write(tmp_path, {"disk": tier})
+def test_every_name_of_sglang_that_is_used_is_in_a_table_of_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, {"pool": {"type": "memory"}})
+    main(["doctor", file, "--json"])
+    (table,) = [one["table"] for one in json.loads(capsys.readouterr().out)["sections"] if "table" in one]
+    for use in used_names.USED:
+        owner = f"{use.owner.removeprefix('sglang.srt.')}: "
+        of_owner = [
+            row for row in table if row["of SGLang"].startswith(owner) and all(n in row["of SGLang"] for n in use.names)
+        ]
+        rows = [row for row in of_owner if use.features[0].name in row["needed by"] or row["needed by"] == "every hook"]
+        assert rows, use
+        assert all(row["found"] in ("yes", "NO") or row["found"].startswith("not before ") for row in rows)
+
+
+def test_for_people_the_table_of_names_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, {"pool": {"type": "memory"}})
     main(["doctor", file])
     lines = capsys.readouterr().out.splitlines()
-    for use in used_names.USED:
-        owner = use.owner.removeprefix("sglang.srt.")
-        of_owner = [line for line in lines if f" {owner}: " in line and all(name in line for name in use.names)]
-        rows = [line for line in of_owner if use.features[0].name in line or "every hook" in line]
-        assert rows, use
-        assert all(line.split()[0] == "yes" or line.startswith(("  not before", "  NO")) for line in rows)
+    assert len(lines) < 60
+    (sentence,) = [line for line in lines if "of SGLang were looked at" in line]
+    assert "all that this release is to have is found" in sentence
+
+
+def test_what_the_installed_sglang_lacks_is_named_in_that_sentence() -> None:
+    rows = [{"found": found, "of SGLang": name} for name, found in (("a: b", "yes"), ("c: d", "NO"), ("e: f", "NO"))]
+    assert "3 places of SGLang were looked at, not found: c: d; e: f" in sglang_names.table_in_words(rows)
 
 
 def test_what_sglang_lacks_is_an_error_or_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:

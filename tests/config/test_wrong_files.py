@@ -526,6 +526,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "dir.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"is a directory, not a file$"):
+        load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"dir\.yaml: is a directory, not a file$"):
         load_config(tmp_path / "dir.yaml")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from hicache_ext.testing.sglang_cpu import MODULES_VARIABLE
 
 _ROOT = Path(__file__).parents[2]
-_MODULES = ("tests.rigs.tier_faults", "tests.rigs.step_costs")
+_MODULES = ("tests.rigs.tier_faults", "tests.rigs.step_costs", "tests.rigs.turn_times")
 
 
 def rig_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a server in which ``tier_faults`` and ``step_costs`` listen to their ``variables``."""
+    """The environment of a server in which the modules above listen to their ``variables``."""
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {MODULES_VARIABLE: ",".join(_MODULES), "PYTHONPATH": path, **variables}

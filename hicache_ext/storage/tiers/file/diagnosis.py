@@ -41,12 +41,13 @@ def diagnose(store: PageStore, in_service: Sequence[Path]) -> list[Finding]:
 
 
 def of_paths(
-    paths: Sequence[Path], in_service: Sequence[Path], capacity: int | None, store: PageStore
+    paths: Sequence[Path], in_service: Sequence[Path], capacity: int | None, store: PageStore, why: Sequence[str] = ()
 ) -> list[Finding]:
-    """Layout and I/O of ``store``, file systems and space of ``paths``."""
+    """Layout and I/O of ``store``, file systems and space of ``paths``. ``why``: the reasons for the layout."""
     layout = store.describe().details["layout"]
     layout = ", ".join(layout) if isinstance(layout, list) else str(layout)
-    findings = [Finding("layout", Level.OK, f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "))]
+    seen = "; ".join([f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "), *why])
+    findings = [Finding("layout", Level.OK, seen)]
     if "slab" in layout:
         findings.append(moves_of(loading.part, "docs/file-tier.md"))
     try:

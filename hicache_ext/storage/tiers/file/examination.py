@@ -16,9 +16,11 @@ from hicache_ext.storage.contract.trial import trial_directory, try_store
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.diagnosis import of_paths, trial_page
 from hicache_ext.storage.tiers.file.former_slabs import FormerSlabs
+from hicache_ext.storage.tiers.file.layout_choice import LayoutChoice
 from hicache_ext.storage.tiers.file.manifest import check_before_start, format_and_layout, newer_versions, slab_home
 from hicache_ext.storage.tiers.file.modes import MANIFEST
 from hicache_ext.storage.tiers.file.opening import chosen_layout, open_paths
+from hicache_ext.storage.tiers.file.users import of_users
 
 _TRIAL_CAPACITY = 256 << 20
 """Of a path in a trial; a part of it is taken."""
@@ -31,16 +33,16 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
     Raises StoreSetupError where a server would not start, ConfigError.
     """
     paths = [Path(path) for path in tier.path]
-    layouts: dict[Path, str] = {}
+    layouts: dict[Path, LayoutChoice] = {}
     findings: list[Finding] = []
     broken: dict[Path, StoreSetupError] = {}
     with ExitStack() as trials:
         places: dict[Path, Path] = {}
         for path in paths:
             try:
-                layouts[path] = chosen_layout(name, tier, path).layout
-                check_before_start(path, layouts[path], name)
-                findings += _as_found(path, layouts[path], tier)
+                layouts[path] = chosen_layout(name, tier, path)
+                check_before_start(path, layouts[path].layout, name)
+                findings += [*_as_found(path, layouts[path].layout, tier), *of_users(path, layouts[path].layout)]
                 places[path] = trials.enter_context(trial_directory(path))
             except OSError as error:
                 remedies = ["run the doctor as the server's account"] if isinstance(error, PermissionError) else []
@@ -51,18 +53,19 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
         for path, refusal in broken.items():
             findings.append(Finding("path", Level.ERROR, f"{path}: {refusal.reason}", "look at its disk and mount"))
         store = trials.enter_context(closing(_trial_store(name, tier, layouts, places)))
-        findings += of_paths(list(places), list(places), tier.capacity, store)
+        why = list(dict.fromkeys(chosen.reason for path, chosen in layouts.items() if path in places))
+        findings += of_paths(list(places), list(places), tier.capacity, store, why)
         return findings + try_store(store, trial_page(store.describe().details["capacity"], len(places)))
 
 
 def _trial_store(
-    name: str, tier: FileTierConfig, layouts: Mapping[Path, str], places: Mapping[Path, Path]
+    name: str, tier: FileTierConfig, layouts: Mapping[Path, LayoutChoice], places: Mapping[Path, Path]
 ) -> PageStore:
     """A small tier like this one, in other directories. Raises StoreSetupError or ConfigError, in which the tier's own
     paths are named."""
-    chosen = set(layouts.values())
+    chosen = {choice.layout for choice in layouts.values()}
     if tier.io == "direct" and chosen != {"slab"}:
-        pages = next(path for path, layout in layouts.items() if layout != "slab")
+        pages = next(path for path, choice in layouts.items() if choice.layout != "slab")
         raise StoreSetupError(name, f"io is 'direct', and {str(pages)!r} holds page files, which are not aligned")
     small = {
         "path": tuple(str(place) for place in places.values()),

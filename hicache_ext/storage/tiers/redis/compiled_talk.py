@@ -442,7 +442,8 @@ def _write_pages(
             and (total == 0 or total < _SENT_AT_ONCE)
             and (flying == 0 or flying + size <= window)
             and length + head + HEADER + 8 <= len(text)
-            and 2 * (count + len(segments) + 2) <= len(vectors)
+            # With room for the question.
+            and 2 * (count + len(segments) + 3) <= len(vectors)
         ):
             page = waiting[number]
             low, high = checksum_of(functions, state, facts[PAYLOAD], addresses, segments, page)

@@ -6,7 +6,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -141,7 +140,7 @@ class Dispatch:
             return nothing
         talk = code.write if write else code.read
         words = self._words(columns.memory.page_bytes)
-        shares: list[tuple[int, Node, npt.NDArray[np.int64]]] = []
+        shares: list[tuple[int, Node, npt.NDArray[np.int64], bool]] = []
         of_replicas: list[int] = []
         turn = next(self._turns)
         for primary, positions in self._positions_by_node(len(batch), names):
@@ -155,18 +154,25 @@ class Dispatch:
             share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _COMPILED_SHARE
             count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
             # Dealt round-robin, as in ``_shares``.
-            shares += [(first, node, np.ascontiguousarray(positions[first::count])) for first in range(count)]
+            again = node is primary
+            shares += [(first, node, np.ascontiguousarray(positions[first::count]), again) for first in range(count)]
         shares.sort(key=lambda share: share[0])
 
         def move(number: int) -> None:
-            _, node, positions = shares[number]
-            # Whatever it is: ``run`` meets it again, unless it has passed.
-            with suppress(OSError, ProtocolError), node.connection(node.pages, deadline) as connection:
-                descriptor = connection.descriptor
-                if descriptor is None or (write and not connection.answers_questions):
-                    return
-                limits = Limits(deadline, connection.window(self._tier.in_flight))
-                talk(descriptor, columns, positions, words, limits)
+            _, node, positions, is_asked_again = shares[number]
+            try:
+                with node.connection(node.pages, deadline) as connection:
+                    descriptor = connection.descriptor
+                    if descriptor is None or (write and not connection.answers_questions):
+                        return
+                    limits = Limits(deadline, connection.window(self._tier.in_flight))
+                    talk(descriptor, columns, positions, words, limits)
+            except LaneBusyError:
+                return
+            except (OSError, ProtocolError) as error:
+                # Whatever else it is ``run`` meets again, unless it has passed. It asks no replica, and has no time.
+                if isinstance(error, TimeoutError) or not is_asked_again:
+                    node.mark_down(error)
 
         self._threads.run(len(shares), move)
         if write:
@@ -214,6 +220,10 @@ class Dispatch:
         for attempt in range(_ATTEMPTS):
             waiting = [call for call in calls if call.result is None and call.redirect is None]
             if not waiting:
+                return
+            if time.monotonic() >= deadline:
+                # Used up by others: nothing is known of this node.
+                _finish(calls, timed_out, "timeout")
                 return
             try:
                 refusal = node.writes.reason if failed is SetResult.ERROR else ""

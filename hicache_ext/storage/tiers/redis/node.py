@@ -100,9 +100,12 @@ class Lane:
 
     @contextlib.contextmanager
     def place(self, deadline: float) -> Iterator[None]:
-        """The right to one connection; LaneBusyError when none is free in time."""
+        """The right to one connection; LaneBusyError when none is free in time, also where there is no time."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.free > 0, max(0.0, deadline - time.monotonic())):
+            is_free = self._changed.wait_for(lambda: self.free > 0, max(0.0, deadline - time.monotonic()))
+            if not is_free or time.monotonic() >= deadline:
+                # Another one that waits may have time.
+                self._changed.notify()
                 raise LaneBusyError
             self._taken += 1
         try:

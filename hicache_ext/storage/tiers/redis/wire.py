@@ -94,6 +94,8 @@ class PlainWire:
 
     @property
     def descriptor(self) -> int | None:
+        # Whoever uses it sets timers of its own.
+        self._timers = dict.fromkeys(self._timers, (0.0, 0.0))
         return self._socket.fileno()
 
     def has_something(self) -> bool:

@@ -203,6 +203,11 @@ class SlabListing:
         return self._slabs_path / f"{slab.number:08x}-{slab.slot_size}.{kind}"
 
 
+def servers_out_of_reach(home: Path) -> bool:
+    """Whether servers use the directory and none of them gives its index; it takes the time that they are asked for."""
+    return _memory_of_servers(home)[1]
+
+
 def _memory_of_servers(home: Path) -> tuple[IndexMemory | None, bool]:
     """The index that servers share, for looking only; and whether there are servers that cannot be asked."""
     try:

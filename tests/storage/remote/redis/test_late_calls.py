@@ -1,0 +1,102 @@
+"""A call that has no time left says nothing about the nodes it has not asked; a replica that hangs costs a deadline."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hicache_ext.storage.contract.store import GetResult
+from hicache_ext.storage.tiers.redis import page_calls
+from hicache_ext.storage.tiers.redis.config import RedisTierConfig
+from hicache_ext.storage.tiers.redis.store import RedisPageStore
+from hicache_ext.storage.tiers.redis.wire import PlainWire
+from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, read_pages, store_pages
+from tests.rigs.redis_servers import SentinelPair, wait_until
+from tests.storage.remote.redis.conftest import PREFIX, set_timeout
+
+# -- nodes that are not to blame -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_call_without_time_takes_no_node_down(server, open_store) -> None:
+    """Seen: another node's, or another caller's, hang had used up the time, and this node was said to be down."""
+    store = open_store(server, connections=1)
+    (node,) = store._topology.nodes
+    call = page_calls.PageCall(page_key("one"), b"name")
+    talk = partial(page_calls.ask_integers, word=b"EXISTS")
+    for idle in (True, False):
+        if not idle:
+            node._drop_idle()
+        call.finish(None)
+        store._dispatch.run([call], talk, time.monotonic() - 0.01, GetResult)
+        assert call.result is GetResult.TIMEOUT and call.reason == "timeout"
+        store._documents[page_key("one")[:16]] = b"{}"
+        store._documents_saved.clear()
+        store._save_identities([page_key("one")[:16]], time.monotonic() - 0.01)
+        assert node.up
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[SentinelPair]:
+    # The Sentinels go on naming a replica that hangs.
+    with SentinelPair(tmp_path, down_after_ms=60_000) as pair:
+        for server in (pair.primary, pair.replica):
+            pair.ask(server, "CONFIG", "SET", "requirepass", "")
+        yield pair
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_costs_one_deadline_and_no_primary(pair: SentinelPair, monkeypatch) -> None:
+    """Seen: every second read lasted until its deadline, for as long as the replica hung, and then the primary, which
+    had no time left to answer, was said to be down."""
+    from hicache_ext.config import Secret
+
+    monkeypatch.setenv("SENTINELS", pair.SENTINEL_PASSWORD)
+    tier = RedisTierConfig(
+        url=pair.url, prefix=PREFIX, sentinel_password=Secret("env", "SENTINELS"), read_replicas=True, timeout=30
+    )
+    store = RedisPageStore("pool", tier)
+    try:
+        keys = page_keys(16)
+        store_pages(store, keys)
+        replicas = lambda: [node for nodes in store._topology._replicas.values() for node in nodes]  # noqa: E731
+        wait_until(lambda: any(node.up for node in replicas()), "the replica")
+        for _ in range(4):
+            assert_hits(store, keys)
+        set_timeout(store, 0.3)
+        (primary,) = store._topology.nodes
+        pair.replica.freeze()
+        late = 0
+        for _ in range(12):
+            results, _ = read_pages(store, keys)
+            late += results != [GetResult.HIT] * 16
+            assert primary.up
+        assert late <= 1
+    finally:
+        pair.replica.thaw()
+        store.close()
+
+
+# -- one operation ---------------------------------------------------------------------------------------------------
+
+
+def test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own() -> None:
+    ours, other = socket.socketpair()
+    with other:
+        wire = PlainWire(ours)
+        other.sendall(b"a")
+        deadline = time.monotonic() + 0.2
+        wire.receive_into([memoryview(bytearray(1))], deadline)
+        descriptor = wire.descriptor
+        assert descriptor is not None
+        # What compiled code does for a call of another caller's.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, (3).to_bytes(8, "little") + bytes(8))
+        with pytest.raises(TimeoutError):
+            wire.receive_into([memoryview(bytearray(1))], deadline)
+        assert time.monotonic() < deadline + 0.25
+        wire.close()
