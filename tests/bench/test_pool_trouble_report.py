@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from tests.campaigns.pool_trouble_report import write_report
-from tests.campaigns.trouble_load import NEW, NEXT, RETURNING, WITH_POOL, WITHOUT, Observation, Phase, TimeLine
+from tests.campaigns.trouble_load import (
+    NEW,
+    NEXT,
+    RETURNING,
+    WITH_POOL,
+    WITHOUT,
+    Conversations,
+    Observation,
+    Phase,
+    TimeLine,
+)
 
 
 @pytest.fixture
@@ -61,6 +71,17 @@ def a_line(
                     Observation(at, phase.name, server, user, seconds, 32, good, burst=second, place=place)
                 )
     return line
+
+
+def test_who_comes_back_has_a_history_of_the_pool_once_and_when_none_is_left_it_is_counted() -> None:
+    conversations = Conversations(seed=1, tokens=8, question=2)
+    known = [conversations.new(), conversations.new()]
+    conversations.add_known(known)
+    came = [conversations.returning() for _ in range(3)]
+    assert [prompt[:8] for prompt in came[:2]] == known[::-1]
+    assert came[2][:8] not in known
+    assert {len(prompt) for prompt in came} == {10}
+    assert conversations.ran_out == 1
 
 
 def test_the_deadline_itself_does_not_count_and_everything_is_written(arguments: Any) -> None:

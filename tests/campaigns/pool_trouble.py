@@ -76,6 +76,11 @@ def run(arguments: argparse.Namespace, directory: Path) -> TimeLine:
         time.sleep(2)  # metrics are exported once a second
         line.counters = _grown(before, read_samples(servers[WITH_POOL].get("/metrics")))
         line.engine, line.remarks = pool.title, list(pool.remarks)
+        if conversations.ran_out:
+            line.remarks.append(
+                f"**The last {conversations.ran_out} users who come back have nothing in the pool**: recoveries took "
+                "longer than was computed for beforehand."
+            )
         for server in servers.values():
             assert "is answered as a miss" not in server.log_file.read_text(), "a call raised"
     return line

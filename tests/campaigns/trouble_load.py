@@ -83,6 +83,8 @@ class Conversations:
         self._tokens = tokens
         self._question = question
         self._known: list[list[int]] = []
+        self.ran_out = 0
+        """How often nothing was left that the pool holds: recoveries took longer than expected."""
 
     def new(self) -> list[int]:
         return self._some(self._tokens)
@@ -91,10 +93,10 @@ class Conversations:
         self._known += histories
 
     def returning(self) -> list[int]:
-        """A history of the pool and a question."""
+        """A history of the pool and a question. Once all of them were asked: one that the pool has not."""
         if not self._known:
-            raise RuntimeError("all histories that the pool holds have been asked: recovery took longer than expected")
-        return self._known.pop() + self._some(self._question)
+            self.ran_out += 1
+        return (self._known.pop() if self._known else self.new()) + self._some(self._question)
 
     def question(self) -> list[int]:
         return self._some(self._question)
