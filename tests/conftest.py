@@ -60,9 +60,11 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def code_is_compiled() -> None:
     """So that no test begins in Python and ends in compiled code."""
-    from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+    from hicache_ext.storage.tiers.file.slab import loading
+    from hicache_ext.storage.tiers.redis import talk_code
 
-    wait_for_compiled_code()
+    loading.part.wait()
+    talk_code.part.wait()
 
 
 @pytest.fixture(params=["compiled", "plain"])

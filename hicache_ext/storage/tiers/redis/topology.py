@@ -197,7 +197,9 @@ class Topology:
         self._last_look = time.monotonic()
         self._look()
         if time.monotonic() >= self._names_at:
-            self._side_by_side(Node.follow_name, [node for node in self.nodes if node.up])
+            with self._lock:
+                up = [node for node in self._nodes.values() if node.up]
+            self._side_by_side(Node.follow_name, up)
             self._names_at = time.monotonic() + _NAMES_INTERVAL
         return self._pause()
 
