@@ -30,7 +30,7 @@ from hicache_ext.page.pack import (
     parse_tombstone,
     portions,
     seal_pack,
-    truncated,
+    short_hash,
 )
 from hicache_ext.page.page_object import decode_object
 
@@ -150,8 +150,14 @@ def test_every_page_of_a_pack_verifies_itself_at_its_place() -> None:
         assert decode_object(whole[number * 1161 : (number + 1) * 1161], key, [memoryview(target)]) is None
         assert target == bytes([number]) * 700 + bytes([number + 9]) * 333
     assert decode_footer(whole[5 * 1161 :]) == (keys, 1161)
-    assert Pack.of_keys(new_id(0), 1161, keys).hashes == b"".join(key[16 : 16 + HASH_BYTES] for key in keys)
-    assert truncated(keys[1]) == b"\1" + bytes(5)
+    assert Pack.of_keys(new_id(0), 1161, keys).hashes == b"".join(map(short_hash, keys))
+
+
+def test_keys_that_differ_anywhere_in_their_hash_have_different_names() -> None:
+    key = bytes(48)
+    others = [key[:place] + b"\1" + key[place + 1 :] for place in range(16, 48)]
+    assert len({short_hash(one) for one in [key, *others]}) == 33
+    assert {len(short_hash(one)) for one in others} == {HASH_BYTES}
 
 
 def test_the_documented_pack_is_what_the_code_writes() -> None:
@@ -162,5 +168,5 @@ def test_the_documented_pack_is_what_the_code_writes() -> None:
     keys, page_bytes = decode_footer(footer)
     pack = parse_pack(name)
     assert pack is not None
-    assert (pack.page_bytes, pack.hashes) == (page_bytes, b"".join(map(truncated, keys)))
+    assert (pack.page_bytes, pack.hashes) == (page_bytes, b"".join(map(short_hash, keys)))
     assert encode_footer(keys, page_bytes) == footer

@@ -4,8 +4,8 @@
 header and payload, and verifies itself. Page ``i`` begins at ``i`` times the bytes of a page, so a reader needs no
 footer: the footer tells tools the whole keys, and that a pack is not cut.
 
-The name of a pack is its index: it says how many pages it has, their size, and the first bytes of each page hash. Who
-lists names knows what is stored. Those bytes may be those of another page, too: the key in the page's header decides.
+The name of a pack is its index: it says how many pages it has, their size, and a short digest of each page hash. Who
+lists names knows what is stored. Another page may have the same digest: the key in the page's header decides.
 
 A page of a pack is taken away by a *tombstone*, an empty object whose name says which pages are dead.
 
@@ -36,7 +36,7 @@ PACK_BYTES = 4 << 20
 MOST_PAGES = 64
 """Of a pack: names of objects have 1,024 bytes at most."""
 HASH_BYTES = 6
-"""Leading bytes of a page hash in a name: among ten million pages, one absent page in 28 million is taken for one of
+"""Of the digest of a page hash in a name: among ten million pages, one absent page in 28 million is taken for one of
 them until it is read."""
 HASHES_IN_A_COMPONENT = 24
 """Of a name; a component of a path has 255 bytes at most."""
@@ -72,10 +72,9 @@ def milliseconds_of(id: str) -> int:
     return int(id[:11], 16)
 
 
-def truncated(key: bytes) -> bytes:
-    """What a name says of the page ``key``."""
-    start = envelope.IDENTITY_LENGTH
-    return key[start : start + HASH_BYTES]
+def short_hash(key: bytes) -> bytes:
+    """What a name says of the page ``key``. A digest: leading bytes would do for SHA-256, and not for other keys."""
+    return xxhash.xxh3_64_digest(key[envelope.IDENTITY_LENGTH :])[:HASH_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +85,11 @@ class Pack:
     page_bytes: int
     """Of a stored page: header and payload."""
     hashes: bytes
-    """The first ``HASH_BYTES`` of each page hash, concatenated."""
+    """The ``short_hash`` of each page, concatenated."""
 
     @classmethod
     def of_keys(cls, id: str, page_bytes: int, keys: Sequence[bytes]) -> Pack:
-        return cls(id, page_bytes, b"".join(map(truncated, keys)))
+        return cls(id, page_bytes, b"".join(map(short_hash, keys)))
 
     @property
     def count(self) -> int:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, new_id
+from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, new_id, short_hash
 from hicache_ext.storage.contract import pack_index
 from hicache_ext.storage.contract.pack_index import PackIndex, Place, runs
 
@@ -68,7 +68,7 @@ class _Model(RuleBasedStateMachine):
                 (pack.id, position)
                 for pack in self.known.values()
                 for position in range(pack.count)
-                if pack.hashes[position * HASH_BYTES :][:HASH_BYTES] == key[16:22]
+                if pack.hashes[position * HASH_BYTES :][:HASH_BYTES] == short_hash(key)
                 and (pack.id, position) not in self.dead
             ]
             expected.append(sorted(found))
@@ -148,11 +148,11 @@ def test_a_million_pages_take_the_memory_that_is_stated() -> None:
     def measure(packs: int) -> int:
         index = PackIndex()
         for number in range(packs):
-            hashes = b"".join((number * 32 + n).to_bytes(6, "big") for n in range(32))
-            index.add(Pack(f"{number:011x}-0000000000", 131_200, hashes))
+            keys = [IDENTITY + (number * 32 + n).to_bytes(32, "big") for n in range(32)]
+            index.add(Pack.of_keys(f"{number:011x}-0000000000", 131_200, keys))
         index._merge()
         size, _ = tracemalloc.get_traced_memory()
-        assert index.find([IDENTITY + (packs * 32 - 1).to_bytes(6, "big") + bytes(26)])[0] is not None
+        assert index.find([IDENTITY + (packs * 32 - 1).to_bytes(32, "big")])[0] is not None
         return size
 
     tracemalloc.start()

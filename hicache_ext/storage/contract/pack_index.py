@@ -3,8 +3,8 @@
 A page takes 22 bytes: 16 in two sorted arrays, 6 in its pack; a pack takes about 400 beside them. What was added last
 is in a dictionary (about 120 bytes a page) until there is an eighth as much of it as of the rest.
 
-The index says what names say. A page that it finds may be gone, or be another one with the same leading bytes of its
-hash: who reads it finds out, and says so (``forget``, ``forget_page``).
+The index says what names say. A page that it finds may be gone, or be another one with the same short hash: who reads
+it finds out, and says so (``forget``, ``forget_page``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, truncated
+from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, short_hash
 
 _POSITION_BITS = 6
 _POSITIONS = (1 << _POSITION_BITS) - 1
@@ -201,7 +201,7 @@ class PackIndex:
 
     def find_all(self, keys: Sequence[bytes]) -> list[list[Place]]:
         """Every place of each page that lives. Not in order of age."""
-        wanted = _numbers_of(b"".join(map(truncated, keys)))
+        wanted = _numbers_of(b"".join(map(short_hash, keys)))
         with self._lock:
             if not self._numbers:
                 return [[] for _ in wanted]
@@ -277,7 +277,7 @@ def _age(place: Place) -> str:
 
 
 def _numbers_of(hashes: bytes) -> list[int]:
-    """Truncated hashes as numbers."""
+    """Short hashes as numbers."""
     return [int.from_bytes(hashes[at : at + HASH_BYTES], "big") for at in range(0, len(hashes), HASH_BYTES)]
 
 
