@@ -87,14 +87,15 @@ def test_side_states_of_slots_come_back_with_their_states(open_backend: Callable
 
 def test_a_damaged_page_never_reaches_a_pool_that_is_copied(open_backend: Callable[..., Any], tmp_path: Path) -> None:
     host = states_of_slots()
-    # Page files: the damage needs no knowledge of slots.
+    # A pack: the damage needs no knowledge of slots.
     tier = {"type": "file", "path": str(tmp_path / "files"), "capacity": "64MiB", "layout": "pages", "io": "buffered"}
     backend = open_backend(mha_host("page_first", page_size=1), {"tiers": {"disk": tier}})
     backend.register_mem_host_pool_v2(host, "mamba")
     assert backend.batch_set_v2([transfer("mamba", KEYS[:2], [0, 1], host)]) == {"mamba": [True, True]}
-    damaged = sorted((tmp_path / "files").rglob("*.page"))[0]
+    damaged = sorted((tmp_path / "files").rglob("*.pack"))[0]
     stored = bytearray(damaged.read_bytes())
-    stored[-1] ^= 1
+    # Behind the header of the first page.
+    stored[130] ^= 1
     damaged.write_bytes(stored)
     before = [page_content(host, page) for page in range(13)]
     (moved,) = backend.batch_get_v2([transfer("mamba", KEYS[:2], [6, 7], host)]).values()

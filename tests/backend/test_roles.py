@@ -12,6 +12,7 @@ from hicache_ext.sglang.launch_facts import read_launch_facts
 from hicache_ext.testing.conformance.storage_backend import PAGE_SIZE, page_keys
 from hicache_ext.testing.host_pools import fill_with_noise, mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
+from tests.storage.raw_access import RawFiles
 
 pytestmark = pytest.mark.sglang
 
@@ -58,7 +59,7 @@ def test_a_decode_node_stores_to_the_pool_and_a_prefill_node_reads_it_from_there
     }
 
     def files(tier):
-        return len(list((tmp_path / tier).glob("pages/*/*/*.page")))
+        return len(RawFiles(tmp_path / tier).keys())
 
     launched_as("decode")
     written = mha_pools(page_size=PAGE_SIZE).host

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
@@ -20,8 +23,46 @@ from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 
 
+class RawPack(NamedTuple):
+    """A pack by its name, as docs/page-format.md and docs/file-tier.md give it."""
+
+    file: Path
+    page_bytes: int
+    hashes: list[bytes]
+    """The first 6 bytes of XXH3-64 of each page hash."""
+    dead: int
+
+    @classmethod
+    def of(cls, file: Path) -> RawPack:
+        stem, _, dead = file.name.removesuffix(".pack").partition(".")
+        _, _, shape, letters = stem.split("-", 3)
+        joined = base64.urlsafe_b64decode(letters)
+        hashes = [joined[begin : begin + 6] for begin in range(0, len(joined), 6)]
+        assert int(shape.split("x")[0]) == len(hashes)
+        return cls(file, int(shape.split("x")[1]), hashes, int(dead or "0", 16))
+
+    def living(self) -> list[int]:
+        return [number for number in range(len(self.hashes)) if not self.dead >> number & 1]
+
+    def page(self, number: int) -> bytes:
+        return self.file.read_bytes()[number * self.page_bytes : (number + 1) * self.page_bytes]
+
+    def overwrite(self, number: int, stored: bytes) -> None:
+        with self.file.open("r+b") as opened:
+            opened.seek(number * self.page_bytes)
+            opened.write(stored)
+
+    def kill(self, number: int) -> None:
+        dead = self.dead | 1 << number
+        if dead == (1 << len(self.hashes)) - 1:
+            self.file.unlink()
+        else:
+            name = self.file.name.partition(".")[0]
+            self.file.rename(self.file.with_name(f"{name}.{dead:x}.pack"))
+
+
 class RawFiles:
-    """Page files found by the names that docs and directory.py give, not by the package's code."""
+    """Page files and packs found by the names that the documents give, not by the package's code."""
 
     def __init__(self, *paths: Path) -> None:
         """Every path holds every page."""
@@ -34,20 +75,49 @@ class RawFiles:
     def path(self, key: bytes) -> Path:
         return self._files(key)[0]
 
+    def packs(self, path: Path, identity: bytes | None = None) -> list[RawPack]:
+        """The newest first."""
+        files = path.glob(f"packs/{'*' if identity is None else identity.hex()}/*/*.pack")
+        return [RawPack.of(file) for file in sorted(files, key=lambda file: file.name, reverse=True)]
+
+    def places(self, path: Path, key: bytes) -> list[tuple[RawPack, int]]:
+        """The packs that have this page, and its position in each; the newest first."""
+        part = xxhash.xxh3_64_digest(key[16:])[:6]
+        return [
+            (pack, number)
+            for pack in self.packs(path, key[:16])
+            for number in pack.living()
+            if pack.hashes[number] == part
+        ]
+
     def read(self, key: bytes) -> bytes | None:
+        for pack, number in self.places(self._paths[0], key):
+            return pack.page(number)
         try:
             return self.path(key).read_bytes()
         except FileNotFoundError:
             return None
 
     def write(self, key: bytes, stored: bytes) -> None:
-        for file in self._files(key):
+        """In the place of the page, if it has one where ``stored`` fits exactly; else as a page file."""
+        for path, file in zip(self._paths, self._files(key), strict=True):
+            places = self.places(path, key)
+            if places and places[0][0].page_bytes == len(stored):
+                places[0][0].overwrite(places[0][1], stored)
+                continue
+            for pack, number in places:
+                pack.kill(number)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(stored)
 
     def keys(self) -> list[bytes]:
+        packed = {
+            bytes.fromhex(pack.file.parent.parent.name) + pack.page(number)[32:64]
+            for pack in self.packs(self._paths[0])
+            for number in pack.living()
+        }
         files = self._paths[0].glob("pages/*/*/*.page")
-        return [bytes.fromhex(file.parent.parent.name) + bytes.fromhex(file.stem) for file in files]
+        return [*packed] + [bytes.fromhex(file.parent.parent.name) + bytes.fromhex(file.stem) for file in files]
 
 
 class RawObjects:

@@ -217,7 +217,15 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
     used(tmp_path, "pages")
     loosened(tmp_path)
     (tmp_path / "models").mkdir(mode=0o755)
-    strangers = ("models/weights", "pages/README", "identities/notes.txt", "package.json", ".profile", "yarn.lock")
+    strangers = (
+        "models/weights",
+        "pages/README",
+        "packs/README",
+        "identities/notes.txt",
+        "package.json",
+        ".profile",
+        "yarn.lock",
+    )
     for stranger in strangers:
         (tmp_path / stranger).write_text("theirs")
         (tmp_path / stranger).chmod(0o644)
@@ -226,7 +234,7 @@ def test_a_strangers_file_and_the_directory_it_is_in_keep_their_modes(
         assert stat.S_IMODE(place.stat().st_mode) == 0o755
     for stranger in strangers:
         assert stat.S_IMODE((tmp_path / stranger).stat().st_mode) == 0o644
-    for ours in ("tmp", "pins", f"pages/{IDENTITY.hex()}"):
+    for ours in ("tmp", "pins", f"packs/{IDENTITY.hex()}"):
         assert stat.S_IMODE((tmp_path / ours).stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "identities" / f"{IDENTITY.hex()}.json").stat().st_mode) == 0o600
     for place in (tmp_path, tmp_path / "pages", tmp_path / "identities"):

@@ -20,6 +20,7 @@ from hicache_ext.storage.tiers.file.slab import slot_code
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, page_keys, store_pages
 from tests.rigs.event_tier import PAGE, open_tier
 from tests.rigs.kv_events import block_of
+from tests.storage.file.page_files import store_one_by_one
 
 KEYS = page_keys(12)
 
@@ -167,26 +168,33 @@ def _fan_outs(place: Path) -> list[Path]:
 def test_a_directory_that_has_long_been_as_it_is_is_not_read_again(
     page_files: SpreadStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store_pages(page_files, KEYS, [PAGE])
+    store_one_by_one(page_files, KEYS, [PAGE])
+    store_pages(page_files, page_keys(2, "packed"), [PAGE])
+    packed = blocks(page_keys(2, "packed"))
     long_ago = time.time() - 100
     for fan_out in _fan_outs(tmp_path / "tier"):
         os.utime(fan_out, (long_ago, long_ago))
     read = []
-    entries = pages_contents.entries
+    read_packs = []
+    entries, keys_in = pages_contents.entries, pages_contents.keys_in
     monkeypatch.setattr(pages_contents, "entries", lambda path, name: (read.append(path), entries(path, name))[1])
-    assert held(page_files) == blocks(KEYS)
+    monkeypatch.setattr(
+        pages_contents, "keys_in", lambda path, *pack: (read_packs.append(path), keys_in(path, *pack))[1]
+    )
+    assert held(page_files) == blocks(KEYS) | packed
     first = len(read)
     assert first == len(_fan_outs(tmp_path / "tier"))
-    assert held(page_files) == blocks(KEYS)
+    assert held(page_files) == blocks(KEYS) | packed
     assert len(read) == first
     page_files.remove(KEYS[:1])
-    assert held(page_files) == blocks(KEYS[1:])
+    assert held(page_files) == blocks(KEYS[1:]) | packed
+    assert len(read_packs) == 1
     assert len(read) == first + 1
 
 
 def test_a_change_within_one_tick_of_the_clock_of_the_disk_is_seen(page_files: SpreadStore, tmp_path: Path) -> None:
     """The time of the directory is the same before and after it."""
-    store_pages(page_files, KEYS, [PAGE])
+    store_one_by_one(page_files, KEYS, [PAGE])
     moment = time.time_ns()
     for fan_out in _fan_outs(tmp_path / "tier"):
         os.utime(fan_out, ns=(moment, moment))

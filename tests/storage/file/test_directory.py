@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import time
@@ -32,6 +33,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
+from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import account_and_walk
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -84,6 +86,13 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
         f"pages/{IDENTITY.hex()}/{page_hash[:2]}/{page_hash}.page",
         "usage",
     ]
+    store_pages(store, page_keys(2))
+    (pack,) = place.glob("packs/*/*/*")
+    assert pack.parent.parent.name == IDENTITY.hex()
+    assert re.fullmatch(r"[0-9a-f]{11}", pack.parent.name)
+    assert re.fullmatch(r"[0-9a-f]{11}-[0-9a-f]{10}-2x1128-[A-Za-z0-9_-]{16}\.pack", pack.name)
+    store.remove(page_keys(2)[1:])
+    assert [file.name for file in place.glob("packs/*/*/*")] == [pack.name.replace(".pack", ".2.pack")]
     assert json.loads((place / "hicache_ext.json").read_text()) == {
         "format": 1,
         "layout": "pages",
@@ -133,7 +142,7 @@ def test_a_file_where_the_pages_should_be_is_moved_aside(place):
 def test_a_file_in_the_place_of_a_directory_of_pages_costs_those_pages(place, open_store, level):
     keys = page_keys(3)
     store = open_store(capacity=1 << 20)
-    store_pages(store, keys)
+    store_one_by_one(store, keys)
     home = Path(store._directory.page_path(keys[0])).parents[1 - level]
     shutil.rmtree(home)
     home.write_text("somebody's")
@@ -319,12 +328,14 @@ def test_clearing_that_a_kill_interrupted_is_finished_by_the_next_start(place, o
     store = open_store()
     keys = page_keys(10)
     store_pages(store, keys)
-    strangers = _put_strangers(place, keys[0])
-    tree = store._directory.detach_identity(IDENTITY)
+    store_one_by_one(store, page_keys(3, "alone"))
+    strangers = _put_strangers(place, page_key("alone-0"))
+    trees = store._directory.detach_identity(IDENTITY)
     # Gone, as after a kill: nobody has its number locked any more.
     store.close()
     again = open_store()
-    assert not tree.exists()
+    assert len(trees) == 2
+    assert not any(tree.exists() for tree in trees)
     assert again.contains(keys) == [False] * 10
     assert [stranger.read_text() for stranger in strangers] == [f"stranger {n}" for n in range(len(strangers))]
 

@@ -23,6 +23,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.rigs.disk_faults import DiskFaults
+from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import account_and_walk
 
 PAGE = [8000]
@@ -254,7 +255,7 @@ def test_in_a_large_directory_the_pages_just_written_stay(open_store, monkeypatc
     capacity = 12 << 20
     store = open_store(capacity=capacity)
     old, new = page_keys(600, prefix="old"), page_keys(150, prefix="new")
-    store_pages(store, old, PAGE)
+    store_one_by_one(store, old, PAGE)
     now = time.time()
     for key in old:
         os.utime(store._directory.page_path(key), (now - 5000, now - 5000))

@@ -82,7 +82,7 @@ def test_a_diagnosis_says_what_all_paths_take_and_walks_through_no_page_files(
     walk, walked = os.walk, []
 
     def noted(top: Path) -> Iterator[Any]:
-        walked.extend(file for file in top.rglob("*.page"))
+        walked.extend(file for file in top.rglob("*.pa[gc][ek]"))
         return walk(top)
 
     monkeypatch.setattr(os, "walk", noted)

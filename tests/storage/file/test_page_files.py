@@ -20,8 +20,9 @@ from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages import store as pages
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, payload_of, read_pages, store_pages
+from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, payload_of, read_pages
 from tests.rigs.disk_faults import DiskFaults
+from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import RawFiles, account_and_walk
 
 NOBODY = 65534
@@ -31,7 +32,7 @@ KEY = page_key("the page")
 @pytest.fixture
 def page(store, raw) -> Path:
     """The file of a stored page."""
-    store_pages(store, [KEY, page_key("another")])
+    store_one_by_one(store, [KEY, page_key("another")])
     return raw.path(KEY)
 
 
@@ -40,7 +41,7 @@ def _assert_counted_healed_and_works(store: PageFileStore, reason: str) -> None:
     assert store.metrics.value("corrupt", reason) == 1
     assert store.contains([KEY]) == [False]
     assert read_pages(store, [KEY])[0] == [GetResult.MISS]
-    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY, page_key("another")])
     assert store.metrics.total("corrupt") == 1
 
@@ -149,7 +150,7 @@ def test_a_write_replaces_what_is_no_page_without_a_read_before(store, page, kin
             os.mkfifo(page)
         case "short":
             page.write_bytes(b"x" * 10)
-    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
 
 
@@ -164,7 +165,7 @@ def test_a_directory_that_is_taken_away_amid_a_write_is_made_again(store, direct
         return open_unpublished(path)
 
     monkeypatch.setattr(store._directory, "open_unpublished", interrupted)
-    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
 
 
@@ -173,7 +174,7 @@ def test_a_file_in_place_of_a_fan_out_directory_is_moved_aside_by_a_write(store,
     page.parent.write_text("in the way")
     assert read_pages(store, [KEY])[0] == [GetResult.MISS]
     assert store.contains([KEY]) == [False]
-    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
 
 
@@ -187,7 +188,7 @@ def test_a_bad_page_that_another_writer_has_replaced_meanwhile_is_left_alone(sto
         reason = read_page(*arguments)
         monkeypatch.undo()
         assert read_pages(other, [KEY])[0] == [GetResult.CORRUPT]
-        assert store_pages(other, [KEY]) == [SetResult.STORED]
+        assert store_one_by_one(other, [KEY]) == [SetResult.STORED]
         return reason
 
     monkeypatch.setattr(page_io, "read_page", read_slowly)
@@ -199,7 +200,7 @@ def test_a_bad_page_that_another_writer_has_replaced_meanwhile_is_left_alone(sto
 def test_damaged_files_do_not_make_the_account_smaller_than_what_is_stored(store, raw, open_store):
     """A page blown up to 1 MiB must not take 1 MiB out of the account when it is removed."""
     keys = page_keys(20)
-    store_pages(store, keys)
+    store_one_by_one(store, keys)
     os.truncate(raw.path(keys[0]), 1 << 20)
     os.truncate(raw.path(keys[1]), 0)
     read_pages(store, keys[:2])
@@ -243,7 +244,7 @@ def _open_to_all(place: Path) -> None:
 
 def _unreadable_page(place: Path) -> tuple[PageFileStore, Path]:
     store = PageFileStore("disk", place, capacity=None)
-    store_pages(store, [KEY, page_key("another")])
+    store_one_by_one(store, [KEY, page_key("another")])
     _open_to_all(place)
     page = RawFiles(place).path(KEY)
     page.chmod(0)
@@ -266,12 +267,12 @@ def test_an_unreadable_page_that_cannot_be_removed_is_absent_until_it_can_be(ope
         assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
         assert store.contains([KEY]) == [False]
         assert store.count_leading([KEY]) == 0
-        assert store_pages(store, [KEY]) == [SetResult.REJECTED]
+        assert store_one_by_one(store, [KEY]) == [SetResult.REJECTED]
         assert store.metrics.value("rejected", "obstacle") == 1
         assert_hits(store, [page_key("another")])
     os.chown(page.parent, NOBODY, NOBODY)
     with _as_nobody():
-        assert store_pages(store, [KEY]) == [SetResult.STORED]
+        assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
         assert_hits(store, [KEY])
         assert store.contains([KEY]) == [True]
     store.close()
@@ -279,13 +280,13 @@ def test_an_unreadable_page_that_cannot_be_removed_is_absent_until_it_can_be(ope
 
 def test_a_directory_without_write_permission_is_read_and_refuses_writes(open_place):
     store = PageFileStore("disk", open_place, capacity=None)
-    store_pages(store, [KEY])
+    store_one_by_one(store, [KEY])
     _open_to_all(open_place)
     with _as_nobody():
         assert_hits(store, [KEY])
-        assert store_pages(store, page_keys(3)) == [SetResult.ERROR] * 3
+        assert store_one_by_one(store, page_keys(3)) == [SetResult.ERROR] * 3
         assert store.metrics.value("error", "EACCES") == 3
-    assert store_pages(store, page_keys(3)) == [SetResult.STORED] * 3
+    assert store_one_by_one(store, page_keys(3)) == [SetResult.STORED] * 3
     store.close()
 
 
@@ -294,8 +295,8 @@ def test_a_page_that_cannot_even_be_removed_by_root_is_absent_until_it_can_be(st
     with _immutable(page):
         assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
         assert store.contains([KEY]) == [False]
-        assert store_pages(store, [KEY]) == [SetResult.REJECTED]
-    assert store_pages(store, [KEY]) == [SetResult.STORED]
+        assert store_one_by_one(store, [KEY]) == [SetResult.REJECTED]
+    assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
 
 
@@ -331,7 +332,7 @@ def test_a_full_disk_refuses_writes_keeps_reads_and_recovers(small_disk, monkeyp
     monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 0.1)
     store = PageFileStore("disk", small_disk / "tier", capacity=None)
     keys = page_keys(40)
-    results = [store_pages(store, [key], [60_000])[0] for key in keys]
+    results = [store_one_by_one(store, [key], [60_000])[0] for key in keys]
     stored = [key for key, result in zip(keys, results, strict=True) if result is SetResult.STORED]
     refused = [key for key in keys if key not in stored]
     assert 10 <= len(stored) <= 17
@@ -343,7 +344,7 @@ def test_a_full_disk_refuses_writes_keeps_reads_and_recovers(small_disk, monkeyp
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
     assert store.remove(stored[:5]) == 5
     time.sleep(0.15)
-    assert store_pages(store, refused[:3], [60_000]) == [SetResult.STORED] * 3
+    assert store_one_by_one(store, refused[:3], [60_000]) == [SetResult.STORED] * 3
     assert_hits(store, [*stored[5:], *refused[:3]], [60_000])
     store.close()
 
@@ -351,8 +352,8 @@ def test_a_full_disk_refuses_writes_keeps_reads_and_recovers(small_disk, monkeyp
 def test_a_full_disk_is_not_tried_again_for_every_page(store, place, monkeypatch):
     monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 3600.0)
     with DiskFaults(place, rate=1, errors=(errno.ENOSPC,), short=False, calls=("pwritev",)) as faults:
-        store_pages(store, page_keys(1))
-        assert store_pages(store, page_keys(50, prefix="more")) == [SetResult.REJECTED] * 50
+        store_one_by_one(store, page_keys(1))
+        assert store_one_by_one(store, page_keys(50, prefix="more")) == [SetResult.REJECTED] * 50
         assert sum(faults.injected.values()) == 1
     assert store.metrics.value("rejected", "no_space") == 50
 
@@ -373,7 +374,7 @@ def test_a_read_that_fails_is_an_error_and_the_next_write_replaces_the_page(stor
     assert store.metrics.value("error", "EIO") == 1
     assert store.contains([KEY]) == [False]
     inode = page.stat().st_ino, page.stat().st_ctime_ns
-    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
     assert (page.stat().st_ino, page.stat().st_ctime_ns) != inode
     assert_hits(store, [KEY])
 
@@ -390,12 +391,12 @@ def test_a_read_that_fails_once_and_then_works_is_a_hit_again(store, page, place
 def test_a_write_that_fails_leaves_nothing_behind(store, place, monkeypatch, call, code, result):
     monkeypatch.setattr(pages, "_NO_SPACE_PAUSE", 0.0)
     with DiskFaults(place, rate=1, errors=(code,), short=False, calls=(call,)):
-        assert store_pages(store, [KEY]) == [result]
+        assert store_one_by_one(store, [KEY]) == [result]
     assert store.metrics.value("error", errno.errorcode[code]) == 1
     assert store.contains([KEY]) == [False]
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
     assert list((place / "tmp").iterdir()) == []
-    assert store_pages(store, [KEY]) == [SetResult.STORED]
+    assert store_one_by_one(store, [KEY]) == [SetResult.STORED]
     assert_hits(store, [KEY])
     assert account_and_walk(store)[0] == account_and_walk(store)[1]
 
@@ -410,7 +411,7 @@ def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
     keys = page_keys(30)
     with DiskFaults(place, seed=seed, rate=0.2) as faults:
         for _ in range(10):
-            for result in store_pages(store, keys, [2000, 500]):
+            for result in store_one_by_one(store, keys, [2000, 500]):
                 assert result is not SetResult.TIMEOUT
             results, payloads = read_pages(store, keys, [2000, 500])
             for key, result, payload in zip(keys, results, payloads, strict=True):
@@ -418,7 +419,7 @@ def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
             store.remove(keys[::3])
     assert sum(faults.injected.values()) > 100
     assert account_and_walk(store)[0] >= account_and_walk(store)[1]
-    assert all(result.durable for result in store_pages(store, keys, [2000, 500]))
+    assert all(result.durable for result in store_one_by_one(store, keys, [2000, 500]))
     assert_hits(store, keys, [2000, 500])
 
 
@@ -426,16 +427,16 @@ def test_an_account_that_fails_is_a_refused_write_and_not_an_exception(store, pa
     def fail(*_):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    store_pages(store, [page_key("a third")])
+    store_one_by_one(store, [page_key("a third")])
     monkeypatch.setattr("hicache_ext.runtime.file_lock.fcntl.flock", fail)
-    assert store_pages(store, page_keys(3)) == [SetResult.ERROR] * 3
+    assert store_one_by_one(store, page_keys(3)) == [SetResult.ERROR] * 3
     assert_hits(store, [KEY])
     _flip(page, 300)
     assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
     assert store.remove([page_key("another")]) == 1
     assert store.clear(None) == 1
     monkeypatch.undo()
-    assert store_pages(store, [KEY, *page_keys(3)]) == [SetResult.STORED] * 4
+    assert store_one_by_one(store, [KEY, *page_keys(3)]) == [SetResult.STORED] * 4
     assert_hits(store, [KEY, *page_keys(3)])
     assert store.clear(None) == 1
     store._clearing.wait(60)
@@ -451,8 +452,8 @@ def test_a_pipe_is_never_counted_as_present(store, page):
 
 def test_clear_clears_although_somebody_has_removed_the_directory_it_moves_pages_to(store):
     keys = page_keys(20)
-    store_pages(store, keys)
+    store_one_by_one(store, keys)
     shutil.rmtree(store._directory.temporary)
     assert store.clear(None) == 1
     assert store.contains(keys) == [False] * 20
-    assert store_pages(store, keys) == [SetResult.STORED] * 20
+    assert store_one_by_one(store, keys) == [SetResult.STORED] * 20

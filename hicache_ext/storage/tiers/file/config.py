@@ -114,7 +114,7 @@ class FileTierConfig(TierConfig):
     ]
     layout: Annotated[
         Literal["auto", "pages", "slab"],
-        Field(description="one file per page, or preallocated slabs with an index; auto goes by the file system"),
+        Field(description="files of pages, or preallocated slabs with an index; auto goes by the file system"),
         Allowed("auto, pages, slab"),
         one_of("auto", "pages", "slab"),
     ] = "auto"

@@ -21,7 +21,7 @@ _MEMORY = frozenset({"tmpfs", "ramfs"})
 _TRIAL_PAGE = 1 << 20
 
 _LAYOUTS = {
-    "pages": "one file per page: works on shared file systems too",
+    "pages": "files of pages: works on shared file systems too",
     "slab": "slots of preallocated files with an index: for local disks",
 }
 

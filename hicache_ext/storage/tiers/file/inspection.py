@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import errno
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from hicache_ext.errors import FormatError, StoreError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.pack import milliseconds_of
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.tiers.file.former_slabs import FATE, FormerSlabs
 from hicache_ext.storage.tiers.file.io_plan import IoPlan
@@ -28,6 +30,8 @@ from hicache_ext.storage.tiers.file.manifest import (
     slab_home,
 )
 from hicache_ext.storage.tiers.file.modes import MANIFEST
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackedPage, PackFile, keys_in
+from hicache_ext.storage.tiers.file.pages.scanning import ABSENT
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.index import Uses
@@ -48,6 +52,8 @@ class StoredPage:
     written: float | None = None
     listed: ListedPage | None = None
     """In slabs: its place."""
+    packed: PackedPage | None = None
+    """In a pack: its place."""
 
     @property
     def identity(self) -> bytes:
@@ -200,8 +206,27 @@ class PageFileInspector(Inspector):
             identity = bytes.fromhex(Path(fan_out).parent.name)
             for file, status in self._tree.page_files(fan_out):
                 yield StoredPage(identity + bytes.fromhex(Path(file).stem), status.st_size, used=status.st_mtime)
+        packs = self._tree.packs
+        for identity in sorted(packs.known_identities()):
+            for bucket in packs.buckets(identity):
+                for file, found in sorted(packs.packs_in(f"{packs.identity_path(identity)}/{bucket}")):
+                    yield from self._pages_of(file, identity, found)
+
+    def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
+        try:
+            used, keys = os.lstat(file).st_mtime, keys_in(file, identity, found.pack)
+        except ABSENT:
+            return
+        written = milliseconds_of(found.pack.id) / 1000
+        for position in found.living:
+            key, packed = keys[position], PackedPage(file, found, position)
+            # Without a key nobody can ask for it.
+            if key is not None:
+                yield StoredPage(key, found.pack.page_bytes, used=used, written=written, packed=packed)
 
     def _content(self, page: StoredPage) -> bytes | None:
+        if page.packed is not None:
+            return self._tree.packs.read_page(page.packed)
         try:
             return Path(self._tree.page_path(page.key)).read_bytes()
         except FileNotFoundError:

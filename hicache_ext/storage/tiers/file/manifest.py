@@ -40,8 +40,8 @@ _WITHOUT_CHECKSUM = ((1, "pages"), (1, "slab"), (2, "slab"))
 """What releases wrote that put no checksum in their manifests."""
 
 _SLABS = "slabs"
-_FILES_OF = {"pages": ("pages", IDENTITY_NAME), "slab": (_SLABS, SLAB_FILE)}
-"""Layout -> the directory in PATH with its pages, and the names in it."""
+_FILES_OF = {"pages": (("pages", "packs"), IDENTITY_NAME), "slab": ((_SLABS,), SLAB_FILE)}
+"""Layout -> the directories in PATH with its pages, and the names in them."""
 _DIRECTORIES_OF = {"pages": ("pages", "identities", "tmp"), "slab": (_SLABS, "identities")}
 
 
@@ -220,7 +220,7 @@ def _not_ours(directory: Path, tier: str) -> StoreSetupError:
 
 def _layout_by_files(path: Path) -> str | None:
     """The layout of the files in PATH itself, without a look into its manifest."""
-    holds = [layout for layout, (where, name) in _FILES_OF.items() if _has(path / where, name)]
+    holds = [layout for layout, (homes, name) in _FILES_OF.items() if any(_has(path / home, name) for home in homes)]
     if not holds and _is_there(path / MANIFEST):
         # Nothing was stored yet. Without any manifest, empty directories prove nothing.
         holds = [layout for layout, names in _DIRECTORIES_OF.items() if all((path / name).is_dir() for name in names)]

@@ -381,7 +381,7 @@ def occupied_bytes(directory: Path) -> int:
         if record is not None and record.counted:
             return record.used(None)
     total = FormerSlabs(directory).bytes()
-    for part in (slab_home(directory), directory / "pages", directory / "tmp"):
+    for part in (slab_home(directory), directory / "pages", directory / "packs", directory / "tmp"):
         for folder, _, names in os.walk(part):
             for name in names:
                 with suppress(OSError):

@@ -1,1 +1,1 @@
-"""The per-page-file layout: one file per page, for file systems that several machines share."""
+"""The layout for file systems that several machines share: files of one page, or of small pages written together."""

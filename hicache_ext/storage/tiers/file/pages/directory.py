@@ -1,4 +1,4 @@
-"""One directory of page files: its names, its creation by several processes at once, its left-overs.
+"""One directory of page files and packs: its names, its creation by several processes at once, its left-overs.
 
 ::
 
@@ -7,6 +7,7 @@
     PATH/usage                                the shared account (usage.py)
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
     PATH/pages/<identity>/<2 hex>/<hash>.page page objects (envelope.py)
+    PATH/packs/                               small pages that were written together (pack_tree.py)
     PATH/tmp/                                 pages being written where O_TMPFILE is missing; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
@@ -23,7 +24,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,17 +32,16 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.manifest import adopt_pages, check_before_start
-from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME
-from hicache_ext.storage.tiers.file.pages.tree import (
-    BLOCK,
-    PageTree,
-    directories,
-    occupied,
-)
+from hicache_ext.storage.tiers.file.modes import BUCKET_NAME, FANOUT_NAME, IDENTITY_NAME, PACK_NAME, PAGE_NAME
+from hicache_ext.storage.tiers.file.pages.scanning import BLOCK, directories, entries, occupied
+from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.writers import Writers
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
+
+_OURS = {"clear": (FANOUT_NAME, PAGE_NAME), "packs": (BUCKET_NAME, PACK_NAME)}
+"""End of the name of a tree that is being cleared -> names of the directories in it, and of the files in those."""
 
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -61,7 +61,7 @@ class PageDirectory(PageTree):
         try:
             check_before_start(path, "pages", tier)
             make_tier_directory(path)
-            for directory in (self.identities, self.pages, self.temporary):
+            for directory in (self.identities, self.pages, self.packs.home, self.temporary):
                 make_directory(directory)
             adopt_pages(path, tier)
             self.members = Members(self.members_path)
@@ -123,12 +123,20 @@ class PageDirectory(PageTree):
             return False
         return True
 
+    def publish_pack(self, fd: int, temp_path: str | None, pack_path: str) -> None:
+        """``publish`` for a name that nobody else can have."""
+        if temp_path is None:
+            os.link(f"/proc/self/fd/{fd}", pack_path, src_dir_fd=fd, follow_symlinks=True)
+        else:
+            # One round trip to a server; to link and to unlink are two.
+            os.rename(temp_path, pack_path)
+
     def discard(self, temp_path: str | None) -> None:
         if temp_path is not None:
             _unlink_quietly(temp_path)
 
     def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
-        """Remove whatever has a page's name; the size of the file removed.
+        """Remove whatever has the name of a page or a pack; the size of the file removed.
 
         With ``seen``, only if it still is the file with this status: another process may have replaced it. A directory
         is not ours: it is removed if empty, and moved aside otherwise. Raises OSError when the name cannot be freed,
@@ -148,20 +156,33 @@ class PageDirectory(PageTree):
             move_aside(Path(page_path))
         return 0
 
+    def remove_buckets_if_empty(self, buckets: Iterable[str]) -> int:
+        """Remove those of these directories of packs that are empty: new ones are made all the time. Bytes freed."""
+        return sum(map(_remove_directory, buckets))
+
     def remove_empty_directories(self) -> int:
-        """Remove fan-out and identity directories without pages; bytes of disk freed. Writers make them anew."""
+        """Remove the directories of pages, packs and identities that are empty; bytes of disk freed. Writers make them
+        anew."""
         freed = 0
-        for identity in directories(self.pages, IDENTITY_NAME):
-            for fan_out in directories(identity.path, FANOUT_NAME):
-                freed += _remove_directory(fan_out.path)
-            freed += _remove_directory(identity.path)
+        for end, (directory_name, _) in _OURS.items():
+            for identity in directories(self._home(end), IDENTITY_NAME):
+                for inner in directories(identity.path, directory_name):
+                    freed += _remove_directory(inner.path)
+                freed += _remove_directory(identity.path)
         return freed
 
-    def detach_identity(self, identity: bytes) -> Path | None:
-        """Take all pages of an identity out of sight at once; the tree to delete, None when there is none."""
+    def detach_identity(self, identity: bytes) -> list[Path]:
+        """Take all pages of an identity out of sight: those in files at once, and those in packs at once. The trees to
+        delete."""
+        return [tree for end in _OURS if (tree := self._detach(identity, end)) is not None]
+
+    def _home(self, end: str) -> Path:
+        return self.packs.home if end == "packs" else self.pages
+
+    def _detach(self, identity: bytes, end: str) -> Path | None:
         # The name holds the identity, so that files of others can be put back after a kill.
-        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.{identity.hex()}.clear"
-        home = self.pages / identity.hex()
+        moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.{identity.hex()}.{end}"
+        home = self._home(end) / identity.hex()
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
@@ -180,6 +201,8 @@ class PageDirectory(PageTree):
 
     def has_pages(self, tree: Path) -> bool:
         """Whether a detached tree holds a page, or cannot be read. Ends at the first page."""
+        if tree.name.endswith(".packs"):
+            return self.packs.has_packs(tree)
         try:
             fan_outs = directories(tree, FANOUT_NAME)
             return any(next(self.page_files(fan_out.path), None) is not None for fan_out in fan_outs)
@@ -188,20 +211,21 @@ class PageDirectory(PageTree):
 
     def delete_detached(self, tree: Path) -> int:
         """Delete the pages that ``detach_identity`` moved; returns bytes of disk freed. Other files are put back."""
-        home = self.pages / tree.name.split(".")[-2]
+        identity, end = tree.name.split(".")[-2:]
+        home, (directory_name, file_name) = self._home(end) / identity, _OURS[end]
         freed = 0
-        for fan_out in list(directories(tree, FANOUT_NAME)):
-            for path, status in list(self.page_files(fan_out.path)):
-                if not stat.S_ISDIR(status.st_mode) and _unlink_quietly(path):
-                    freed += occupied(status.st_size)
-            freed += _remove_directory(fan_out.path) or _put_back(fan_out.path, home / fan_out.name, self._access)
+        for inner in list(directories(tree, directory_name)):
+            for entry in list(entries(inner.path, file_name)):
+                if not entry.is_dir(follow_symlinks=False):
+                    freed += _delete(entry)
+            freed += _remove_directory(inner.path) or _put_back(inner.path, home / inner.name, self._access)
         return freed + (_remove_directory(tree) or _put_back(tree, home, self._access))
 
     def remove_left_overs(self) -> int:
         """Delete what processes that no longer run have left in tmp/; the number of entries."""
         left = list(self.left_overs(self.writers))
         for entry in left:
-            if entry.name.endswith(".clear"):
+            if entry.name.endswith(tuple(f".{end}" for end in _OURS)):
                 self.delete_detached(Path(entry.path))
             else:
                 _unlink_quietly(entry.path)
@@ -255,13 +279,14 @@ def _put_back(source: str | Path, target: Path, access: Access) -> int:
     freed = 0
     try:
         with os.scandir(source) as listing:
-            entries = list(listing)
+            found = list(listing)
     except OSError:
         # Another process removes the same tree, or the disk fails: what it is for stays out of sight.
         return 0
-    for entry in entries:
+    for entry in found:
         # A page that could not be deleted, or a directory with such pages, must stay out of sight.
-        if (FANOUT_NAME if entry.is_dir(follow_symlinks=False) else PAGE_NAME).fullmatch(entry.name):
+        kind = 0 if entry.is_dir(follow_symlinks=False) else 1
+        if any(names[kind].fullmatch(entry.name) for names in _OURS.values()):
             continue
         try:
             freed -= _make_directory(target.parent, access) + _make_directory(target, access)
@@ -270,6 +295,15 @@ def _put_back(source: str | Path, target: Path, access: Access) -> int:
             # It stays under tmp/: moved, not lost.
             continue
     return freed + _remove_directory(source)
+
+
+def _delete(entry: os.DirEntry[str]) -> int:
+    """Delete a file; the bytes of disk freed, 0 where it is gone or stays."""
+    try:
+        size = entry.stat(follow_symlinks=False).st_size
+    except OSError:
+        return 0
+    return occupied(size) if _unlink_quietly(entry.path) else 0
 
 
 def _unlink_quietly(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Eviction of page files: which pages go when a directory is full."""
+"""Eviction of page files and packs: which files go when a directory is full. Packs go whole."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from collections.abc import Iterator, Set
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, page_hash_in
-from hicache_ext.storage.tiers.file.pages.tree import occupied
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, hashes_in, is_pack_path, short_hash_of
+from hicache_ext.storage.tiers.file.pages.scanning import occupied
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 
 _SAMPLE = 4096
-"""Page files examined to find the oldest; with fewer, eviction follows the exact order of recency."""
+"""Files examined to find the oldest; with fewer, eviction follows the exact order of recency."""
 _PARTS = 4
 """Of a sample the oldest of so many parts is removed."""
 _PASSES = 64
@@ -28,7 +29,7 @@ _TELL_INTERVAL = 0.1
 
 
 class Evictor:
-    """Removes the least recently used pages of one directory. For one thread of one process at a time."""
+    """Removes the least recently used files of one directory. For one thread of one process at a time."""
 
     def __init__(
         self, directory: PageDirectory, metrics: TierMetrics, pins: PinnedPages, evicted_age: RecentMean
@@ -49,6 +50,7 @@ class Evictor:
         """
         freed = told = 0
         begun = told_at = time.monotonic()
+        buckets: set[str] = set()
         try:
             for used, path, size in self._oldest():
                 now = time.monotonic()
@@ -59,8 +61,11 @@ class Evictor:
                     told, told_at = freed, now
                 if self._removed(path):
                     freed += size
+                    if is_pack_path(path):
+                        buckets.add(os.path.dirname(path))
                     self._evicted_age.note(max(0.0, time.time() - used))
-                    self._metrics.add("evicted", "capacity")
+                    self._metrics.add("evicted", "capacity", _pages_in(path))
+            freed += self._directory.remove_buckets_if_empty(buckets)
             if freed < need:
                 # Empty directories of old identities would take the space of pages in a small capacity.
                 freed += self._directory.remove_empty_directories()
@@ -73,13 +78,14 @@ class Evictor:
 
     def _oldest(self) -> Iterator[tuple[float, str, int]]:
         """(last use, path, bytes of disk) of the pages to remove, in this order, until there are none."""
-        spared = {page_hash.hex() for page_hash in self._pins.spared()}
+        spared = self._pins.spared()
+        short = {short_hash_of(page_hash) for page_hash in spared}
         for _ in range(_PASSES):
-            fan_outs = self._directory.fan_out_directories()
-            random.shuffle(fan_outs)
-            remaining = iter(fan_outs)
+            directories = [*self._directory.fan_out_directories(), *self._directory.packs.all_buckets()]
+            random.shuffle(directories)
+            remaining = iter(directories)
             is_all = True
-            while sample := self._sample(remaining, spared):
+            while sample := self._sample(remaining, spared, short):
                 is_all = is_all and len(sample) < _SAMPLE
                 sample.sort()
                 # Of a part of the directory the older pages only: those just written would go, too.
@@ -87,15 +93,17 @@ class Evictor:
             if is_all:
                 return
 
-    def _sample(self, fan_outs: Iterator[str], spared: Set[str]) -> list[tuple[float, str, int]]:
-        """At least ``_SAMPLE`` pages of the next directories, if there are that many."""
+    def _sample(
+        self, directories: Iterator[str], spared: Set[bytes], short: Set[bytes]
+    ) -> list[tuple[float, str, int]]:
+        """At least ``_SAMPLE`` files of the next directories, if there are that many."""
         sample: list[tuple[float, str, int]] = []
-        for fan_out in fan_outs:
-            for path, status in self._directory.page_files(fan_out):
+        for directory in directories:
+            for path, status in self._directory.files_in(directory):
                 if (
                     stat.S_ISREG(status.st_mode)
                     and path not in self._undeletable
-                    and not (spared and page_hash_in(path) in spared)
+                    and not (spared and _is_spared(path, spared, short))
                 ):
                     sample.append((status.st_mtime, path, occupied(status.st_size)))
             if len(sample) >= _SAMPLE:
@@ -116,3 +124,16 @@ class Evictor:
 
     def _count_error(self, error: OSError) -> None:
         self._metrics.add("error", errno.errorcode.get(error.errno or 0, "unknown"))
+
+
+def _pages_in(path: str) -> int:
+    """Of a file with the name of a page or a pack."""
+    found = PackFile.parse(os.path.basename(path))
+    return 1 if found is None else len(found.living)
+
+
+def _is_spared(path: str, spared: Set[bytes], short: Set[bytes]) -> bool:
+    found = PackFile.parse(os.path.basename(path))
+    if found is None:
+        return not is_pack_path(path) and bytes.fromhex(page_hash_in(path)) in spared
+    return not short.isdisjoint(hashes_in(found))

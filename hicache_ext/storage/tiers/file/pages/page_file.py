@@ -14,6 +14,11 @@ from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
+TOUCH_INTERVAL = 60.0
+"""Seconds between two renewals of a file's recency (its mtime): eviction needs no finer order."""
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
+"""Errors of open() that say: what has this name is nothing this tier can have written and may read."""
+
 
 def object_size(segments: Sequence[memoryview]) -> int:
     """Size of the page file whose payload is ``segments``."""

@@ -1,23 +1,22 @@
-"""The per-page-file layout of the file tier: one file per page, for file systems that several machines share.
+"""The layout of the file tier for file systems that several machines share: small pages that are written together are
+one file, a pack (packs.py); every other page is a file of its own.
 
-No index and no mapped memory, only what NFS, Lustre and 3FS keep their word on: create, link, rename, unlink, flock.
-Pages of a batch are read and written in parallel by a few threads, straight into and out of host memory (preadv and
-pwritev release the GIL). A page gets its name only when it is whole.
+No mapped memory, and no index but that of the packs' names in memory: only what NFS, Lustre and 3FS keep their word on,
+create, link, rename, unlink, flock. Files of a batch are read and written in parallel by a few threads, straight into
+and out of host memory (preadv and pwritev release the GIL). A file gets its name only when it is whole.
 """
 
 from __future__ import annotations
 
-import enum
 import errno
 import logging
-import math
 import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +32,16 @@ from hicache_ext.storage.tiers.file.pages import page_file as page_io
 from hicache_ext.storage.tiers.file.pages.contents import TreeContents
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.eviction import Evictor
-from hicache_ext.storage.tiers.file.pages.tree import ABSENT, BLOCK, occupied
+from hicache_ext.storage.tiers.file.pages.packs import PackRun, Packs
+from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, occupied
+from hicache_ext.storage.tiers.file.pages.single import Found, PageFiles
 from hicache_ext.storage.tiers.file.pages.upkeep import Upkeep
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.slab.loading import compiled_code
 from hicache_ext.storage.tiers.file.usage import Grant, Removal, Usage
 
 logger = logging.getLogger(__name__)
 
-_TOUCH_INTERVAL = 60.0
-"""Seconds between two renewals of a page's recency (its mtime): eviction needs no finer order."""
 _EVICTION_SHARE = 1 / 16
 """Share of the capacity freed at once, so that the walk is paid for by many batches."""
 _NO_SPACE_PAUSE = 1.0
@@ -51,29 +49,16 @@ _NO_SPACE_PAUSE = 1.0
 
 _PORTIONS = 8
 """A write takes at most this part of the capacity at once, so that several processes can have one under way."""
-_WRITE_ATTEMPTS = 3
-_UNHEALED_LIMIT = 65536
+_LOOKS = 3
+"""For a page of a pack that others rename or remove meanwhile."""
 _FAN_OUTS_COUNTED = 64
 """Fan-out directories listed to say how many pages there are: hashes fill all of them evenly."""
 _COUNT_INTERVAL = 60.0
 """Seconds between two such counts."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
-"""Errors of open() that say: what has this page's name is nothing this tier can have written and may read."""
 
-
-_COMPILED_FROM = 32
-"""Keys in a look-up from which compiled code looks."""
 _LEADING_AT_ONCE = 1024
-
-
-class _Found(enum.Enum):
-    """What has a page's name when the page is to be written."""
-
-    PAGE = enum.auto()
-    NOTHING = enum.auto()
-    OBSTACLE = enum.auto()
 
 
 class PageFileStore(PathStore):
@@ -84,22 +69,20 @@ class PageFileStore(PathStore):
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         # Headers of 128 bytes exclude O_DIRECT.
-        self._read_flags, self._write_flags = flags_of(self._plan.read), flags_of(self._plan.write)
+        flags = flags_of(self._plan.read), flags_of(self._plan.write)
         self._directory = PageDirectory(path, self.name)
-        self._pages_text = str(self._directory.pages)
-        # Loaded now, and not in front of the first look-up.
-        compiled_code()
         self._resources.callback(self._directory.close)
         self._open_account()
+        common = self.name, self._directory, self._usage, self.metrics, self._count_error, flags
+        self._files = PageFiles(*common, self._ttl, self._failed_write)
+        self._packs = Packs(*common)
+        self._resources.callback(self._packs.close)
         self._pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evictor = Evictor(self._directory, self.metrics, self._pins, evicted_age)
         self._contents = TreeContents(self._directory)
         self._no_writes_until = 0.0
         self._pages = 0
         self._count_pages_at = 0.0
-        # Paths under which this process found no page it could read, and which it could not free: absent to callers,
-        # freed by the next write where that has become possible.
-        self._unhealed: set[str] = set()
 
     def _open_account(self) -> None:
         directory = self._directory
@@ -110,6 +93,10 @@ class PageFileStore(PathStore):
             self._resources.callback(Upkeep(self.name, directory, self._usage).close)
         except OSError as error:
             raise StoreSetupError(self.name, f"account {str(path)!r}: {error.strerror or error}") from error
+
+    def _register(self, digest: bytes, document: dict[str, Any]) -> None:
+        super()._register(digest, document)
+        self._packs.catalogue.prepare(digest)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         return self._contents.block_hashes(digest)
@@ -140,107 +127,49 @@ class PageFileStore(PathStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
-        return self._workers.run(len(batch), lambda i: self._get_page(batch.keys[i], batch.buffers[i]))
+        oldest = oldest_valid_ms(self._ttl)
+        in_packs = self._packs.runs(batch.keys)
+        rest = sorted(set(range(len(batch))).difference(*[pages.run.members for pages in in_packs]))
 
-    def _get_page(self, key: bytes, segments: Sequence[memoryview]) -> GetResult:
-        path = self._directory.page_path(key)
-        size = page_io.object_size(segments)
-        try:
-            # O_NONBLOCK: opening a pipe that has a page's name would wait for its writer for ever.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except ABSENT:
-            return GetResult.MISS
-        except OSError as error:
-            if error.errno not in _UNREADABLE:
-                return self._failed_read(path, error)
-            self._heal(key, path, size, "unreadable")
-            return GetResult.CORRUPT
-        try:
-            status = os.fstat(fd)
-            reason = page_io.read_page(fd, status, key, segments, self._read_flags, oldest_valid_ms(self._ttl))
-            if reason is None:
-                self._touch(fd, status)
-            elif reason != page_io.EXPIRED and page_io.is_page(fd, status, key, segments):
-                # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
-                self.metrics.add("suspect", "good")
-                return GetResult.CORRUPT
-        except OSError as error:
-            return self._failed_read(path, error)
-        finally:
-            os.close(fd)
-        if reason is None:
-            self._unhealed.discard(path)
-            return GetResult.HIT
-        if reason == page_io.EXPIRED:
-            self._remove_expired(key, path, size, status)
-            return GetResult.MISS
-        self._heal(key, path, size, reason, status)
-        return GetResult.CORRUPT
+        def read_file(number: int) -> list[GetResult]:
+            if number < len(in_packs):
+                return self._get_run(in_packs[number], batch, oldest)
+            position = rest[number - len(in_packs)]
+            return [self._files.get(batch.keys[position], batch.buffers[position])]
 
-    def _touch(self, file: int | str, status: os.stat_result) -> None:
-        """Renew a page's recency."""
-        if time.time() - status.st_mtime > _TOUCH_INTERVAL:
-            try:
-                os.utime(file)
-            except OSError as error:
-                self._count_error(error)
+        members = [*[pages.run.members for pages in in_packs], *[[position] for position in rest]]
+        results = [GetResult.MISS] * len(batch)
+        for positions, found in zip(members, self._workers.run(len(members), read_file), strict=True):
+            for position, result in zip(positions, found, strict=True):
+                results[position] = result
+        return results
 
-    def _failed_read(self, path: str, error: OSError) -> GetResult:
-        self._count_error(error)
-        # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
-        self._remember_unhealed(path)
-        logger.debug("tier %s: reading %s: %s", self.name, path, error)
-        return GetResult.ERROR
+    def _get_run(self, pages: PackRun, batch: PageBatch, oldest: int) -> list[GetResult]:
+        """Pages that were in a pack, as far as its name told."""
+        return [
+            self._look_again(batch, position, oldest) if result is None else result
+            for position, result in zip(pages.run.members, self._packs.read(pages, batch, oldest), strict=True)
+        ]
 
-    def _heal(self, key: bytes, path: str, size: int, reason: str, seen: os.stat_result | None = None) -> bool:
-        """Remove a copy that is not the page its name says, so that the next write replaces it; False when it stays.
-
-        ``seen`` is the status of the file that was found bad: one that has replaced it since is left alone.
-        """
-        self.metrics.add("corrupt", reason)
-        try:
-            self._remove_page(key, path, size, seen)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            self._count_error(error)
-            self._remember_unhealed(path)
-            logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self.name, path, reason, error)
-            return False
-        self._unhealed.discard(path)
-        logger.warning("tier %s: %s was bad (%s) and is removed", self.name, path, reason)
-        return True
-
-    def _remember_unhealed(self, path: str) -> None:
-        if len(self._unhealed) >= _UNHEALED_LIMIT:
-            self._unhealed.clear()
-        self._unhealed.add(path)
-
-    def _remove_page(self, key: bytes, path: str, size: int | None, seen: os.stat_result | None = None) -> None:
-        """Free a page's name, and the account of the page's ``size`` if it is known.
-
-        Raises OSError as ``PageDirectory.remove_page`` does.
-        """
-        with self._usage.removing() as removal:
-            found = self._directory.remove_page(path, seen)
-            # A damaged file must not take more out of the account than its page once put in.
-            removal.freed = occupied(found if size is None else min(found, size))
-            removal.uncertain = size is not None and found != size
+    def _look_again(self, batch: PageBatch, position: int, oldest: int) -> GetResult:
+        """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
+        one = batch.select([position])
+        for _ in range(_LOOKS):
+            for pages in self._packs.runs(one.keys, again=False):
+                (result,) = self._packs.read(pages, one, oldest)
+                if result is not None:
+                    return result
+        return self._files.get(batch.keys[position], batch.buffers[position])
 
     # -- presence --------------------------------------------------------------------------------------------------
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        code = compiled_code() if len(keys) >= _COMPILED_FROM else None
-        if code is None:
-            return [self._present(key) for key in keys]
-        # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
-        oldest = 0 if self._ttl is None else math.ceil(time.time() - self._ttl)
-        present: list[bool] = (
-            code.has_page_files(self._pages_text, keys, page_io.HEADER_LENGTH, oldest).astype(bool).tolist()
-        )
-        if self._unhealed:
-            paths = [self._directory.page_path(key) if known else "" for key, known in zip(keys, present, strict=True)]
-            present = [known and path not in self._unhealed for known, path in zip(present, paths, strict=True)]
+        in_packs = self._packs.find(keys, oldest_valid_ms(self._ttl))
+        present = [found is not None for found in in_packs]
+        rest = [position for position, known in enumerate(present) if not known]
+        if rest:
+            for position, known in zip(rest, self._files.has([keys[i] for i in rest]), strict=True):
+                present[position] = known
         return present
 
     def _lead(self, keys: Sequence[bytes]) -> int:
@@ -250,36 +179,36 @@ class PageFileStore(PathStore):
                 return first + present.index(False)
         return len(keys)
 
-    def _present(self, key: bytes) -> bool:
-        path = self._directory.page_path(key)
-        try:
-            status = os.lstat(path)
-        except OSError:
-            return False
-        if self._ttl is not None and status.st_mtime < time.time() - self._ttl:
-            # Not even used since. When it was written only the page itself tells: an expired page that was used lately
-            # counts as present until it is read or swept.
-            return False
-        return status.st_size >= page_io.HEADER_LENGTH and stat.S_ISREG(status.st_mode) and path not in self._unhealed
-
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
         sizes = [page_io.object_size(segments) for segments in batch.buffers]
         results = [SetResult.REJECTED] * len(batch)
-        missing: list[int] = []
-        for position, (key, size) in enumerate(zip(batch.keys, sizes, strict=True)):
-            match self._find_stored(key, size):
-                case _Found.PAGE:
+        missing: dict[bytes, int] = {}
+        in_packs = self._packs.find(batch.keys, oldest_valid_ms(self._ttl))
+        for pack in {found.path: found for found in in_packs if found is not None}.values():
+            self._packs.touch(pack.path, pack.status)
+        for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
+            # A page of another size is none: a newer one counts before it.
+            if found is not None and found.page_bytes == size:
+                results[position] = SetResult.EXISTS
+                continue
+            match self._files.find(key, size):
+                case Found.PAGE:
                     results[position] = SetResult.EXISTS
-                case _Found.NOTHING:
-                    missing.append(position)
-                case _Found.OBSTACLE:
+                case Found.NOTHING:
+                    # A page that the batch has twice is written once.
+                    missing.setdefault(key, position)
+                case Found.OBSTACLE:
                     self.metrics.add("rejected", "obstacle")
         if time.monotonic() < self._no_writes_until:
             self.metrics.add("rejected", "no_space", len(missing))
             return results
-        self._set_missing(batch, sizes, missing, results)
+        self._set_missing(batch, sizes, list(missing.values()), results)
+        if len(missing) < len(batch):
+            for position, key in enumerate(batch.keys):
+                if results[position] is SetResult.REJECTED and results[missing.get(key, position)].durable:
+                    results[position] = SetResult.EXISTS
         return results
 
     def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
@@ -298,38 +227,33 @@ class PageFileStore(PathStore):
                 continue
             stored = 0
             try:
-                for position, (result, added) in zip(portion, self._set_pages(batch, portion), strict=True):
+                for position, result, added in self._set_pages(batch, portion):
                     results[position] = result
                     stored += added
             finally:
                 self._usage.commit(reserved, stored)
 
-    def _set_pages(self, batch: PageBatch, positions: list[int]) -> list[tuple[SetResult, int]]:
-        return self._workers.run(
-            len(positions), lambda n: self._set_page(batch.keys[positions[n]], batch.buffers[positions[n]])
-        )
+    def _set_pages(self, batch: PageBatch, positions: list[int]) -> Iterator[tuple[int, SetResult, int]]:
+        """Position, result and bytes of disk of each page; those of a pack are told with its first page."""
+        packs, singles = self._packs.portions(batch, positions, self._capacity)
 
-    def _set_page(self, key: bytes, segments: Sequence[memoryview]) -> tuple[SetResult, int]:
-        """Write one page; its result and the bytes of disk that took, with directories and also when it failed."""
-        path = self._directory.page_path(key)
-        added = 0
-        for attempt in range(1, _WRITE_ATTEMPTS + 1):
-            try:
-                for made in self._directory.create_parent(path):
-                    added += made
-                stored = page_io.write_page(self._directory, path, key, segments, self._write_flags)
-            except ABSENT as error:
-                # clear() or an eviction took the directory away in between.
-                if attempt == _WRITE_ATTEMPTS:
-                    return self._failed_write(path, error), added
-                self._directory.clear_the_way(path)
-            except OSError as error:
-                return self._failed_write(path, error), added
-            else:
-                if not stored:
-                    return SetResult.EXISTS, added
-                return SetResult.STORED, added + occupied(page_io.object_size(segments))
-        raise AssertionError("unreachable")
+        def write_file(number: int) -> tuple[SetResult, int]:
+            if number < len(packs):
+                return self._set_pack(batch, packs[number])
+            position = singles[number - len(packs)]
+            return self._files.write(batch.keys[position], batch.buffers[position])
+
+        files = [*packs, *[[position] for position in singles]]
+        for members, (result, added) in zip(files, self._workers.run(len(files), write_file), strict=True):
+            for position in members:
+                yield position, result, added if position == members[0] else 0
+
+    def _set_pack(self, batch: PageBatch, positions: list[int]) -> tuple[SetResult, int]:
+        """Write pages as one pack; their result and the bytes of disk that took."""
+        error, added = self._packs.write(batch, positions)
+        if error is None:
+            return SetResult.STORED, added
+        return self._failed_write(f"a pack in {self._directory.packs.home}", error), added
 
     def _failed_write(self, path: str, error: OSError) -> SetResult:
         self._count_error(error)
@@ -341,22 +265,6 @@ class PageFileStore(PathStore):
         logger.debug("tier %s: writing %s: %s", self.name, path, error)
         return SetResult.ERROR
 
-    def _find_stored(self, key: bytes, size: int) -> _Found:
-        """What has this page's name; anything but a page of this size is removed where it can be."""
-        path = self._directory.page_path(key)
-        try:
-            status = os.lstat(path)
-        except OSError:
-            return _Found.NOTHING
-        if path in self._unhealed:
-            return _Found.NOTHING if self._heal(key, path, size, "unreadable") else _Found.OBSTACLE
-        if self._expired(path, status):
-            return _Found.NOTHING if self._remove_expired(key, path, size, status) else _Found.OBSTACLE
-        if status.st_size == size and stat.S_ISREG(status.st_mode):
-            self._touch(path, status)
-            return _Found.PAGE
-        return _Found.NOTHING if self._heal(key, path, size, "length") else _Found.OBSTACLE
-
     def _evict(self, need: int) -> Iterator[int]:
         return self._evictor.evict(need, int((self._capacity or 0) * _EVICTION_SHARE))
 
@@ -365,45 +273,20 @@ class PageFileStore(PathStore):
     def _remove(self, keys: Sequence[bytes]) -> int:
         removed = 0
         for key in keys:
-            try:
-                self._remove_page(key, self._directory.page_path(key), None)
-                removed += 1
-            except ABSENT:
-                continue
-            except OSError as error:
-                self._count_error(error)
+            was_there = False
+            for remove in (self._packs.remove, self._files.remove):
+                try:
+                    was_there = remove(key) or was_there
+                except ABSENT:
+                    continue
+                except OSError as error:
+                    self._count_error(error)
+            removed += was_there
         return removed
 
     def remove_expired(self, loop: BackgroundLoop) -> int:
-        removed = 0
-        for fan_out in self._directory.fan_out_directories():
-            identity = bytes.fromhex(Path(fan_out).parent.name)
-            for path, status in self._directory.page_files(fan_out):
-                if loop.stopping:
-                    return removed
-                if self._expired(path, status):
-                    key = identity + bytes.fromhex(Path(path).stem)
-                    removed += self._remove_expired(key, path, status.st_size, status)
-        return removed
-
-    def _expired(self, path: str, status: os.stat_result) -> bool:
-        if self._ttl is None or not stat.S_ISREG(status.st_mode):
-            return False
-        # The mtime is that of the last use: never before the page was written.
-        return status.st_mtime < time.time() - self._ttl or page_io.created_before(path, oldest_valid_ms(self._ttl))
-
-    def _remove_expired(self, key: bytes, path: str, size: int, status: os.stat_result) -> bool:
-        """False when it stays."""
-        try:
-            self._remove_page(key, path, size, status)
-        except FileNotFoundError:
-            # Somebody was faster; what has the name now is another page.
-            return True
-        except OSError as error:
-            self._count_error(error)
-            return False
-        self.metrics.add("evicted", "ttl")
-        return True
+        oldest = oldest_valid_ms(self._ttl)
+        return self._files.remove_expired(loop) + self._packs.remove_all_expired(loop, oldest)
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
@@ -425,19 +308,21 @@ class PageFileStore(PathStore):
         with ExitStack() as operation:
             # Under way before the tree moves: killed from here on, the account is known to be off.
             removal = operation.enter_context(self._usage.detaching())
-            tree = self._directory.detach_identity(digest)
-            if tree is None:
+            trees = self._directory.detach_identity(digest)
+            self._packs.catalogue.forget_identity(digest)
+            if not trees:
                 return False
-            had_pages = self._directory.has_pages(tree)
-            self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
+            had_pages = any(self._directory.has_pages(tree) for tree in trees)
+            self._clearing.clear([digest], partial(self._delete, trees, removal, operation.pop_all()))
             return had_pages
 
-    def _delete(self, tree: Path, removal: Removal, operation: ExitStack, _: Cleared) -> None:
+    def _delete(self, trees: Sequence[Path], removal: Removal, operation: ExitStack, _: Cleared) -> None:
         try:
             with operation:
-                removal.freed = self._directory.delete_detached(tree)
+                for tree in trees:
+                    removal.freed += self._directory.delete_detached(tree)
         except OSError as error:
-            self._count_clearing(error, str(tree))
+            self._count_clearing(error, str(trees[0]))
 
     def _count_clearing(self, error: OSError, what: str) -> None:
         self.count_error(error)

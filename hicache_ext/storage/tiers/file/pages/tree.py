@@ -1,4 +1,4 @@
-"""Reads a directory of page files: names, counts, identities. Changes are in directory.py.
+"""Reads a directory of page files and packs: names, counts, identities. Changes are in directory.py.
 
 Nothing here makes, changes or locks anything: read permission is enough.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +15,15 @@ from typing import Any
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.whole_file import read_document, write_whole
 from hicache_ext.storage.tiers.file.modes import FANOUT_NAME, IDENTITY_NAME, PAGE_NAME, TEMPORARY_FILE
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackTree
+from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, BLOCK, directories, entries, is_directory, occupied
 from hicache_ext.storage.tiers.file.writers import Writers
 
-BLOCK = 4096
-"""The space of a file is rounded up to a multiple of this."""
-
-ABSENT = (FileNotFoundError, NotADirectoryError)
-"""Of a page: something else may have the name of its directory."""
 FAN_OUTS = 256
 """Directories that the pages of one identity are spread over."""
 
 _PARTS = ("model", "pool", "shard")
 """Keys of an identity's document."""
-
-
-def occupied(size: int) -> int:
-    """Bytes of disk a file of ``size`` bytes takes."""
-    return -(-size // BLOCK) * BLOCK
 
 
 def load_document(path: Path, digest: bytes) -> dict[str, Any] | None:
@@ -55,13 +45,14 @@ def save_document(path: Path, digest: bytes, document: dict[str, Any]) -> None:
 
 
 class PageTree:
-    """The page files of one directory. Thread-safe."""
+    """The page files of one directory, and its packs. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Reads nothing yet."""
         self.path = path
         self.pages = path / "pages"
         self._pages_text = str(self.pages)
+        self.packs = PackTree(path)
         self.identities = path / "identities"
         self.temporary = path / "tmp"
         self.members_path = path / "members"
@@ -73,18 +64,24 @@ class PageTree:
         return f"{self._pages_text}/{text[: 2 * IDENTITY_LENGTH]}/{page_hash[:2]}/{page_hash}.page"
 
     def fan_out_directories(self) -> list[str]:
-        """Paths of all directories that may hold pages."""
+        """Paths of all directories that may hold page files."""
         found: list[str] = []
         for identity in directories(self.pages, IDENTITY_NAME):
             found += [entry.path for entry in directories(identity.path, FANOUT_NAME)]
         return found
 
     def count_pages(self, most: int) -> int:
-        """The number of pages: estimated from ``most`` fan-out directories if there are more."""
+        """The number of pages: estimated from ``most`` directories of page files, and as many of packs, if there are
+        more."""
         everything = self.fan_out_directories()
         looked_at = everything if len(everything) <= most else random.sample(everything, most)
         found = sum(sum(1 for _ in entries(fan_out, PAGE_NAME)) for fan_out in looked_at)
-        return found * len(everything) // max(1, len(looked_at))
+        return found * len(everything) // max(1, len(looked_at)) + self.packs.count_pages(most)
+
+    def files_in(self, directory: str) -> Iterator[tuple[str, os.stat_result]]:
+        """(path, status) of the page files in a fan-out directory, or of the packs in a bucket."""
+        name = os.path.basename(directory)
+        return self.page_files(directory) if FANOUT_NAME.fullmatch(name) else self.packs.pack_files(directory)
 
     def page_files(self, fan_out_directory: str) -> Iterator[tuple[str, os.stat_result]]:
         """(path, status) of the page files in one fan-out directory; files that vanish meanwhile are left out."""
@@ -96,9 +93,10 @@ class PageTree:
             yield entry.path, status
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        """Bytes of disk that the pages under each of these hashes take, over all identities."""
-        identities = self.known_identities()
-        taken = [0] * len(hashes)
+        """Bytes of disk that the pages under each of these hashes take, over all identities; a pack counts whole, for
+        the first of its pages."""
+        identities = self._identities_of_page_files()
+        taken = self.packs.occupied_by(hashes)
         for position, page_hash in enumerate(hashes):
             for identity in identities:
                 try:
@@ -108,26 +106,29 @@ class PageTree:
         return taken
 
     def count_occupied(self) -> int:
-        """Bytes of disk of all pages and their directories; walks everything."""
+        """Bytes of disk of all pages, packs and their directories; walks everything."""
         return sum(found for _, found in self.occupied_parts())
 
     def occupied_parts(self) -> Iterator[tuple[float, int]]:
         """``count_occupied`` part by part: (share of the directory walked by now, bytes of disk in this part).
 
-        A part is the fan-out directories of one name, which hashes fill evenly.
+        A part is the fan-out directories of one name, which hashes fill evenly, and at times a part of the packs.
         """
         for number in range(FAN_OUTS):
-            found = 0
+            found = self.packs.occupied_part(number, FAN_OUTS)
             for identity in directories(self.pages, IDENTITY_NAME):
                 fan_out = f"{identity.path}/{number:02x}"
                 if number == 0:
                     found += BLOCK
-                if _is_directory(fan_out):
+                if is_directory(fan_out):
                     found += BLOCK + sum(occupied(status.st_size) for _, status in self.page_files(fan_out))
             yield (number + 1) / FAN_OUTS, found
 
     def known_identities(self) -> list[bytes]:
         """Digests that have pages here."""
+        return list(dict.fromkeys([*self._identities_of_page_files(), *self.packs.known_identities()]))
+
+    def _identities_of_page_files(self) -> list[bytes]:
         return [bytes.fromhex(entry.name) for entry in directories(self.pages, IDENTITY_NAME)]
 
     def left_overs(self, writers: Writers) -> Iterator[os.DirEntry[str]]:
@@ -140,23 +141,3 @@ class PageTree:
                 continue
             if writers.is_gone(writer, last_change):
                 yield entry
-
-
-def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as listing:
-            yield from (entry for entry in listing if name.fullmatch(entry.name))
-    except ABSENT:
-        return
-
-
-def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    """Matching directories, no symbolic links: these lead to files of others."""
-    return (entry for entry in entries(directory, name) if entry.is_dir(follow_symlinks=False))
-
-
-def _is_directory(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False

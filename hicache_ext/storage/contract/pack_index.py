@@ -1,0 +1,288 @@
+"""Which pages of one identity are in which packs: an index in memory, filled from names (page/pack.py).
+
+A page takes 22 bytes: 16 in two sorted arrays, 6 in its pack; a pack takes about 400 beside them. What was added last
+is in a dictionary (about 120 bytes a page) until there is an eighth as much of it as of the rest.
+
+The index says what names say. A page that it finds may be gone, or be another one with the same short hash: who reads
+it finds out, and says so (``forget``, ``forget_page``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache_ext.page.pack import HASH_BYTES, Pack, Tombstone, short_hash
+
+_POSITION_BITS = 6
+_POSITIONS = (1 << _POSITION_BITS) - 1
+_FEWEST_MERGED = 4096
+"""Pages that are added before they are sorted in."""
+
+
+class Place(NamedTuple):
+    """Where a page is."""
+
+    pack: Pack
+    position: int
+
+    @property
+    def offset(self) -> int:
+        """Of its header, in bytes from the start of the pack."""
+        return self.position * self.pack.page_bytes
+
+    @property
+    def mask(self) -> int:
+        """Of a tombstone for this page."""
+        return 1 << self.position
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pages that stand one behind the other in a pack."""
+
+    pack: Pack
+    first: int
+    """Position of the first one in the pack."""
+    members: list[int]
+    """What each one is to the caller: its position among the places that were given to ``runs``."""
+
+    @property
+    def offset(self) -> int:
+        return self.first * self.pack.page_bytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.members) * self.pack.page_bytes
+
+
+class PackIndex:
+    """The packs of one identity. Threads: any; nothing waits for I/O."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._empty()
+
+    def _empty(self) -> None:
+        self._packs: list[Pack | None] = []
+        """By number; None: forgotten, its pages are still in the arrays."""
+        self._dead: list[int] = []
+        """Masks, by number of the pack."""
+        self._numbers: dict[str, int] = {}
+        self._tombstones: dict[str, list[Tombstone]] = {}
+        self._forgotten_pages: set[int] = set()
+        self._hashes: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        """Sorted."""
+        self._places: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        """Number of the pack and position in it, for each of the hashes."""
+        self._recent: dict[int, tuple[int, ...]] = {}
+        """The same for what was added last."""
+        self._stale = 0
+        """Pages in the arrays whose packs are forgotten."""
+        self._page_count = 0
+
+    # -- what there is ---------------------------------------------------------------------------------------------
+
+    def add(self, pack: Pack) -> bool:
+        """Whether the pack was not known yet."""
+        with self._lock:
+            if pack.id in self._numbers:
+                return False
+            number = len(self._packs)
+            self._packs.append(pack)
+            self._dead.append(_mask_of(self._tombstones.get(pack.id, ())))
+            self._numbers[pack.id] = number
+            self._page_count += pack.count
+            for position, found in enumerate(_numbers_of(pack.hashes)):
+                self._recent[found] = (*self._recent.get(found, ()), number << _POSITION_BITS | position)
+            if len(self._recent) > max(_FEWEST_MERGED, len(self._hashes) // 8):
+                self._merge()
+            return True
+
+    def add_tombstone(self, tombstone: Tombstone) -> Pack | None:
+        """The pack of which no page lives any more, if this was the last; its tombstones are ``tombstones_of`` it.
+
+        A tombstone may come before its pack.
+        """
+        with self._lock:
+            known = self._tombstones.setdefault(tombstone.pack, [])
+            if tombstone not in known:
+                known.append(tombstone)
+            number = self._numbers.get(tombstone.pack)
+            if number is None:
+                return None
+            self._dead[number] |= tombstone.mask
+            pack = self._packs[number]
+            assert pack is not None
+            return pack if self._dead[number] & pack.all_dead == pack.all_dead else None
+
+    def tombstones_of(self, pack_id: str) -> list[Tombstone]:
+        with self._lock:
+            return list(self._tombstones.get(pack_id, ()))
+
+    def without_packs(self) -> list[Tombstone]:
+        """Tombstones of packs that are not known: right after a whole listing, those of packs that are gone."""
+        with self._lock:
+            known = self._tombstones.items()
+            return [one for pack_id, some in known if pack_id not in self._numbers for one in some]
+
+    def forget(self, pack_id: str) -> None:
+        """The pack is gone. Its tombstones go with it."""
+        with self._lock:
+            self._tombstones.pop(pack_id, None)
+            number = self._numbers.pop(pack_id, None)
+            if number is None:
+                return
+            pack = self._packs[number]
+            assert pack is not None
+            self._packs[number] = None
+            self._page_count -= pack.count
+            self._stale += pack.count
+            if self._stale > max(_FEWEST_MERGED, self._page_count):
+                self._merge()
+
+    def forget_tombstone(self, tombstone: Tombstone) -> None:
+        """It was removed; what it took away stays away."""
+        with self._lock:
+            known = self._tombstones.get(tombstone.pack)
+            if known and tombstone in known:
+                known.remove(tombstone)
+                if not known:
+                    del self._tombstones[tombstone.pack]
+
+    def forget_page(self, place: Place) -> None:
+        """Another page than its name says, or gone for this process alone."""
+        with self._lock:
+            number = self._numbers.get(place.pack.id)
+            if number is not None:
+                self._forgotten_pages.add(number << _POSITION_BITS | place.position)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._empty()
+
+    def ids(self) -> set[str]:
+        """Of the packs that are known: what a whole listing that begins now does not show is gone."""
+        with self._lock:
+            return set(self._numbers)
+
+    @property
+    def packs(self) -> list[Pack]:
+        with self._lock:
+            return [pack for pack in self._packs if pack is not None]
+
+    def pack(self, pack_id: str) -> Pack | None:
+        with self._lock:
+            number = self._numbers.get(pack_id)
+            return None if number is None else self._packs[number]
+
+    def dead_mask(self, pack_id: str) -> int:
+        """The pages of a pack that tombstones took away."""
+        with self._lock:
+            number = self._numbers.get(pack_id)
+            return 0 if number is None else self._dead[number]
+
+    @property
+    def page_count(self) -> int:
+        """Pages of all packs, dead ones, too."""
+        return self._page_count
+
+    # -- looking up ------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes]) -> list[Place | None]:
+        """Where each page is that lives: the newest one of several."""
+        return [max(places, key=_age, default=None) for places in self.find_all(keys)]
+
+    def find_all(self, keys: Sequence[bytes]) -> list[list[Place]]:
+        """Every place of each page that lives. Not in order of age."""
+        wanted = _numbers_of(b"".join(map(short_hash, keys)))
+        with self._lock:
+            if not self._numbers:
+                return [[] for _ in wanted]
+            begins = np.searchsorted(self._hashes, np.array(wanted, np.int64)).tolist()
+            hashes, places, recent = self._hashes, self._places, self._recent
+            found: list[list[Place]] = []
+            for number, begin in zip(wanted, begins, strict=True):
+                candidates = list(recent.get(number, ()))
+                while begin < len(hashes) and hashes[begin] == number:
+                    candidates.append(int(places[begin]))
+                    begin += 1
+                found.append(self._living(candidates) if candidates else [])
+            return found
+
+    def _living(self, places: Iterable[int]) -> list[Place]:
+        living = []
+        for place in places:
+            number, position = place >> _POSITION_BITS, place & _POSITIONS
+            pack = self._packs[number]
+            if pack is not None and not self._dead[number] >> position & 1 and place not in self._forgotten_pages:
+                living.append(Place(pack, position))
+        return living
+
+    # -- the arrays ------------------------------------------------------------------------------------------------
+
+    def _merge(self) -> None:
+        """Sort in what was added, and leave out what is forgotten. Numbers of packs change."""
+        kept = [number for number, pack in enumerate(self._packs) if pack is not None]
+        new_numbers = np.full(len(self._packs), -1, np.int64)
+        new_numbers[kept] = np.arange(len(kept))
+        pairs = [(found, place) for found, places in self._recent.items() for place in places]
+        added = np.array(pairs, np.int64).reshape(-1, 2)
+        hashes = np.concatenate([self._hashes, added[:, 0]])
+        places = np.concatenate([self._places, added[:, 1]])
+        places = new_numbers[places >> _POSITION_BITS] << _POSITION_BITS | places & _POSITIONS
+        order = np.argsort(hashes, kind="stable")
+        order = order[places[order] >= 0]
+        self._hashes, self._places = hashes[order], places[order]
+        self._forgotten_pages = {
+            int(new_numbers[place >> _POSITION_BITS]) << _POSITION_BITS | place & _POSITIONS
+            for place in self._forgotten_pages
+            if new_numbers[place >> _POSITION_BITS] >= 0
+        }
+        self._packs = [self._packs[number] for number in kept]
+        self._dead = [self._dead[number] for number in kept]
+        self._numbers = {pack.id: number for number, pack in enumerate(self._packs) if pack is not None}
+        self._recent = {}
+        self._stale = 0
+
+
+def runs(places: Sequence[Place | None], most_bytes: int) -> list[Run]:
+    """The places as runs of at most ``most_bytes`` (one page at least), in the order of packs and of pages in them."""
+    known = [(place.pack.id, place.position, member) for member, place in enumerate(places) if place is not None]
+    found: list[Run] = []
+    for pack_id, position, member in sorted(known):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.pack.id == pack_id
+            and last.first + len(last.members) == position
+            and last.end + last.pack.page_bytes - last.offset <= most_bytes
+        ):
+            last.members.append(member)
+        else:
+            place = places[member]
+            assert place is not None
+            found.append(Run(place.pack, position, [member]))
+    return found
+
+
+def _age(place: Place) -> str:
+    return place.pack.id
+
+
+def _numbers_of(hashes: bytes) -> list[int]:
+    """Short hashes as numbers."""
+    return [int.from_bytes(hashes[at : at + HASH_BYTES], "big") for at in range(0, len(hashes), HASH_BYTES)]
+
+
+def _mask_of(tombstones: Iterable[Tombstone]) -> int:
+    mask = 0
+    for tombstone in tombstones:
+        mask |= tombstone.mask
+    return mask

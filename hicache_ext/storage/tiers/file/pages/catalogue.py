@@ -1,0 +1,259 @@
+"""Which page is in which pack, in memory: the names of the packs of one directory, read again when they have changed.
+
+An identity is read when it is asked for: some buckets at once, the rest in the background. After that a look-up that
+misses a page reads again what others may have changed: the list of buckets and the two newest ones, each if its time of
+change is another one. Times of change are coarse: one that is younger than a few seconds says nothing of the next
+change, so that such a directory is read again anyway, for at most a fifth of the time. The other buckets are looked at
+every half a minute; a pack that is not where it was makes its bucket be read again at once.
+
+About 60 bytes of memory a page, of identities that were asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.pack import Pack, Tombstone
+from hicache_ext.runtime.background import BackgroundLoop
+from hicache_ext.storage.contract.pack_index import PackIndex, Place
+from hicache_ext.storage.tiers.file.modes import PACK_NAME
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, PackTree, file_name, pack_id_in
+from hicache_ext.storage.tiers.file.pages.scanning import ABSENT
+
+PACKS_IN_A_BUCKET = 512
+_NEWEST = 2
+"""Buckets in which others are expected to write."""
+_REST = 4.0
+"""Times the duration of a listing after which it is repeated at the earliest without a new time of change."""
+_AT_ONCE = 0.2
+"""Seconds that the first look at an identity takes; what is left is read in the background."""
+_INTERVAL = 30.0
+_COARSE = 5.0
+"""Seconds. File systems keep times to 2 seconds at worst, and a server's clock may be apart from ours."""
+
+
+@dataclass(slots=True)
+class _Listed:
+    """A directory as it was listed last."""
+
+    changed: int = -1
+    """Its time of change then, in nanoseconds; -1: not yet."""
+    settled: bool = False
+    """That time was old enough: what changes after it shows."""
+    again_at: float = 0.0
+    """When it is listed again although that time was not; monotonic."""
+    names: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one identity."""
+
+    path: str
+    index: PackIndex = field(default_factory=PackIndex)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """While directories are listed."""
+    home: _Listed = field(default_factory=_Listed)
+    buckets: dict[str, _Listed] = field(default_factory=dict)
+    bucket_of: dict[str, str] = field(default_factory=dict)
+    """By the id of a pack."""
+
+
+class PackCatalogue:
+    """Of one directory. Thread-safe. Never raises OSError: it knows less then."""
+
+    def __init__(self, tier: str, tree: PackTree, note_error: Callable[[OSError], None]) -> None:
+        """``note_error`` hears of every error of the disk."""
+        self._tree = tree
+        self._note_error = note_error
+        self._known: dict[bytes, _Known] = {}
+        self._state = threading.Lock()
+        self._loop = BackgroundLoop(f"hicache-{tier}-packs", self._look_at_everything)
+
+    def close(self) -> None:
+        self._loop.stop()
+
+    def find(self, keys: Sequence[bytes], *, again: bool = True) -> list[Place | None]:
+        """Where each page is, as far as names tell; the keys are of one identity. ``again``: look at what others have
+        changed if a page is missing."""
+        known = self._of(keys[0][:IDENTITY_LENGTH])
+        places = known.index.find(keys)
+        if again and None in places:
+            self._refresh(known)
+            places = known.index.find(keys)
+        return places
+
+    def find_all(self, key: bytes) -> list[Place]:
+        """Every place of a page, as far as names tell."""
+        known = self._of(key[:IDENTITY_LENGTH])
+        self._refresh(known)
+        return known.index.find_all([key])[0]
+
+    def path(self, identity: bytes, pack: Pack) -> tuple[str, int]:
+        """Where the pack is, and which of its pages are dead there, as far as this process knows."""
+        known = self._of(identity)
+        dead = known.index.dead_mask(pack.id)
+        return f"{known.path}/{known.bucket_of.get(pack.id, pack.id[:11])}/{file_name(pack, dead)}", dead
+
+    def look_for(self, identity: bytes, pack: Pack) -> bool:
+        """Read the bucket of a pack that was not found under its path; whether the pack is there, under whatever
+        name."""
+        known = self._of(identity)
+        bucket = known.bucket_of.get(pack.id)
+        if bucket is None:
+            return False
+        with known.lock:
+            try:
+                names = self._list(known, bucket, anyway=True)
+            except OSError as error:
+                self._note_error(error)
+                return True
+            if not any(pack_id_in(name) == pack.id for name in names):
+                self._forget(known, pack.id)
+        return known.index.pack(pack.id) is not None
+
+    def bucket_for_writing(self, identity: bytes) -> str:
+        """The name of the bucket that a new pack goes to. It may not exist."""
+        known = self._of(identity)
+        now = f"{int(time.time() * 1000):011x}"
+        # A copy: other threads add to it.
+        newest = max(list(known.buckets), default="")
+        listed = known.buckets.get(newest)
+        if listed is not None and len(listed.names) < PACKS_IN_A_BUCKET:
+            return newest
+        # Never before the others: new packs are looked for in the newest buckets.
+        return max(now, f"{int(newest or '0', 16) + 1:011x}")
+
+    def add(self, identity: bytes, pack: Pack, bucket: str) -> None:
+        """This process has written a pack."""
+        known = self._of(identity)
+        known.bucket_of[pack.id] = bucket
+        known.buckets.setdefault(bucket, _Listed()).names.add(pack.name)
+        known.index.add(pack)
+
+    def kill(self, identity: bytes, pack: Pack, dead: int) -> None:
+        """This process has renamed a pack so that the pages ``dead`` are gone."""
+        self._of(identity).index.add_tombstone(Tombstone(pack.id, pack.id, dead))
+
+    def forget(self, identity: bytes, pack: Pack) -> None:
+        """A pack is gone."""
+        self._forget(self._of(identity), pack.id)
+
+    def forget_page(self, identity: bytes, place: Place) -> None:
+        """Another page than the name says: absent to this process."""
+        self._of(identity).index.forget_page(place)
+
+    def forget_identity(self, identity: bytes) -> None:
+        """It was cleared."""
+        with self._state:
+            self._known.pop(identity, None)
+
+    def prepare(self, identity: bytes) -> None:
+        """Read the names of an identity in the background."""
+        with self._state:
+            self._known.setdefault(identity, _Known(self._tree.identity_path(identity)))
+        self._loop.wake()
+
+    # -- reading names ---------------------------------------------------------------------------------------------
+
+    def _of(self, identity: bytes) -> _Known:
+        known = self._known.get(identity)
+        if known is not None:
+            return known
+        with self._state:
+            known = self._known.setdefault(identity, _Known(self._tree.identity_path(identity)))
+        self._loop.wake(_INTERVAL)
+        return known
+
+    def _refresh(self, known: _Known) -> None:
+        """Read again what others may have changed."""
+        with known.lock:
+            try:
+                self._look(known, everything=known.home.changed == -1, until=time.monotonic() + _AT_ONCE)
+            except OSError as error:
+                self._note_error(error)
+
+    def _look(self, known: _Known, *, everything: bool, until: float) -> None:
+        self._list_buckets(known)
+        newest_first = sorted(known.buckets, reverse=True)
+        for position, bucket in enumerate(newest_first if everything else newest_first[:_NEWEST]):
+            if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
+                self._loop.wake()
+                return
+            self._list(known, bucket)
+
+    def _list_buckets(self, known: _Known) -> None:
+        now = _changed(known.path)
+        if not _differs(known.home, now):
+            return
+        begun = time.monotonic()
+        names = self._tree.buckets(bytes.fromhex(known.path.rpartition("/")[2]))
+        known.home = _listed(now, begun)
+        for bucket in names:
+            known.buckets.setdefault(bucket, _Listed())
+        for bucket in known.buckets.keys() - set(names):
+            self._list(known, bucket, anyway=True)
+
+    def _list(self, known: _Known, bucket: str, *, anyway: bool = False) -> set[str]:
+        """Read the names in a bucket, if it has changed or ``anyway``; the names."""
+        path, listed = f"{known.path}/{bucket}", known.buckets.get(bucket) or _Listed()
+        now = _changed(path)
+        if not anyway and not _differs(listed, now):
+            return listed.names
+        begun = time.monotonic()
+        try:
+            names = {name for name in os.listdir(path) if PACK_NAME.fullmatch(name)}
+        except ABSENT:
+            names, now = set(), 0
+        before = listed.names.copy()
+        for name in names - before:
+            if (found := PackFile.parse(name)) is not None:
+                known.bucket_of[found.pack.id] = bucket
+                known.index.add(found.pack)
+                if found.dead:
+                    known.index.add_tombstone(Tombstone(found.pack.id, found.pack.id, found.dead))
+        here = set(map(pack_id_in, names))
+        for gone in set(map(pack_id_in, before - names)) - here:
+            self._forget(known, gone)
+        if now:
+            known.buckets[bucket] = _listed(now, begun, names)
+        else:
+            known.buckets.pop(bucket, None)
+        return names
+
+    def _forget(self, known: _Known, pack_id: str) -> None:
+        known.bucket_of.pop(pack_id, None)
+        known.index.forget(pack_id)
+
+    def _look_at_everything(self) -> float:
+        for known in list(self._known.values()):
+            with known.lock:
+                try:
+                    self._look(known, everything=True, until=math.inf)
+                except OSError as error:
+                    self._note_error(error)
+        return _INTERVAL
+
+
+def _changed(path: str) -> int:
+    """The time of change of a directory in nanoseconds, 0 where there is none."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_mtime_ns
+    except ABSENT:
+        return 0
+
+
+def _listed(changed: int, begun: float, names: set[str] | None = None) -> _Listed:
+    ended = time.monotonic()
+    settled = time.time() - changed / 1e9 > _COARSE
+    return _Listed(changed, settled, ended + _REST * (ended - begun), names or set())
+
+
+def _differs(listed: _Listed, changed: int) -> bool:
+    return listed.changed != changed or not (listed.settled or time.monotonic() < listed.again_at)
