@@ -280,6 +280,26 @@ def test_a_page_that_was_packed_with_another_size_is_written_again(store, pack):
     assert_hits(store, KEYS[2:])
 
 
+@pytest.mark.parametrize("kind", ["cut", "link", "another size", "expired"])
+def test_a_page_that_is_written_alone_after_its_pack_went_bad_is_read(store, pack, kind, monkeypatch):
+    """The bad pack was looked into first: STORED, then CORRUPT."""
+    sizes = [900] if kind == "another size" else [1000]
+    if kind == "cut":
+        os.truncate(pack, 10)
+    if kind == "link":
+        pack.unlink()
+        pack.symlink_to(".")
+    if kind == "expired":
+        monkeypatch.setattr(store, "_ttl", 3600.0)
+        monkeypatch.setattr(store._files, "_ttl", 3600.0)
+        later = time.time() + 7200
+        monkeypatch.setattr(time, "time", lambda: later)
+    assert store_pages(store, KEYS[:1], sizes) == [SetResult.STORED]
+    monkeypatch.setattr(store, "_ttl", None)
+    monkeypatch.setattr(store._files, "_ttl", None)
+    assert_hits(store, KEYS[:1], sizes)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("unnamed_files", [True, False])
 def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
