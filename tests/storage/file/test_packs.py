@@ -372,6 +372,21 @@ def test_eviction_of_a_large_directory_goes_over_buckets_and_fan_outs(open_store
     assert used == walked <= CAPACITY
 
 
+def test_a_pack_that_is_larger_than_it_says_goes_first_and_frees_what_the_account_has_of_it(open_store, place):
+    """Its size was taken out of an account that had never heard of it: the disk held more than the capacity."""
+    store = open_store(capacity=CAPACITY)
+    _fill(store, "old", 3)
+    blown_up = _packs(place)[-1]
+    os.truncate(blown_up, 1 << 30)
+    number = 0
+    while blown_up.exists():
+        _fill(store, f"more {number}", 1)
+        number += 1
+        assert number < 200
+    used, walked = account_and_walk(store)
+    assert used == walked <= CAPACITY
+
+
 def test_a_pinned_page_keeps_its_pack(open_store, place):
     store = open_store(capacity=CAPACITY)
     pinned, other = _fill(store, "old", 2)
