@@ -280,6 +280,26 @@ def test_a_page_that_was_packed_with_another_size_is_written_again(store, pack):
     assert_hits(store, KEYS[2:])
 
 
+@pytest.mark.parametrize("kind", ["cut", "link", "another size", "expired"])
+def test_a_page_that_is_written_alone_after_its_pack_went_bad_is_read(store, pack, kind, monkeypatch):
+    """The bad pack was looked into first: STORED, then CORRUPT."""
+    sizes = [900] if kind == "another size" else [1000]
+    if kind == "cut":
+        os.truncate(pack, 10)
+    if kind == "link":
+        pack.unlink()
+        pack.symlink_to(".")
+    if kind == "expired":
+        monkeypatch.setattr(store, "_ttl", 3600.0)
+        monkeypatch.setattr(store._files, "_ttl", 3600.0)
+        later = time.time() + 7200
+        monkeypatch.setattr(time, "time", lambda: later)
+    assert store_pages(store, KEYS[:1], sizes) == [SetResult.STORED]
+    monkeypatch.setattr(store, "_ttl", None)
+    monkeypatch.setattr(store._files, "_ttl", None)
+    assert_hits(store, KEYS[:1], sizes)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("unnamed_files", [True, False])
 def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
@@ -348,6 +368,21 @@ def test_eviction_of_a_large_directory_goes_over_buckets_and_fan_outs(open_store
     store = open_store(capacity=CAPACITY)
     for number in range(150):
         assert SetResult.REJECTED not in store_pages(store, page_keys(1 + number % 5, f"round {number}"), LARGE)
+    used, walked = account_and_walk(store)
+    assert used == walked <= CAPACITY
+
+
+def test_a_pack_that_is_larger_than_it_says_goes_first_and_frees_what_the_account_has_of_it(open_store, place):
+    """Its size was taken out of an account that had never heard of it: the disk held more than the capacity."""
+    store = open_store(capacity=CAPACITY)
+    _fill(store, "old", 3)
+    blown_up = _packs(place)[-1]
+    os.truncate(blown_up, 1 << 30)
+    number = 0
+    while blown_up.exists():
+        _fill(store, f"more {number}", 1)
+        number += 1
+        assert number < 200
     used, walked = account_and_walk(store)
     assert used == walked <= CAPACITY
 

@@ -12,7 +12,13 @@ from collections.abc import Iterator, Set
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, page_hash_in
-from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, hashes_in, is_pack_path, short_hash_of
+from hicache_ext.storage.tiers.file.pages.pack_tree import (
+    PackFile,
+    hashes_in,
+    is_pack_path,
+    occupied_by_name,
+    short_hash_of,
+)
 from hicache_ext.storage.tiers.file.pages.scanning import occupied
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 
@@ -105,7 +111,7 @@ class Evictor:
                     and path not in self._undeletable
                     and not (spared and _is_spared(path, spared, short))
                 ):
-                    sample.append((status.st_mtime, path, occupied(status.st_size)))
+                    sample.append((_last_use(path, status), path, _counted_for(path, status)))
             if len(sample) >= _SAMPLE:
                 break
         return sample
@@ -130,6 +136,17 @@ def _pages_in(path: str) -> int:
     """Of a file with the name of a page or a pack."""
     found = PackFile.parse(os.path.basename(path))
     return 1 if found is None else len(found.living)
+
+
+def _counted_for(path: str, status: os.stat_result) -> int:
+    """Bytes of disk that the account has of a file."""
+    size = occupied(status.st_size)
+    return min(size, occupied_by_name(os.path.basename(path))) if is_pack_path(path) else size
+
+
+def _last_use(path: str, status: os.stat_result) -> float:
+    """Never, of a pack that is larger than it says: what it takes is in no account."""
+    return status.st_mtime if occupied(status.st_size) == _counted_for(path, status) else 0.0
 
 
 def _is_spared(path: str, spared: Set[bytes], short: Set[bytes]) -> bool:

@@ -237,6 +237,14 @@ def _letters_by_name(name: str) -> list[str]:
     return [letters[at : at + _LETTERS] for at in range(0, len(letters), _LETTERS)]
 
 
+def occupied_by_name(name: str) -> int:
+    """Bytes of disk that a pack of this name takes, which matches ``PACK_NAME``; 0 where it says nonsense."""
+    count, _, page_bytes = name[packs.ID_LENGTH + 1 :].partition("-")[0].partition("x")
+    if not (count.isdecimal() and page_bytes.isdecimal()):
+        return 0
+    return occupied(packs.pack_length(int(count), int(page_bytes)))
+
+
 def _pages_by_name(name: str) -> int:
     """``len(PackFile.living)`` of a name that is valid, in a tenth of the time."""
     _, *mask, _ = name.split(".")
@@ -256,7 +264,8 @@ def _parts(pack: Pack) -> list[bytes]:
 
 
 def _occupied(entry: os.DirEntry[str]) -> int:
+    """What the account has of a pack."""
     try:
-        return occupied(entry.stat(follow_symlinks=False).st_size)
+        return min(occupied(entry.stat(follow_symlinks=False).st_size), occupied_by_name(entry.name))
     except OSError:
         return 0

@@ -326,6 +326,19 @@ class Packs:
                 removed = self._take_away(identity, place) or removed
         return removed
 
+    def make_way(self, keys: Sequence[bytes], oldest_valid_ms: int) -> None:
+        """Take pages away that are about to be written and were not found readable: a reader looks into packs first.
+        Never raises OSError."""
+        for identity, positions in _by_identity(keys):
+            for _ in range(_ATTEMPTS):
+                places = self.catalogue.find([keys[i] for i in positions], again=False)
+                for place in places:
+                    if place is not None:
+                        expired = milliseconds_of(place.pack.id) < oldest_valid_ms
+                        self._heal(identity, place, "expired" if expired else "unreadable")
+                if not any(places):
+                    break
+
     def _heal(self, identity: bytes, place: Place, reason: str) -> None:
         """Take a page away that is not the page its name says."""
         self._metrics.add("corrupt", reason)
