@@ -6,6 +6,7 @@ one or two words and an HTTP status are taken from them, so that no text of a se
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -210,6 +211,12 @@ def explain(error: BaseException) -> Failure:
     return Failure("other", None, kind)
 
 
+def begins_behind_the_end(error: BaseException) -> bool:
+    """Whether a range was asked for that begins behind the last byte of the object."""
+    text = str(error)
+    return any(word in text for word in ("status code: 416", "StartTooLarge", "InvalidRange"))
+
+
 def delete_objects(obstore: Any, client: Any, names: Sequence[str]) -> None:
     """Delete objects, many by one request where the store can; missing ones are no error."""
     try:
@@ -223,3 +230,7 @@ def delete_objects(obstore: Any, client: Any, names: Sequence[str]) -> None:
             obstore.delete(client, name)
         except FileNotFoundError:
             continue
+
+
+def is_md5_of(data: bytes | memoryview, etag: str | None) -> bool:
+    return etag is not None and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
