@@ -12,13 +12,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from hicache_ext.page.pack import Pack, Tombstone, milliseconds_of, new_id
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Retry
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.pack_index import PackIndex
-from hicache_ext.storage.tiers.object.client import delete_objects
 from hicache_ext.storage.tiers.object.names import packed, packed_name, packs_before, packs_between, packs_of, pages_of
 from hicache_ext.storage.tiers.object.requests import Requests
 
@@ -238,7 +236,7 @@ class PackCatalog:
                     self.bury(digest, pack, 0)
             for tombstone in known.index.without_packs():
                 if milliseconds_of(tombstone.id) < old:
-                    self._delete([packed_name(digest, tombstone)])
+                    self._requests.delete([packed_name(digest, tombstone)])
                     known.index.forget_tombstone(tombstone)
         except Exception as error:  # noqa: BLE001 - as above; who may not delete need not
             self._requests.explained(error)
@@ -249,24 +247,21 @@ class PackCatalog:
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
-    def bury(self, digest: bytes, pack: Pack, mask: int, client: Any = None) -> None:
+    def bury(self, digest: bytes, pack: Pack, mask: int) -> None:
         """Take pages of a pack away, for everybody: with the pack where nothing else lives in it."""
         known = self.of(digest)
         if (known.index.dead_mask(pack.id) | mask) & pack.all_dead == pack.all_dead:
             tombstones = known.index.tombstones_of(pack.id)
-            self._delete([packed_name(digest, pack)], client)
+            self._requests.delete([packed_name(digest, pack)])
             known.index.forget(pack.id)
             # In this order: a tombstone without a pack is nothing, a pack without its tombstones comes back.
-            self._delete([packed_name(digest, tombstone) for tombstone in tombstones], client)
+            if tombstones:
+                self._requests.delete([packed_name(digest, tombstone) for tombstone in tombstones])
             return
         tombstone = Tombstone(self.new_id(after=pack.id), pack.id, mask)
         requests = self._requests
-        requests.obstore.put(client or requests.client, packed_name(digest, tombstone), b"", use_multipart=False)
+        requests.obstore.put(requests.client, packed_name(digest, tombstone), b"", use_multipart=False)
         full = known.index.add_tombstone(tombstone)
         if full is not None:
             # Somebody else took the rest away meanwhile.
-            self.bury(digest, full, 0, client)
-
-    def _delete(self, names: list[str], client: Any = None) -> None:
-        if names:
-            delete_objects(self._requests.obstore, client or self._requests.client, names)
+            self.bury(digest, full, 0)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hicache_ext.storage.tiers.object.client import Failure, explain, is_md5_of
+from hicache_ext.storage.tiers.object.requests import Requests
 
 _ASK_AGAIN = 30.0
 """Seconds between trials while the store cannot be reached."""
@@ -24,9 +25,10 @@ _ASK_AGAIN = 30.0
 class ConditionalCreate:
     """What is known about one store. Thread-safe."""
 
-    def __init__(self, obstore: Any, client: Any) -> None:
-        self._obstore = obstore
-        self._client = client
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._obstore = requests.obstore
+        self._client = requests.client
         self._lock = threading.Lock()
         self._next_attempt = 0.0
         self.supported: bool | None = None
@@ -55,7 +57,7 @@ class ConditionalCreate:
                 raise
             supported = True
         finally:
-            self._obstore.delete(self._client, name)
+            self._requests.delete([name])
         self.supported = supported
 
     def find_out_again(

@@ -23,7 +23,7 @@ from hicache_ext.page.pack import PACK_BYTES, decode_footer
 from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut, reason_to_refuse
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.tiers.object.catalog import PackCatalog
-from hicache_ext.storage.tiers.object.client import delete_objects, explain, is_md5_of
+from hicache_ext.storage.tiers.object.client import begins_behind_the_end, explain, is_md5_of
 from hicache_ext.storage.tiers.object.names import packed_name, page_name
 from hicache_ext.storage.tiers.object.requests import Requests
 
@@ -43,6 +43,7 @@ class ObjectMedium:
         catalog: PackCatalog,
     ) -> None:
         """``reopen``: another client, with connections of its own. ``hides``: the page is being cleared."""
+        self._requests = requests
         self._obstore = requests.obstore
         self._reopen = reopen
         self._hides = hides
@@ -81,10 +82,24 @@ class ObjectMedium:
             options = {} if end - begin == size else {"range": (offset + begin, offset + end)}
             reply = self._obstore.get(client, name, options=options)
             piece = memoryview(reply.bytes())
-            if piece.nbytes != end - begin or reply.meta.get("e_tag") != version:
+            if piece.nbytes != end - begin or (reply.meta.get("e_tag"), reply.meta["size"]) != (version, size):
                 raise NotReadError("cut")
             data[begin:end] = piece
+        if not data and not self._ends_before(client, name, offset):
+            raise NotReadError("cut")
         return Stored(length, data, version)
+
+    def _ends_before(self, client: Any, name: str, offset: int) -> bool:
+        """Whether the store says so when it is asked for what is there: who is on the way may be wrong about a size."""
+        try:
+            options = {"range": (offset, offset + envelope.FIELDS_LENGTH)} if offset else {}
+            return len(self._obstore.get(client, name, options=options).bytes()) == 0
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if begins_behind_the_end(error):
+                return True
+            raise
 
     def remove(self, key: bytes, bad: Stored) -> Removal:
         version, place = bad.version if isinstance(bad.version, tuple) else (bad.version, None)
@@ -98,9 +113,9 @@ class ObjectMedium:
             if self._hides(key) or self._obstore.head(client, name).get("e_tag") != version:
                 return Removal.CHANGED
             if place is None:
-                delete_objects(self._obstore, client, [name])
+                self._requests.delete([name])
             else:
-                self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask, client)
+                self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask)
         except NotReadError:
             raise
         except Exception as error:  # noqa: BLE001 - as above

@@ -12,7 +12,7 @@ from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.bad_pages import BadPages, Sighting, Verdict
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.object.client import delete_objects, explain, is_md5_of
+from hicache_ext.storage.tiers.object.client import explain, is_md5_of
 from hicache_ext.storage.tiers.object.conditional import ConditionalCreate
 from hicache_ext.storage.tiers.object.names import page_key, page_name, pages_of
 from hicache_ext.storage.tiers.object.requests import Requests
@@ -168,7 +168,7 @@ class PageObjects:
         try:
             if self._requests.size_of(page_name(key)) is None:
                 return False
-            delete_objects(self._requests.obstore, self._requests.client, [page_name(key)])
+            self._requests.delete([page_name(key)])
         except Exception as error:  # noqa: BLE001 - as above
             self._requests.failed(error, call)
             return False

@@ -15,7 +15,7 @@ from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.pack_index import Place
 from hicache_ext.storage.tiers.object.catalog import PackCatalog
-from hicache_ext.storage.tiers.object.client import begins_behind_the_end, delete_objects
+from hicache_ext.storage.tiers.object.client import begins_behind_the_end
 from hicache_ext.storage.tiers.object.names import PACKS, PAGES, packed, packed_name, packs_of, page_key, pages_of
 from hicache_ext.storage.tiers.object.page_objects import LISTED_AT_ONCE, PageObjects
 from hicache_ext.storage.tiers.object.requests import Piece, Requests
@@ -129,7 +129,7 @@ class Removing:
             with cleared.old_pages(marks.values()) as old:
                 names = [name for name, mark in marks.items() if mark in old]
                 if names:
-                    delete_objects(requests.obstore, requests.client, names)
+                    requests.delete(names)
             requests.metrics.add("cleared", "", sum(map(_pages_in, names)))
             deleted += len(names)
         return deleted

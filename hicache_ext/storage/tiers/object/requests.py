@@ -11,7 +11,7 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, Result, ThreadPool
-from hicache_ext.storage.tiers.object.client import Failure, explain
+from hicache_ext.storage.tiers.object.client import Failure, delete_objects, explain, lacks_deletion_of_many
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,26 @@ class Requests:
     """Threads: any."""
 
     def __init__(
-        self, name: str, obstore: Any, client: Any, metrics: TierMetrics, *, at_once: int, timeout: float
+        self,
+        name: str,
+        obstore: Any,
+        client: Any,
+        metrics: TierMetrics,
+        connect_to_delete: Callable[[], Any] | None = None,
+        *,
+        at_once: int,
+        timeout: float,
     ) -> None:
-        """Raises StoreSetupError when threads are lacking."""
+        """``connect_to_delete``: makes a client for a server that cannot delete many objects by one request.
+
+        Raises StoreSetupError when threads are lacking.
+        """
         self.name = name
         self.obstore = obstore
         self.client = client
         self.metrics = metrics
+        self._connect_to_delete = connect_to_delete
+        self._deleting = client
         self.at_once = at_once
         self.timeout = timeout
         self.reached = False
@@ -91,6 +104,17 @@ class Requests:
         if failure.reason in ("connection", "denied"):
             call.stop()
         return failure
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; missing ones are no error. Raises what obstore raises."""
+        try:
+            delete_objects(self.obstore, self._deleting, names)
+        except Exception as error:
+            if self._connect_to_delete is None or not lacks_deletion_of_many(error):
+                raise
+            logger.info("tier %s: the store cannot delete many objects by one request: one by one", self.name)
+            self._deleting, self._connect_to_delete = self._connect_to_delete(), None
+            delete_objects(self.obstore, self._deleting, names)
 
     def size_of(self, name: str) -> int | None:
         """Bytes of an object; None where there is none. Raises what obstore raises."""

@@ -50,8 +50,15 @@ class ObjectPageStore(TierStore):
 
     type_name = "object"
 
-    def __init__(self, name: str, tier: ObjectTierConfig, connect: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        tier: ObjectTierConfig,
+        connect: Callable[[], Any],
+        connect_to_delete: Callable[[], Any] | None = None,
+    ) -> None:
         """``connect`` makes a client; pages that arrived damaged are looked at again through another one.
+        ``connect_to_delete`` makes one for a server that cannot delete many objects by one request.
 
         Raises StoreSetupError when the store cannot be used; with ``required`` false only when threads are lacking: a
         store that cannot be reached then is asked again by each call.
@@ -63,9 +70,11 @@ class ObjectPageStore(TierStore):
         self._url = tier.url
         self.shared = tier.sharing().shared
         self._clearing = Clearing(name)
-        self._create = ConditionalCreate(obstore, client)
         at_once = tier.concurrency or DEFAULT_CONCURRENCY
-        self._requests = Requests(name, obstore, client, self.metrics, at_once=at_once, timeout=tier.longest_call)
+        self._requests = Requests(
+            *(name, obstore, client, self.metrics, connect_to_delete), at_once=at_once, timeout=tier.longest_call
+        )
+        self._create = ConditionalCreate(self._requests)
         self._catalog = PackCatalog(self._requests, lists_from=tier.scheme in ("s3", "gs"))
         medium = ObjectMedium(
             self._requests, connect, self._clearing.hides, lambda: self._create.etags_are_md5, self._catalog
@@ -120,6 +129,10 @@ class ObjectPageStore(TierStore):
     def client(self) -> Any:
         """The obstore client, for diagnosis and tools."""
         return self._requests.client
+
+    def delete(self, name: str) -> None:
+        """Delete an object, for diagnosis. Raises what obstore raises."""
+        self._requests.delete([name])
 
     def details(self) -> dict[str, Any]:
         return {

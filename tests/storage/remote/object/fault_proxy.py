@@ -20,7 +20,8 @@ class FaultProxy:
     the body, with that length) | "other" (the body of ``other``) | "empty" | "flip" (a byte of the share ``flipped`` of
     all pieces of 32 KiB of bodies, another one each time) | "same flip" (always the byte in the middle of the object) |
     "same place" (always byte 500 of the body). Faults but 500, slow down and hang touch GET of pages and packs alone.
-    ``times`` counts down; at 0 the fault is over.
+    "no bulk delete" answers 501 to POST, "no size" says 0 bytes to HEAD of pages and packs. ``times`` counts down; at 0
+    the fault is over.
     """
 
     def __init__(self, port: int) -> None:
@@ -94,6 +95,9 @@ class FaultProxy:
                     proxy.released.wait()
                     self.close_connection = True
                     return
+                if fault == "no bulk delete" and self.command == "POST":
+                    self._answer(501, {}, b"<Error><Code>NotImplemented</Code></Error>", 42)
+                    return
                 if fault in ("500", "slow down"):
                     status, text = (500, b"broken") if fault == "500" else (503, _SLOW_DOWN)
                     self._answer(status, {}, text, len(text))
@@ -108,12 +112,11 @@ class FaultProxy:
                 except OSError:
                     self.close_connection = True
                     return
-                length = int(headers.get("Content-Length") or len(data)) if self.command == "HEAD" else len(data)
-                if (
-                    self.command == "GET"
-                    and self.path.split("?")[0].endswith((".page", ".pack"))
-                    and reply.status in (200, 206)
-                ):
+                length = int(reply.headers["Content-Length"] or len(data)) if self.command == "HEAD" else len(data)
+                has_pages = self.path.split("?")[0].endswith((".page", ".pack"))
+                if fault == "no size" and self.command == "HEAD" and has_pages:
+                    length = 0
+                if self.command == "GET" and has_pages and reply.status in (200, 206):
                     if fault == "cut":
                         data = data[: len(data) // 2]
                         self.close_connection = True
