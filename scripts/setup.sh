@@ -90,6 +90,9 @@ if [ "$purpose" = test ]; then
   .venv/bin/python -m tests.releases.wheels all >/dev/null
   npm install --silent --no-fund --no-audit --prefix .venv/s3rver s3rver@3.7.1 >/dev/null 2>&1 ||
     fail "npm could not install s3rver 3.7.1; the tests of object stores need it"
+  say "installing Azurite, the Azure Blob Storage of the tests"
+  npm install --silent --no-fund --no-audit --prefix .venv/azurite azurite@3.35.0 >/dev/null 2>&1 ||
+    fail "npm could not install azurite 3.35.0; the tests of object stores need it"
 else
   pip install -e '.[compiled]'
 fi

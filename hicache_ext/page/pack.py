@@ -141,17 +141,17 @@ def parse_tombstone(name: str) -> Tombstone | None:
     return Tombstone(found[1], found[2], int(found[3], 16)) if found else None
 
 
-def portions(page_bytes: Sequence[int], most_pages: int = MOST_PAGES) -> list[list[int]]:
+def portions(page_bytes: Sequence[int], most_pages: int = MOST_PAGES, pack_bytes: int = PACK_BYTES) -> list[list[int]]:
     """Which pages of a batch make a pack each: positions, in order. ``page_bytes``: of each stored page.
 
-    Pages of one size, about ``PACK_BYTES`` a pack, at most ``most_pages``, and packs of one size of about as many.
+    Pages of one size, about ``pack_bytes`` a pack, at most ``most_pages``, and packs of one size of about as many.
     """
     alike: dict[int, list[int]] = {}
     for position, size in enumerate(page_bytes):
         alike.setdefault(size, []).append(position)
     found: list[list[int]] = []
     for size, positions in alike.items():
-        most = min(most_pages, max(1, (PACK_BYTES + size // 2) // size))
+        most = min(most_pages, max(1, (pack_bytes + size // 2) // size))
         packs = -(-len(positions) // most)
         for number in range(packs):
             begin, end = (len(positions) * edge // packs for edge in (number, number + 1))

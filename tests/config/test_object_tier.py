@@ -46,12 +46,19 @@ def test_templates_in_the_address_are_expanded(monkeypatch: pytest.MonkeyPatch) 
         ({"url": "file:///"}, "names no absolute directory"),
         ({"url": f"s3://key:{SECRET}@bucket/x"}, "credentials do not belong in the address"),
         ({"url": "s3://b/p", "endpoint": "http://host:9000"}, "say allow_http: true if that is meant"),
-        ({"url": "s3://b/p", "endpoint": "https://host/bucket"}, "is not an endpoint"),
+        ({"url": "s3://b/p", "endpoint": "https://host/a?b=c"}, "is not an endpoint"),
+        ({"url": "s3://b/p", "endpoint": "https://host/a//b"}, "is not an endpoint"),
+        ({"url": "s3://b/p", "endpoint": "https://host/a b"}, "is not an endpoint"),
         ({"url": "s3://b/p", "endpoint": f"https://a:{SECRET}@host"}, "is not an endpoint"),
         ({"url": "s3://b/p", "access_key": {"env": "A"}}, "cold.secret_key: required"),
         ({"url": "s3://b/p", "session_token": {"env": "A"}}, "cold.access_key: required with session_token"),
         ({"url": "s3://b/p", "secret_key": SECRET}, "a secret is never written here"),
         ({"url": "az://c/p", "account_key": {"env": "A"}}, "cold.account: required with account_key"),
+        ({"url": "az://b/p", "sse": "s3"}, "cold.sse: has no meaning for az://"),
+        ({"url": "s3://b/p", "sse": "aes"}, "allowed: s3, kms, dsse, customer"),
+        ({"url": "s3://b/p", "sse": "customer"}, "cold.sse_key: required with sse: customer"),
+        ({"url": "s3://b/p", "sse_key": {"env": "A"}}, "cold.sse: required with sse_key"),
+        ({"url": "s3://b/p", "sse": "s3", "sse_kms_key": "k"}, "cold.sse: required with sse_kms_key"),
         ({"url": "gs://b/p", "region": "eu"}, "cold.region: has no meaning for gs:// addresses"),
         ({"url": "file:///x", "endpoint": "https://host"}, "cold.endpoint: has no meaning for file://"),
         ({"url": "s3://b/p", "concurrency": 0}, "allowed: 1 to 256, or auto"),
@@ -79,11 +86,15 @@ def test_two_tiers_cannot_share_a_directory_whatever_their_types() -> None:
 def test_clients_are_made_without_a_request_and_show_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="missing: the package obstore")
     monkeypatch.setenv("KEY", SECRET)
+    monkeypatch.setenv("BASE64_KEY", "c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0LXNlY3I=")
     reference = {"env": "KEY"}
     tiers = [
         load(url="s3://bucket/x", region="eu-central-1", access_key=reference, secret_key=reference),
         load(url="s3://bucket/x", endpoint="https://host:1", access_key=reference, secret_key=reference),
         load(url="s3://bucket", endpoint="https://host:1", addressing="virtual"),
+        load(url="s3://bucket", endpoint="https://host:1/gateway", addressing="virtual"),
+        load(url="s3://bucket", region="x", sse="customer", sse_key={"env": "BASE64_KEY"}),
+        load(url="s3://bucket", region="x", sse="kms", sse_kms_key="alias/ours"),
         load(url="az://container/x", account="name"),
     ]
     for tier in tiers:
@@ -91,6 +102,8 @@ def test_clients_are_made_without_a_request_and_show_no_secret(monkeypatch: pyte
         make_client("cold", tier)
     virtual = make_client("cold", tiers[2])
     assert virtual.config["endpoint"] == "https://bucket.host:1"
+    assert make_client("cold", tiers[3]).config["endpoint"] == "https://bucket.host:1/gateway"
+    assert make_client("cold", tiers[4]).config["server_side_encryption"] == "sse-c"
 
 
 def test_a_key_that_is_none_is_a_setup_error_that_does_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:

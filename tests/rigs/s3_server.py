@@ -68,6 +68,22 @@ http.Server.prototype.emit = function (event, request, response) {
   });
   return true;
 };
+// As far away as it is told to be: each request is answered so many milliseconds later. Bodies are taken as they come.
+const delay = Number(process.env.HICACHE_TEST_S3_DELAY || 0);
+if (delay) {
+  const { Server } = require("http");
+  const emit = Server.prototype.emit;
+  Server.prototype.emit = function (event, ...rest) {
+    if (event !== "request") return emit.call(this, event, ...rest);
+    if (rest[0].method === "PUT") {
+      const { end } = rest[1];
+      rest[1].end = (...words) => setTimeout(() => end.apply(rest[1], words), delay);
+      return emit.call(this, event, ...rest);
+    }
+    setTimeout(() => emit.call(this, event, ...rest), delay);
+    return true;
+  };
+}
 const load = Module._load;
 Module._load = function (name) {
   const loaded = load.apply(this, arguments);
@@ -90,8 +106,10 @@ Module._load = function (name) {
 class S3Server:
     """One server with one bucket. One thread at a time."""
 
-    def __init__(self, directory: str | os.PathLike[str], *, bucket: str = "hicache") -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, bucket: str = "hicache", delay: float = 0.0) -> None:
+        """``delay``: seconds that each request takes longer, as if the server were far away."""
         self.bucket = bucket
+        self._delay = delay
         self.port = free_port()
         self.directory = Path(directory) / "s3"
         self._log = Path(directory) / "s3rver.log"
@@ -138,7 +156,11 @@ class S3Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "NODE_OPTIONS": f"--require {preload}"},
+                env={
+                    **os.environ,
+                    "NODE_OPTIONS": f"--require {preload}",
+                    "HICACHE_TEST_S3_DELAY": str(self._delay * 1e3),
+                },
             )
         deadline = time.monotonic() + _START_TIMEOUT
         while True:

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import xxhash
 
@@ -89,8 +89,8 @@ class Stored:
     length: int
     data: memoryview
     """Its leading bytes; all of them unless it is longer than asked for."""
-    version: str | None = None
-    """The server's name of this copy, if it has one (an ETag)."""
+    version: Any = None
+    """Whatever tells the medium which copy this is (an ETag)."""
 
 
 class Removal(enum.Enum):

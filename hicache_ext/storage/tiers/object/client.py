@@ -6,6 +6,7 @@ one or two words and an HTTP status are taken from them, so that no text of a se
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ _RENEWED_BEFORE = timedelta(minutes=5)
 INSTALL_HINT = "pip install 'hicache-ext[object]'"
 
 
+_SSE = {"s3": "AES256", "kms": "aws:kms", "dsse": "aws:kms:dsse", "customer": "sse-c"}
+
+
 def import_obstore(name: str) -> Any:
     """The module. Raises StoreSetupError with the way to install it."""
     try:
@@ -43,8 +47,8 @@ def import_obstore(name: str) -> Any:
     return obstore
 
 
-def make_client(name: str, tier: ObjectTierConfig) -> Any:
-    """An obstore store whose root is the tier's prefix. Makes no request.
+def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True) -> Any:
+    """An obstore store whose root is the tier's prefix. Makes no request. ``deletes_many``: S3, by one request.
 
     Raises StoreSetupError, ConfigError for a secret that cannot be read.
     """
@@ -78,14 +82,24 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
         if tier.access_key is not None:
             options["credential_provider"] = _S3Keys(name, tier)
         options["virtual_hosted_style_request"] = virtual
+        options |= _given(
+            server_side_encryption=None if tier.sse is None else _SSE[tier.sse],
+            sse_kms_key_id=tier.sse_kms_key,
+            sse_customer_key_base64=_revealed(tier.sse_key),
+        )
         # Saves a request per page: object tags are never used.
         options["disable_tagging"] = True
+        options["disable_bulk_delete"] = not deletes_many
     elif tier.scheme == "gs":
         make = stores.GCSStore
         options |= _given(service_account_key=_revealed(tier.service_account), base_url=tier.endpoint)
     else:
         make = stores.AzureStore
-        options |= _given(account_name=tier.account, account_key=_revealed(tier.account_key), endpoint=tier.endpoint)
+        options |= _given(
+            account_name=tier.account,
+            account_key=_revealed(tier.account_key),
+            endpoint=tier.endpoint,
+        )
     try:
         return make(tier.bucket, **options)
     except Exception as error:  # noqa: BLE001 - whatever the library makes of wrong settings
@@ -210,6 +224,12 @@ def explain(error: BaseException) -> Failure:
     return Failure("other", None, kind)
 
 
+def begins_behind_the_end(error: BaseException) -> bool:
+    """Whether a range was asked for that begins behind the last byte of the object."""
+    text = str(error)
+    return any(word in text for word in ("status code: 416", "StartTooLarge", "InvalidRange"))
+
+
 def delete_objects(obstore: Any, client: Any, names: Sequence[str]) -> None:
     """Delete objects, many by one request where the store can; missing ones are no error."""
     try:
@@ -223,3 +243,13 @@ def delete_objects(obstore: Any, client: Any, names: Sequence[str]) -> None:
             obstore.delete(client, name)
         except FileNotFoundError:
             continue
+
+
+def lacks_deletion_of_many(error: Exception) -> bool:
+    """Whether a server says that it cannot delete many objects by one request, which is how one is deleted, too."""
+    text = str(error)
+    return explain(error).status in (405, 501) or "NotImplemented" in text or "MethodNotAllowed" in text
+
+
+def is_md5_of(data: bytes | memoryview, etag: str | None) -> bool:
+    return etag is not None and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()

@@ -20,7 +20,8 @@ from hicache_ext.errors import ConfigError
 MOST_REQUESTS = 256
 
 _URL_ALLOWED = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory"
-_ENDPOINT_ALLOWED = "http(s)://host[:port]"
+_ENDPOINT_ALLOWED = "http(s)://host[:port][/path]"
+_SSE_ALLOWED = "s3, kms, dsse, customer"
 _TEXT_ALLOWED = "text"
 _CA_FILE_ALLOWED = "an absolute path to a PEM file"
 _CONCURRENCY_ALLOWED = f"1 to {MOST_REQUESTS}, or auto"
@@ -28,7 +29,10 @@ _SCHEMES = ("s3", "gs", "az", "file")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=/-]*", re.ASCII)
 
-_S3_ONLY = ("region", "addressing", "access_key", "secret_key", "session_token")
+_ENDPOINT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*", re.ASCII)
+
+_S3_ONLY = ("region", "addressing", "access_key", "secret_key", "session_token", "sse", "sse_key", "sse_kms_key")
+_AZURE_ONLY = ("account", "account_key")
 
 
 def parse_url(value: object) -> str:
@@ -53,7 +57,7 @@ def parse_url(value: object) -> str:
 
 
 def parse_endpoint(value: object) -> str | None:
-    """A base address without path and credentials."""
+    """A base address, with a path where the store is below one, and without credentials."""
     if value is None:
         return None
     if not isinstance(value, str):
@@ -64,7 +68,7 @@ def parse_endpoint(value: object) -> str | None:
         sound = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         sound = False
-    if not sound or "@" in text or parts.path or parts.query or parts.fragment:
+    if not sound or "@" in text or parts.query or parts.fragment or not _ENDPOINT_PATH.fullmatch(parts.path):
         raise ConfigError("", f"{quoted(value)} is not an endpoint", _ENDPOINT_ALLOWED)
     return text
 
@@ -118,6 +122,21 @@ class ObjectTierConfig(RemoteTierConfig):
     secret_key: Annotated[Secret | None, Field(description="S3: secret access key"), Allowed(SECRET_ALLOWED)] = None
     session_token: Annotated[
         Secret | None, Field(description="S3: token of temporary credentials"), Allowed(SECRET_ALLOWED)
+    ] = None
+    sse: Annotated[
+        Literal["s3", "kms", "dsse", "customer"] | None,
+        Field(description="S3: how objects are encrypted by the server; left out: as the bucket says"),
+        Allowed(_SSE_ALLOWED),
+        one_of("s3", "kms", "dsse", "customer"),
+    ] = None
+    sse_kms_key: Annotated[
+        str | None,
+        Field(description="S3: the key for sse: kms and dsse; left out: the account's own"),
+        Allowed(_TEXT_ALLOWED),
+        checked(_word),
+    ] = None
+    sse_key: Annotated[
+        Secret | None, Field(description="S3: the key for sse: customer, 32 bytes in base64"), Allowed(SECRET_ALLOWED)
     ] = None
     service_account: Annotated[
         Secret | None, Field(description="Google: the service account's JSON key"), Allowed(SECRET_ALLOWED)
@@ -176,10 +195,10 @@ class ObjectTierConfig(RemoteTierConfig):
 
 def _only_keys_of_the_scheme(tier: ObjectTierConfig) -> ConfigError | None:
     unused = {
-        "s3": ("service_account", "account", "account_key"),
-        "gs": (*_S3_ONLY, "account", "account_key"),
+        "s3": ("service_account", *_AZURE_ONLY),
+        "gs": (*_S3_ONLY, *_AZURE_ONLY),
         "az": (*_S3_ONLY, "service_account"),
-        "file": (*_S3_ONLY, "service_account", "account", "account_key", "endpoint", "ca_file"),
+        "file": (*_S3_ONLY, *_AZURE_ONLY, "service_account", "endpoint", "ca_file"),
     }[tier.scheme]
     for key in unused:
         if getattr(tier, key) not in (None, "auto"):
@@ -198,6 +217,16 @@ def _credentials_are_whole(tier: ObjectTierConfig) -> ConfigError | None:
     return None
 
 
+def _encryption_is_whole(tier: ObjectTierConfig) -> ConfigError | None:
+    if tier.sse_kms_key is not None and tier.sse not in ("kms", "dsse"):
+        return ConfigError(".sse", "required with sse_kms_key", "kms or dsse")
+    if tier.sse_key is not None and tier.sse != "customer":
+        return ConfigError(".sse", "required with sse_key", "customer")
+    if tier.sse == "customer" and tier.sse_key is None:
+        return ConfigError(".sse_key", "required with sse: customer", SECRET_ALLOWED)
+    return None
+
+
 def _http_is_meant(tier: ObjectTierConfig) -> ConfigError | None:
     if tier.endpoint and tier.endpoint.startswith("http:") and not tier.allow_http:
         problem = "without TLS pages travel unencrypted; say allow_http: true if that is meant"
@@ -208,5 +237,6 @@ def _http_is_meant(tier: ObjectTierConfig) -> ConfigError | None:
 _RULES: tuple[Callable[[ObjectTierConfig], ConfigError | None], ...] = (
     _only_keys_of_the_scheme,
     _credentials_are_whole,
+    _encryption_is_whole,
     _http_is_meant,
 )

@@ -1,21 +1,34 @@
-"""The examination of bad pages in an object store: one object at a time, with a client of its own.
+"""The examination of bad pages in an object store: one page at a time, with a client of its own.
 
 No client library deletes on a condition (obstore and the object_store crate have no If-Match for DELETE). Where ETags
 are the MD5 of the stored bytes, the ETag must be that of the bytes that arrived; and it must be the same right before
 the deletion. A copy written by somebody else within that last round trip is lost, which costs a miss.
+
+A bad page of a pack gets a tombstone, and nothing else in the pack is touched. There the ETag is of the whole pack:
+all of it is read, with the bad page in it as it arrived before, and compared. Nobody writes a pack twice, so no copy is
+lost.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
-from hicache_ext.errors import NotReadError
-from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut
-from hicache_ext.storage.tiers.object.client import delete_objects, explain
-from hicache_ext.storage.tiers.object.names import page_name
+from hicache_ext.errors import FormatError, NotReadError
+from hicache_ext.page import envelope
+from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.pack import PACK_BYTES, decode_footer
+from hicache_ext.storage.contract.bad_pages import Removal, Stored, cut, reason_to_refuse
+from hicache_ext.storage.contract.pack_index import Place
+from hicache_ext.storage.tiers.object.catalog import PackCatalog
+from hicache_ext.storage.tiers.object.client import begins_behind_the_end, explain, is_md5_of
+from hicache_ext.storage.tiers.object.names import packed_name, page_name
+from hicache_ext.storage.tiers.object.requests import Requests
+
+_MOST_READS = 8
+"""Of a part of a pack that arrives damaged."""
 
 
 class ObjectMedium:
@@ -23,59 +36,142 @@ class ObjectMedium:
 
     def __init__(
         self,
-        obstore: Any,
+        requests: Requests,
         reopen: Callable[[], Any],
         hides: Callable[[bytes], bool],
         etags_are_md5: Callable[[], bool],
+        catalog: PackCatalog,
     ) -> None:
         """``reopen``: another client, with connections of its own. ``hides``: the page is being cleared."""
-        self._obstore = obstore
+        self._requests = requests
+        self._obstore = requests.obstore
         self._reopen = reopen
         self._hides = hides
         self._etags_are_md5 = etags_are_md5
+        self._catalog = catalog
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
         if self._hides(key):
             return None
-        name = page_name(key)
+        place = self._place(key)
         try:
             client = self._reopen()
-            facts = self._obstore.head(client, name)
-            length, version = int(facts["size"]), facts.get("e_tag")
-            data = memoryview(bytearray(min(length, most)))
-            # Cut, so that damage at a fixed place of every answer meets another place of the object.
-            for begin, end in cut(len(data), random.random()):
-                whole = end - begin == length
-                reply = self._obstore.get(client, name, options={} if whole else {"range": (begin, end)})
-                piece = memoryview(reply.bytes())
-                if piece.nbytes != end - begin or reply.meta.get("e_tag") != version:
-                    raise NotReadError("cut")
-                data[begin:end] = piece
+            if place is None:
+                return self._read(client, page_name(key), 0, most)
+            name = packed_name(key[:IDENTITY_LENGTH], place.pack)
+            found = self._read(client, name, place.offset, place.pack.page_bytes)
         except NotReadError:
             raise
         except Exception as error:  # noqa: BLE001 - a client library's errors end here
             reason = explain(error).reason
-            if reason == "absent":
-                return None
-            raise NotReadError(reason) from None
+            if reason != "absent":
+                raise NotReadError(reason) from None
+            if place is not None:
+                self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
+            return None
+        return Stored(min(found.length, place.pack.page_bytes), found.data, (found.version, place))
+
+    def _read(self, client: Any, name: str, offset: int, most: int) -> Stored:
+        """An object from ``offset`` on. Raises NotReadError, and what obstore raises."""
+        facts = self._obstore.head(client, name)
+        size, version = int(facts["size"]), facts.get("e_tag")
+        length = max(0, size - offset)
+        data = memoryview(bytearray(min(length, most)))
+        # Cut, so that damage at a fixed place of every answer meets another place of the object.
+        for begin, end in cut(len(data), random.random()) if data else ():
+            options = {} if end - begin == size else {"range": (offset + begin, offset + end)}
+            reply = self._obstore.get(client, name, options=options)
+            piece = memoryview(reply.bytes())
+            if piece.nbytes != end - begin or (reply.meta.get("e_tag"), reply.meta["size"]) != (version, size):
+                raise NotReadError("cut")
+            data[begin:end] = piece
+        if not data and not self._ends_before(client, name, offset):
+            raise NotReadError("cut")
         return Stored(length, data, version)
 
+    def _ends_before(self, client: Any, name: str, offset: int) -> bool:
+        """Whether the store says so when it is asked for what is there: who is on the way may be wrong about a size."""
+        try:
+            options = {"range": (offset, offset + envelope.FIELDS_LENGTH)} if offset else {}
+            return len(self._obstore.get(client, name, options=options).bytes()) == 0
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if begins_behind_the_end(error):
+                return True
+            raise
+
     def remove(self, key: bytes, bad: Stored) -> Removal:
-        if bad.length == len(bad.data) and self._etags_are_md5() and not is_md5_of(bad.data, bad.version):
-            return Removal.DENIED
-        name = page_name(key)
+        version, place = bad.version if isinstance(bad.version, tuple) else (bad.version, None)
+        name = page_name(key) if place is None else packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
             client = self._reopen()
-            if self._hides(key) or self._obstore.head(client, name).get("e_tag") != bad.version:
+            if self._etags_are_md5() and bad.length == len(bad.data):
+                whole = bad.data if place is None else self._whole_pack(client, name, place, bad)
+                if not is_md5_of(whole, version):
+                    return Removal.DENIED
+            if self._hides(key) or self._obstore.head(client, name).get("e_tag") != version:
                 return Removal.CHANGED
-            delete_objects(self._obstore, client, [name])
-        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            if place is None:
+                self._requests.delete([name])
+            else:
+                self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask)
+        except NotReadError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
             reason = explain(error).reason
             if reason == "absent":
                 return Removal.CHANGED
             raise NotReadError(reason) from None
         return Removal.REMOVED
 
+    def _whole_pack(self, client: Any, name: str, place: Place, bad: Stored) -> memoryview:
+        """The pack as the store has it, with the bad page in it as it arrived twice: the ETag is of all of it.
 
-def is_md5_of(data: bytes | memoryview, etag: str | None) -> bool:
-    return etag is not None and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
+        Every other part is one that verifies itself, or that arrived twice the same, too: over a path that damages what
+        passes, a whole pack would never arrive as it is. Raises NotReadError, and what obstore raises.
+        """
+        size, pages = place.pack.page_bytes, place.pack.count
+        whole = self._read(client, name, 0, 2 * PACK_BYTES).data
+        edges = [*range(0, (pages + 1) * size, size), len(whole)]
+        for number, (begin, end) in enumerate(pairwise(edge for edge in edges if edge <= len(whole))):
+            if number == place.position:
+                whole[begin:end] = bad.data
+            elif begin < end:
+                is_whole = _is_page if number < pages else _is_footer
+                whole[begin:end] = self._part(client, name, begin, whole[begin:end], is_whole)
+        return whole
+
+    def _part(
+        self, client: Any, name: str, begin: int, part: memoryview, is_whole: Callable[[memoryview], bool]
+    ) -> memoryview:
+        """A part of an object that has arrived once already."""
+        seen = [bytes(part)]
+        for _ in range(_MOST_READS):
+            if is_whole(part):
+                return part
+            part = self._read(client, name, begin, len(part)).data
+            if part in seen:
+                return part
+            seen.append(bytes(part))
+        raise NotReadError("damaged")
+
+    def _place(self, key: bytes) -> Place | None:
+        return self._catalog.of(key[:IDENTITY_LENGTH]).index.find([key])[0]
+
+
+def _is_page(data: memoryview) -> bool:
+    """Whether this is a page, whichever."""
+    try:
+        key = envelope.decode_header(data[: envelope.FIELDS_LENGTH]).key
+    except FormatError:
+        return False
+    return reason_to_refuse(key, Stored(len(data), data)) is None
+
+
+def _is_footer(data: memoryview) -> bool:
+    try:
+        decode_footer(data)
+    except FormatError:
+        return False
+    return True

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import secrets
+import struct
 import weakref
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import obstore
 import obstore.store
 import pytest
+import xxhash
 
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
@@ -21,8 +24,24 @@ from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tests.storage.media import RawMedium
 
 
+class RawPack(NamedTuple):
+    """A pack, by its name alone."""
+
+    name: str
+    page_bytes: int
+    hashes: list[bytes]
+    dead: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.name.split("/")[3][:22]
+
+    def alive(self, position: int) -> bool:
+        return not self.dead >> position & 1
+
+
 class RawBucket:
-    """Objects found by the names that docs/object-stores.md gives, not by the package's code."""
+    """Pages found by the names that docs/object-stores.md gives, not by the package's code."""
 
     def __init__(self, client: Any, settle: Callable[[], object] = lambda: None) -> None:
         """``settle`` waits until what was cleared is deleted."""
@@ -30,23 +49,96 @@ class RawBucket:
         self._settle = settle
 
     def name(self, key: bytes) -> str:
+        """Of a page that is an object of its own."""
         page_hash = key[16:].hex()
         return f"pages/{key[:16].hex()}/{page_hash[:2]}/{page_hash}.page"
 
-    def read(self, key: bytes) -> bytes | None:
+    def names(self, prefix: str) -> list[str]:
+        return [entry["path"] for listed in obstore.list(self._client, prefix) for entry in listed]
+
+    def packs(self, identity: bytes | None = None) -> list[RawPack]:
+        """The newest one first, without those pages that tombstones took away."""
+        prefix = "packs" if identity is None else f"packs/{identity.hex()}"
+        names = self.names(prefix)
+        dead: dict[str, int] = {}
+        for name in names:
+            if name.endswith(".dead"):
+                pack, mask = name.split("/")[3][23:45], name[-21:-5]
+                dead[pack] = dead.get(pack, 0) | int(mask, 16)
+        packs = []
+        for name in names:
+            if name.endswith(".pack"):
+                _, _, _, *parts = name.removesuffix(".pack").split("/")
+                count, page_bytes = parts[0][23:].split("-")[0].split("x")
+                letters = "".join(parts).split("-", 3)[3]
+                hashes = [urlsafe_b64decode(letters[at : at + 8]) for at in range(0, 8 * int(count), 8)]
+                packs.append(RawPack(name, int(page_bytes), hashes, dead.get(parts[0][:22], 0)))
+        return sorted(packs, key=lambda pack: pack.id, reverse=True)
+
+    def place(self, key: bytes) -> tuple[RawPack, int] | None:
+        for pack in self.packs(key[:16]):
+            for position, page_hash in enumerate(pack.hashes):
+                if page_hash == xxhash.xxh3_64_digest(key[16:])[:6] and pack.alive(position):
+                    return pack, position
+        return None
+
+    def get(self, name: str) -> bytes | None:
         try:
-            return bytes(obstore.get(self._client, self.name(key)).bytes())
+            return bytes(obstore.get(self._client, name).bytes())
         except FileNotFoundError:
             return None
 
+    def put(self, name: str, stored: bytes) -> None:
+        obstore.put(self._client, name, stored, use_multipart=False)
+
+    def delete(self, name: str) -> None:
+        obstore.delete(self._client, name)
+
+    def read(self, key: bytes) -> bytes | None:
+        place = self.place(key)
+        if place is None:
+            return self.get(self.name(key))
+        pack, position = place
+        return (self.get(pack.name) or b"")[position * pack.page_bytes : (position + 1) * pack.page_bytes]
+
     def write(self, key: bytes, stored: bytes) -> None:
-        obstore.put(self._client, self.name(key), stored, use_multipart=False)
+        """In the page's place in its pack where it has that length; otherwise alone, and the rest of its pack in
+        another one."""
+        place = self.place(key)
+        if place is None:
+            self.put(self.name(key), stored)
+            return
+        pack, position = place
+        whole = self.get(pack.name) or b""
+        begin, end = position * pack.page_bytes, (position + 1) * pack.page_bytes
+        if len(stored) == pack.page_bytes:
+            self.put(pack.name, whole[:begin] + stored + whole[end:])
+            return
+        self.delete(pack.name)
+        self.put(self.name(key), stored)
+        others = [other for other in range(len(pack.hashes)) if other != position and pack.alive(other)]
+        if others:
+            folder, _, _ = pack.name.partition(f"/{pack.id}")
+            letters = urlsafe_b64encode(b"".join(pack.hashes[other] for other in others)).decode()
+            parts = "/".join(letters[at : at + 192] for at in range(0, len(letters), 192))
+            size = pack.page_bytes
+            name = f"{folder}/{pack.id[:-10]}{secrets.token_hex(5)}-{len(others)}x{size}-{parts}.pack"
+            table = whole[len(pack.hashes) * size :]
+            footer = b"".join(table[other * 32 : (other + 1) * 32] for other in others)
+            footer += struct.pack("<8sHHIQ16s8s", b"HICAPACK", 1, 0, len(others), size, key[:16], b"")
+            footer += xxhash.xxh3_128_digest(footer)
+            self.put(name, b"".join(whole[other * size : (other + 1) * size] for other in others) + footer)
 
     def keys(self) -> list[bytes]:
         self._settle()
-        names = [entry["path"] for listed in obstore.list(self._client, "pages") for entry in listed]
-        parts = [name.split("/") for name in names]
-        return [bytes.fromhex(identity) + bytes.fromhex(page.removesuffix(".page")) for _, identity, _, page in parts]
+        parts = [name.split("/") for name in self.names("pages")]
+        keys = [bytes.fromhex(identity) + bytes.fromhex(page.removesuffix(".page")) for _, identity, _, page in parts]
+        for pack in self.packs():
+            table = (self.get(pack.name) or b"")[len(pack.hashes) * pack.page_bytes :]
+            identity = bytes.fromhex(pack.name.split("/")[1])
+            alive = [position for position in range(len(pack.hashes)) if pack.alive(position)]
+            keys += [identity + table[position * 32 : (position + 1) * 32] for position in alive]
+        return keys
 
 
 class Objects(RawMedium):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+_PIECE = 32 << 10
 
 
 class FaultProxy:
@@ -17,9 +18,10 @@ class FaultProxy:
 
     ``fault``: "" | "500" | "slow down" | "hang" | "cut" (half the body, then the connection is closed) | "half" (half
     the body, with that length) | "other" (the body of ``other``) | "empty" | "flip" (a byte of the share ``flipped`` of
-    all bodies, another one each time) | "same flip" (always the byte in the middle of the page) | "same place" (always
-    byte 500 of the body). Faults but 500, slow down and hang touch GET of pages alone. ``times`` counts down; at 0 the
-    fault is over.
+    all pieces of 32 KiB of bodies, another one each time) | "same flip" (always the byte in the middle of the object) |
+    "same place" (always byte 500 of the body). Faults but 500, slow down and hang touch GET of pages and packs alone.
+    "no bulk delete" answers 501 to POST, "no size" says 0 bytes to HEAD of pages and packs. ``times`` counts down; at 0
+    the fault is over.
     """
 
     def __init__(self, port: int) -> None:
@@ -61,9 +63,13 @@ class FaultProxy:
         return self.fault
 
     def _flipped(self, fault: str, data: bytes, content_range: str | None) -> bytes:
-        if fault == "flip" and self._random.random() < self.flipped:
-            place = self._random.randrange(len(data))
-        elif fault == "same place":
+        if fault == "flip":
+            damaged = bytearray(data)
+            for begin in range(0, len(data), _PIECE):
+                if self._random.random() < self.flipped:
+                    damaged[self._random.randrange(begin, min(begin + _PIECE, len(data)))] ^= 0x10
+            return bytes(damaged)
+        if fault == "same place":
             place = 500
         elif fault == "same flip":
             # "bytes 7-99/100"
@@ -89,6 +95,9 @@ class FaultProxy:
                     proxy.released.wait()
                     self.close_connection = True
                     return
+                if fault == "no bulk delete" and self.command == "POST":
+                    self._answer(501, {}, b"<Error><Code>NotImplemented</Code></Error>", 42)
+                    return
                 if fault in ("500", "slow down"):
                     status, text = (500, b"broken") if fault == "500" else (503, _SLOW_DOWN)
                     self._answer(status, {}, text, len(text))
@@ -103,8 +112,11 @@ class FaultProxy:
                 except OSError:
                     self.close_connection = True
                     return
-                length = int(headers.get("Content-Length") or len(data)) if self.command == "HEAD" else len(data)
-                if self.command == "GET" and ".page" in self.path and reply.status in (200, 206):
+                length = int(reply.headers["Content-Length"] or len(data)) if self.command == "HEAD" else len(data)
+                has_pages = self.path.split("?")[0].endswith((".page", ".pack"))
+                if fault == "no size" and self.command == "HEAD" and has_pages:
+                    length = 0
+                if self.command == "GET" and has_pages and reply.status in (200, 206):
                     if fault == "cut":
                         data = data[: len(data) // 2]
                         self.close_connection = True

@@ -104,7 +104,9 @@ def test_a_path_that_damages_the_same_byte_every_time_removes_no_good_page(
     store: ObjectPageStore, reader: ObjectPageStore, proxy: FaultProxy, fault: str
 ) -> None:
     keys = page_keys(3)
-    store_pages(store, keys, PAGE)
+    for key in keys:
+        # A pack each.
+        store_pages(store, [key], PAGE)
     proxy.break_with(fault)
     assert read_pages(reader, keys, PAGE)[0] == [GetResult.CORRUPT] * 3
     assert reader.wait_until_examined(PATIENCE)
@@ -131,19 +133,50 @@ def test_a_page_that_rotted_under_the_store_stays_and_the_next_write_replaces_it
     store: ObjectPageStore, s3_server: S3Server, prefix: str
 ) -> None:
     """The ETag is that of the page as it was written: the store has no part in this, and may be right."""
-    (key,) = keys = page_keys(1)
+    keys = page_keys(1)
     store_pages(store, keys, PAGE)
-    (file,) = (
-        path
-        for path in (s3_server.directory / s3_server.bucket / prefix).rglob("*_object")
-        if key[16:].hex() in str(path)
-    )
-    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    (file,) = (s3_server.directory / s3_server.bucket / prefix).rglob("*.pack._S3rver_object")
+    stored = bytearray(file.read_bytes())
+    stored[1000] ^= 1
+    file.write_bytes(stored)
     assert read_pages(store, keys, PAGE)[0] == [GetResult.CORRUPT]
     assert store.wait_until_examined(PATIENCE)
     assert store.metrics.value("suspect", "denied") == 1
     assert file.exists() and store.contains(keys) == [False]
     assert store_pages(store, keys, PAGE) == [SetResult.STORED]
+    assert_hits(store, keys, PAGE)
+
+
+def test_a_bad_page_of_a_pack_goes_alone_and_another_process_finds_the_new_copy(
+    store: ObjectPageStore, raw: RawBucket, open_store: Callable[[int], ObjectPageStore], s3_server: S3Server
+) -> None:
+    keys = page_keys(6)
+    store_pages(store, keys, PAGE)
+    raw.write(keys[3], (raw.read(keys[3]) or b"")[:-1] + b"\0")
+    other = open_store(s3_server.port)
+    assert read_pages(store, keys, PAGE)[0].count(GetResult.HIT) == 5
+    assert store.wait_until_examined(PATIENCE)
+    assert sorted(raw.keys()) == sorted(keys[:3] + keys[4:])
+    assert other.contains(keys) == [True] * 3 + [False] + [True] * 2
+    assert store_pages(store, keys, PAGE) == [SetResult.EXISTS] * 3 + [SetResult.STORED] + [SetResult.EXISTS] * 2
+    for each in (store, other):
+        assert_hits(each, keys, PAGE)
+    # What is left of the pack and the new one go with their last pages, and their tombstones with them.
+    assert other.remove(keys[1:]) == 5
+    assert store.remove(keys) == 1
+    assert raw.names("packs") == []
+
+
+def test_a_pack_that_is_cut_costs_the_pages_behind_the_cut(store: ObjectPageStore, raw: RawBucket) -> None:
+    keys = page_keys(5)
+    store_pages(store, keys, PAGE)
+    (pack,) = raw.packs()
+    raw.put(pack.name, (raw.get(pack.name) or b"")[: 2 * pack.page_bytes + 100])
+    assert store.contains(keys) == [True] * 2 + [False] * 3
+    assert read_pages(store, keys, PAGE)[0] == [GetResult.HIT] * 2 + [GetResult.CORRUPT] * 3
+    assert store.wait_until_examined(PATIENCE)
+    assert store.metrics.value("suspect", "removed") == 3
+    assert store_pages(store, keys, PAGE) == [SetResult.EXISTS] * 2 + [SetResult.STORED] * 3
     assert_hits(store, keys, PAGE)
 
 

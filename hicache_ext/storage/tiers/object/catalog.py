@@ -1,0 +1,267 @@
+"""Which packs an object store has: what listings told, identity by identity.
+
+An identity is listed whole when its first page is asked for, and in the background every few minutes since: that finds
+packs that a lifecycle rule expired, and those whose writers' clocks are wrong. In between a listing begins a while
+before the last one (``refresh``): ids of packs and tombstones rise with time, by the store's clock where it is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from hicache_ext.page.pack import Pack, Tombstone, milliseconds_of, new_id
+from hicache_ext.runtime.background import RETRY, BackgroundLoop, Retry
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.storage.contract.pack_index import PackIndex
+from hicache_ext.storage.tiers.object.names import packed, packed_name, packs_before, packs_between, packs_of, pages_of
+from hicache_ext.storage.tiers.object.requests import Requests
+
+logger = logging.getLogger(__name__)
+
+_LISTED_AT_ONCE = 1000
+_CLOCKS_APART = 10.0
+"""Seconds by which writers' clocks may differ where the store's clock is not known. A listing goes back by these and by
+the time that a write may take."""
+_WHOLE_EVERY = 300.0
+"""Seconds between listings of a whole identity."""
+_IN_USE = 1800.0
+"""Seconds for which an identity that nobody asks for is listed."""
+_MOST_UNITS = 4
+"""Listings of a unit of time each, where a listing cannot begin in the middle; for more time all is listed."""
+
+_Listed = tuple[Pack | Tombstone, int]
+"""With the bytes of the object."""
+
+
+@dataclass(eq=False, slots=True)
+class KnownPacks:
+    """What is known of one identity."""
+
+    index: PackIndex = field(default_factory=PackIndex)
+    whole: bool = False
+    """It was listed whole."""
+    listed_at: float = 0.0
+    """When the last listing began that ended well, by the store's clock."""
+    whole_at: float = 0.0
+    """The same of the last whole one, by time.monotonic()."""
+    used_at: float = 0.0
+    has_objects: bool = False
+    """There are, or were, pages that are objects of their own."""
+    generation: int = 0
+    """Changes when everything is forgotten: a listing from before is not believed any more."""
+    listing: bool = False
+    """A whole listing is under way."""
+
+
+class PackCatalog:
+    """Threads: any. What makes requests raises what obstore raises."""
+
+    def __init__(self, requests: Requests, *, lists_from: bool) -> None:
+        """``lists_from``: the store can begin a listing in the middle."""
+        self._requests = requests
+        self._lists_from = lists_from
+        self._known: dict[bytes, KnownPacks] = {}
+        self._changed = threading.Condition()
+        self._log = LimitedLog(logger)
+        self._loop = BackgroundLoop(f"hicache-{requests.name}-packs", self._list_again)
+        self.clock_ahead = 0.0
+        """Seconds by which the store's clock is ahead of this machine's."""
+
+    # -- times and ids ---------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """By the store's clock, seconds since 1970."""
+        return time.time() + self.clock_ahead
+
+    def new_id(self, after: str | None = None) -> str:
+        return new_id(int(self.now() * 1000), after)
+
+    @property
+    def _margin(self) -> float:
+        return self._requests.timeout + _CLOCKS_APART
+
+    # -- what is known ---------------------------------------------------------------------------------------------
+
+    def of(self, digest: bytes) -> KnownPacks:
+        """What is known of an identity, which is in use from now on."""
+        with self._changed:
+            known = self._known.get(digest)
+            if known is None:
+                known = self._known[digest] = KnownPacks()
+            known.used_at = time.monotonic()
+            if known.whole and known.used_at > known.whole_at + _WHOLE_EVERY:
+                self._loop.wake()
+            return known
+
+    def expect(self, digest: bytes) -> None:
+        """Begin to list an identity whose pages will be asked for."""
+        self.of(digest)
+        self._loop.wake()
+
+    def reset(self, digests: Iterable[bytes] | None) -> None:
+        """Forget what is known of these identities (None: of all): they are listed again when they are asked for."""
+        with self._changed:
+            for digest in list(self._known) if digests is None else digests:
+                known = self._known.get(digest)
+                if known is not None:
+                    known.generation += 1
+                    known.whole = known.has_objects = False
+                    known.index.clear()
+
+    def page_count(self) -> int:
+        return sum(known.index.page_count for known in list(self._known.values()))
+
+    # -- listings --------------------------------------------------------------------------------------------------
+
+    def refresh(self, digest: bytes, deadline: float) -> dict[str, int]:
+        """Learn what came since the last listing; the packs that were seen, id and bytes. By ``deadline``
+        (time.monotonic()) it does not wait any longer for a whole listing that another call began."""
+        known = self.of(digest)
+        with self._changed:
+            if known.listing and not known.whole:
+                self._changed.wait_for(lambda: not known.listing, max(0.0, deadline - time.monotonic()))
+            if not known.whole:
+                if known.listing:
+                    raise TimeoutError("the identity is being listed")
+                known.listing = True
+                first = True
+            else:
+                first = False
+            generation, since = known.generation, known.listed_at - self._margin
+        if first:
+            return self._list_whole(digest, known)
+        begun = self.now()
+        seen: dict[str, int] = {}
+        for items in self._listed_since(digest, since):
+            seen |= self._learn(known, items, generation)
+        with self._changed:
+            if known.generation == generation:
+                known.listed_at = max(known.listed_at, begun)
+        return seen
+
+    def look_for_objects(self, digest: bytes) -> None:
+        """Find out whether the identity has pages that are objects of their own."""
+        known = self.of(digest)
+        requests = self._requests
+        for listed in requests.obstore.list(requests.client, pages_of(digest), chunk_size=1):
+            if listed:
+                known.has_objects = True
+                return
+
+    def _list_whole(self, digest: bytes, known: KnownPacks) -> dict[str, int]:
+        """``known.listing`` is set, and belongs to this call."""
+        try:
+            generation, before, begun, began = known.generation, known.index.ids(), self.now(), time.monotonic()
+            seen: dict[str, int] = {}
+            for items in self._listed(packs_of(digest)):
+                seen |= self._learn(known, items, generation)
+            with self._changed:
+                if known.generation != generation:
+                    return seen
+                for pack_id in before - seen.keys():
+                    known.index.forget(pack_id)
+                known.whole, known.listed_at, known.whole_at = True, begun, began
+            self._tidy(digest, known)
+            return seen
+        finally:
+            with self._changed:
+                known.listing = False
+                self._changed.notify_all()
+
+    def _learn(self, known: KnownPacks, items: Iterable[_Listed], generation: int) -> dict[str, int]:
+        seen: dict[str, int] = {}
+        with self._changed:
+            if known.generation != generation:
+                return seen
+            for item, size in items:
+                if isinstance(item, Pack):
+                    known.index.add(item)
+                    seen[item.id] = size
+                else:
+                    known.index.add_tombstone(item)
+        return seen
+
+    def _listed_since(self, digest: bytes, since: float) -> Iterator[list[_Listed]]:
+        first = int(since * 1000)
+        if self._lists_from:
+            yield from self._listed(packs_of(digest), packs_before(digest, first))
+            return
+        units = list(packs_between(digest, first, int((self.now() + _CLOCKS_APART) * 1000)))
+        for prefix in units if len(units) <= _MOST_UNITS else [packs_of(digest)]:
+            yield from self._listed(prefix)
+
+    def _listed(self, prefix: str, offset: str | None = None) -> Iterator[list[_Listed]]:
+        requests = self._requests
+        for listed in requests.obstore.list(requests.client, prefix, offset=offset, chunk_size=_LISTED_AT_ONCE):
+            yield [(found[1], entry["size"]) for entry in listed if (found := packed(entry["path"])) is not None]
+        requests.reached = True
+
+    # -- in the background -----------------------------------------------------------------------------------------
+
+    def _list_again(self) -> float | Retry | None:
+        now = time.monotonic()
+        with self._changed:
+            in_use = [(digest, known) for digest, known in self._known.items() if now < known.used_at + _IN_USE]
+        failed = False
+        for digest, known in in_use:
+            with self._changed:
+                if known.listing or (known.whole and time.monotonic() < known.whole_at + _WHOLE_EVERY):
+                    continue
+                known.listing = True
+            if self._loop.stopping:
+                return None
+            try:
+                self._list_whole(digest, known)
+            except Exception as error:  # noqa: BLE001 - a client library's errors end here
+                failure = self._requests.explained(error)
+                self._requests.metrics.add("error", failure.reason)
+                name = self._requests.name
+                self._log.log(logging.WARNING, failure.reason, "tier %s: packs cannot be listed: %s", name, failure)
+                failed = True
+        if failed:
+            return RETRY
+        return _WHOLE_EVERY if in_use else None
+
+    def _tidy(self, digest: bytes, known: KnownPacks) -> None:
+        """Remove what a process that ended between two requests has left: packs without a living page, and tombstones
+        of packs that are gone."""
+        old = int((self.now() - 2 * self._margin) * 1000)
+        try:
+            for pack in known.index.packs:
+                if known.index.dead_mask(pack.id) & pack.all_dead == pack.all_dead:
+                    self.bury(digest, pack, 0)
+            for tombstone in known.index.without_packs():
+                if milliseconds_of(tombstone.id) < old:
+                    self._requests.delete([packed_name(digest, tombstone)])
+                    known.index.forget_tombstone(tombstone)
+        except Exception as error:  # noqa: BLE001 - as above; who may not delete need not
+            self._requests.explained(error)
+
+    def close(self) -> None:
+        """Waits for the listing under way, which is bounded by the timeout of its requests."""
+        self._loop.stop()
+
+    # -- changes ---------------------------------------------------------------------------------------------------
+
+    def bury(self, digest: bytes, pack: Pack, mask: int) -> None:
+        """Take pages of a pack away, for everybody: with the pack where nothing else lives in it."""
+        known = self.of(digest)
+        if (known.index.dead_mask(pack.id) | mask) & pack.all_dead == pack.all_dead:
+            tombstones = known.index.tombstones_of(pack.id)
+            self._requests.delete([packed_name(digest, pack)])
+            known.index.forget(pack.id)
+            # In this order: a tombstone without a pack is nothing, a pack without its tombstones comes back.
+            if tombstones:
+                self._requests.delete([packed_name(digest, tombstone) for tombstone in tombstones])
+            return
+        tombstone = Tombstone(self.new_id(after=pack.id), pack.id, mask)
+        requests = self._requests
+        requests.obstore.put(requests.client, packed_name(digest, tombstone), b"", use_multipart=False)
+        full = known.index.add_tombstone(tombstone)
+        if full is not None:
+            # Somebody else took the rest away meanwhile.
+            self.bury(digest, full, 0)

@@ -1,0 +1,210 @@
+"""The PageStore suite against other stores than s3rver: Azure Blob Storage (Azurite) and moto's S3, with the keys that
+their users have: endpoints with a path, encryption by the server."""
+
+from __future__ import annotations
+
+import secrets
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+
+from hicache_ext.config import ExtraConfig, load_config
+from hicache_ext.storage.contract.bad_pages import Sighting
+from hicache_ext.storage.contract.diagnosis import Level
+from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.tiers.object.client import make_client
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
+from hicache_ext.storage.tiers.object.store import ObjectPageStore
+from hicache_ext.storage.tiers.object.tier_type import ObjectTier
+from hicache_ext.testing.conformance.page_store import PageStoreTests
+from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
+from tests.rigs.azurite import ACCOUNT, ACCOUNT_KEY, Azurite, missing_azurite
+from tests.rigs.moto_server import MotoServer, missing_moto
+from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from tests.storage.remote.object.bucket import Objects, ObjectsOnS3, RawBucket, s3_client
+from tests.storage.remote.object.fault_proxy import FaultProxy
+
+# Real servers.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    if missing := missing_azurite():
+        pytest.skip(f"missing: {missing}")
+    with Azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    if missing := missing_moto():
+        pytest.skip(f"missing: {missing}")
+    with MotoServer(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in _SECRETS.items():
+        monkeypatch.setenv(name, value)
+
+
+_SECRETS = {"TEST_ACCOUNT_KEY": ACCOUNT_KEY, "TEST_ACCESS_KEY": ACCESS_KEY, "TEST_SECRET_KEY": SECRET_KEY}
+
+
+def tier_of(**keys: Any) -> ObjectTierConfig:
+    tier = load_config(
+        ExtraConfig.around({"tiers": {"cold": {"type": "object", "allow_http": True, "timeout": "60s", **keys}}})
+    ).tiers["cold"]
+    assert isinstance(tier, ObjectTierConfig)
+    return tier
+
+
+def azure(server: Azurite, port: int | None = None, prefix: str = "") -> ObjectTierConfig:
+    endpoint = server.endpoint.replace(str(server.port), str(port or server.port))
+    reference = {"env": "TEST_ACCOUNT_KEY"}
+    return tier_of(url=f"az://{server.container}/{prefix}", endpoint=endpoint, account=ACCOUNT, account_key=reference)
+
+
+def s3(server: MotoServer, port: int | None = None, prefix: str = "", **keys: Any) -> ObjectTierConfig:
+    reference = {"access_key": {"env": "TEST_ACCESS_KEY"}, "secret_key": {"env": "TEST_SECRET_KEY"}}
+    endpoint = f"http://127.0.0.1:{port or server.port}"
+    return tier_of(url=f"s3://{server.bucket}/{prefix}", endpoint=endpoint, **reference, **keys)
+
+
+class _OnServer(ObjectsOnS3):
+    """The tier as its configuration has it."""
+
+    def __init__(self, make: Any, damaging: Any) -> None:
+        self.tier = make().model_copy(update={"concurrency": 8})
+        super().__init__(make_client_of(self.tier), damaging)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _elsewhere, (self.tier,)
+
+
+def make_client_of(tier: ObjectTierConfig) -> Any:
+    return partial(make_client, "cold", tier)
+
+
+def _elsewhere(tier: ObjectTierConfig) -> _OnServer:
+    return _OnServer(lambda: tier, None)
+
+
+def medium_on(server: Any, configured: Any) -> Objects:
+    prefix = secrets.token_hex(6)
+
+    def damaging(proxies: ExitStack) -> Any:
+        proxy = proxies.enter_context(FaultProxy(server.port).serving())
+        proxy.flipped = 0.5
+        proxy.break_with("flip")
+        proxies.callback(proxy.break_with, "")
+        return make_client("cold", configured(server, proxy.port, prefix))
+
+    return _OnServer(lambda: configured(server, None, prefix), damaging)
+
+
+class TestObjectStoreOnAzure(PageStoreTests):
+    """An endpoint with a path."""
+
+    @pytest.fixture
+    def medium(self, azurite: Azurite) -> Objects:
+        return medium_on(azurite, azure)
+
+
+class TestObjectStoreOnMoto(PageStoreTests):
+    @pytest.fixture
+    def medium(self, moto: MotoServer) -> Objects:
+        return medium_on(moto, s3)
+
+
+def round_trip(tier: ObjectTierConfig) -> ObjectPageStore:
+    store = ObjectTier().open("cold", tier)
+    assert isinstance(store, ObjectPageStore)
+    keys = page_keys(5, secrets.token_hex(4))
+    assert store_pages(store, keys, [5000]) == [SetResult.STORED] * 5
+    assert store.count_leading(keys) == 5
+    assert_hits(store, keys, [5000])
+    assert store_pages(store, keys[:1], [5000]) == [SetResult.EXISTS]
+    return store
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"sse": "s3"},
+        {"sse": "kms"},
+        {"sse": "kms", "sse_kms_key": "alias/ours"},
+    ],
+    ids=str,
+)
+def test_objects_are_encrypted_by_the_server_as_configured(moto: MotoServer, keys: dict[str, Any]) -> None:
+    prefix = secrets.token_hex(4)
+    round_trip(s3(moto, prefix=prefix, **keys)).close()
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=moto.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+    )
+    found = client.list_objects_v2(Bucket=moto.bucket, Prefix=f"{prefix}/packs")["Contents"]
+    facts = client.head_object(Bucket=moto.bucket, Key=found[0]["Key"])
+    assert facts["ServerSideEncryption"] == {"s3": "AES256", "kms": "aws:kms"}[keys["sse"]]
+    if "sse_kms_key" in keys:
+        assert facts["SSEKMSKeyId"] == "alias/ours"
+
+
+def test_a_key_of_the_customer_is_sent_with_every_request(moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto takes any key; a request without one, or with one that is none, it refuses."""
+    monkeypatch.setenv("TEST_SSE_KEY", b64encode(bytes(range(32))).decode())
+    round_trip(s3(moto, prefix=secrets.token_hex(4), sse="customer", sse_key={"env": "TEST_SSE_KEY"})).close()
+
+
+def test_who_is_told_a_wrong_size_on_the_way_removes_no_page(azurite: Azurite) -> None:
+    """A store whose ETags say nothing about what is in an object."""
+    prefix = secrets.token_hex(4)
+    store = round_trip(azure(azurite, prefix=prefix))
+    keys = page_keys(4)
+    store_pages(store, keys, [5000])
+    with FaultProxy(azurite.port).serving() as proxy:
+        tier = azure(azurite, proxy.port, prefix)
+        reader = ObjectPageStore("cold", tier, lambda: make_client("cold", tier))
+        assert_hits(reader, keys, [5000])
+        proxy.break_with("no size")
+        for key in keys:
+            reader._bad_pages.suspect(key, 5128, Sighting(0), "truncated")
+        assert reader.wait_until_examined(30)
+        assert reader.metrics.value("suspect", "removed") == 0
+        proxy.break_with("")
+        reader.close()
+    assert_hits(store, keys, [5000])
+    store.close()
+
+
+def test_the_doctor_finds_nothing_wrong_with_azure(azurite: Azurite) -> None:
+    store = round_trip(azure(azurite, prefix=secrets.token_hex(4)))
+    found = {finding.subject: finding for finding in store.diagnose()}
+    assert {finding.level for finding in found.values()} <= {Level.OK, Level.NOTE}
+    assert found["first writer"].level is Level.OK
+    store.close()
+
+
+def test_a_server_without_deletion_of_many_is_asked_to_delete_one_by_one(s3_server: S3Server) -> None:
+    prefix = secrets.token_hex(4)
+    with FaultProxy(s3_server.port).serving() as proxy:
+        proxy.break_with("no bulk delete")
+        url, endpoint = f"s3://{s3_server.bucket}/{prefix}", f"http://127.0.0.1:{proxy.port}"
+        reference = {"access_key": {"env": "TEST_ACCESS_KEY"}, "secret_key": {"env": "TEST_SECRET_KEY"}}
+        store = round_trip(tier_of(url=url, endpoint=endpoint, **reference))
+        assert store.clear(None) == 1
+        assert store.wait_until_cleared(30)
+        assert RawBucket(s3_client(s3_server, prefix)).names("packs") == []
+        store.close()
