@@ -162,8 +162,8 @@ def test_objects_are_encrypted_by_the_server_as_configured(moto: MotoServer, key
         assert facts["SSEKMSKeyId"] == "alias/ours"
 
 
-def test_a_key_of_the_customer_is_sent_with_every_request(moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """moto takes any key; a request without one, or with one that is none, it refuses."""
+def test_pages_make_a_round_trip_with_a_key_of_the_customer(moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than that: moto does not encrypt, and answers readers with other keys."""
     monkeypatch.setenv("TEST_SSE_KEY", b64encode(bytes(range(32))).decode())
     round_trip(s3(moto, prefix=secrets.token_hex(4), sse="customer", sse_key={"env": "TEST_SSE_KEY"})).close()
 
