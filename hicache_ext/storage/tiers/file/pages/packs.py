@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -326,18 +326,32 @@ class Packs:
                 removed = self._take_away(identity, place) or removed
         return removed
 
-    def make_way(self, keys: Sequence[bytes], oldest_valid_ms: int) -> None:
-        """Take pages away that are about to be written and were not found readable: a reader looks into packs first.
-        Never raises OSError."""
+    def make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
+        """Of pages that are about to be written, key and bytes, take those away that are there and are not they: a
+        reader looks into packs first. Never raises OSError."""
+        keys = list(sizes)
         for identity, positions in _by_identity(keys):
+            wanted = [keys[position] for position in positions]
             for _ in range(_ATTEMPTS):
-                places = self.catalogue.find([keys[i] for i in positions], again=False)
-                for place in places:
-                    if place is not None:
-                        expired = milliseconds_of(place.pack.id) < oldest_valid_ms
-                        self._heal(identity, place, "expired" if expired else "unreadable")
-                if not any(places):
+                places = zip(wanted, self.catalogue.find(wanted, again=False), strict=True)
+                in_the_way = [
+                    place
+                    for key, place in places
+                    if place is not None and self._is_in_the_way(identity, place, sizes[key], oldest_valid_ms)
+                ]
+                for place in in_the_way:
+                    expired = milliseconds_of(place.pack.id) < oldest_valid_ms
+                    self._heal(identity, place, "expired" if expired else "unreadable")
+                if not in_the_way:
                     break
+
+    def _is_in_the_way(self, identity: bytes, place: Place, size: int, oldest_valid_ms: int) -> bool:
+        """Whether a page is there that is not one of ``size`` bytes to be read. Another writer may just have stored it:
+        that one stays."""
+        status = self._status(identity, place.pack)
+        if status is None or status.dead & place.mask:
+            return False
+        return status.page_bytes != size or not self._readable(place, status.status, oldest_valid_ms)
 
     def _heal(self, identity: bytes, place: Place, reason: str) -> None:
         """Take a page away that is not the page its name says."""
