@@ -164,7 +164,7 @@ def test_the_documented_pack_is_what_the_code_writes() -> None:
     text = (Path(__file__).parents[1] / "docs" / "page-format.md").read_text()
     section = text[text.index("## Packs") :]
     (name,) = re.findall(r"`([0-9a-f]{11}-\S+\.pack)`", section)
-    footer = bytes.fromhex("".join(re.findall(r"```footer\n(.*?)```", section, re.DOTALL)[0].split()))
+    footer = bytes.fromhex("".join(re.findall(r"```hex\n(.*?)```", section, re.DOTALL)[0].split()))
     keys, page_bytes = decode_footer(footer)
     pack = parse_pack(name)
     assert pack is not None

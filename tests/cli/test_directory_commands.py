@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import json
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity,
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file.expiry import record_ttl
 from hicache_ext.storage.tiers.file.inspection import open_inspector, reason_it_is_bad
+from hicache_ext.storage.tiers.file.pages import pack_tree
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
@@ -256,17 +257,25 @@ def test_verify_finds_slots_that_do_not_hold_what_their_headers_say(
     store.close()
 
 
+@contextmanager
+def cannot_open(code: int, words: str) -> Iterator[None]:
+    """Neither pages that are files of their own nor those in packs."""
+    refuse = {"side_effect": OSError(code, words)}
+    with patch.object(Path, "open", **refuse), patch.object(pack_tree.os, "open", **refuse):
+        yield
+
+
 def test_verify_does_not_call_bad_what_it_could_not_look_at(
     directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = directory[0]
     with closing(open_inspector(path)) as inspector:
         pages = list(inspector.pages())
-        with patch.object(Path, "open", side_effect=OSError(errno.EMFILE, "Too many open files")):
+        with cannot_open(errno.EMFILE, "Too many open files"):
             for page in pages:
                 with pytest.raises(OSError, match="Too many open files"):
                     inspector.read(page)
-        with patch.object(Path, "open", side_effect=OSError(errno.EIO, "Input/output error")):
+        with cannot_open(errno.EIO, "Input/output error"):
             assert [reason_it_is_bad(page.key, inspector.read(page)) for page in pages] == ["short_header"] * 8
         assert [reason_it_is_bad(page.key, inspector.read(page)) for page in pages] == [None] * 8
         kind = type(inspector)

@@ -18,7 +18,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "page-format.md"
 
 
 def block(language: str) -> str:
-    found = re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    """Of a page; what is said of packs has blocks of its own."""
+    of_pages, _, _ = DOCUMENT.read_text().partition("## Packs")
+    found = re.findall(rf"```{language}\n(.*?)```", of_pages, re.DOTALL)
     assert len(found) == 1
     return str(found[0])
 
