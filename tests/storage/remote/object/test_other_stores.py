@@ -3,11 +3,14 @@ their users have: endpoints with a path, encryption by the server."""
 
 from __future__ import annotations
 
+import os
 import secrets
+import tempfile
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,13 +51,14 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
         yield server
 
 
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in _SECRETS.items():
-        monkeypatch.setenv(name, value)
-
-
 _SECRETS = {"TEST_ACCOUNT_KEY": ACCOUNT_KEY, "TEST_ACCESS_KEY": ACCESS_KEY, "TEST_SECRET_KEY": SECRET_KEY}
+
+
+def secret(name: str) -> dict[str, str]:
+    """A file: other processes may have been forked before an environment was changed."""
+    file = Path(tempfile.gettempdir()) / f"hicache-test-{os.getuid()}-{name}"
+    file.write_text(_SECRETS[name])
+    return {"file": str(file)}
 
 
 def tier_of(**keys: Any) -> ObjectTierConfig:
@@ -67,12 +71,12 @@ def tier_of(**keys: Any) -> ObjectTierConfig:
 
 def azure(server: Azurite, port: int | None = None, prefix: str = "") -> ObjectTierConfig:
     endpoint = server.endpoint.replace(str(server.port), str(port or server.port))
-    reference = {"env": "TEST_ACCOUNT_KEY"}
+    reference = secret("TEST_ACCOUNT_KEY")
     return tier_of(url=f"az://{server.container}/{prefix}", endpoint=endpoint, account=ACCOUNT, account_key=reference)
 
 
 def s3(server: MotoServer, port: int | None = None, prefix: str = "", **keys: Any) -> ObjectTierConfig:
-    reference = {"access_key": {"env": "TEST_ACCESS_KEY"}, "secret_key": {"env": "TEST_SECRET_KEY"}}
+    reference = {"access_key": secret("TEST_ACCESS_KEY"), "secret_key": secret("TEST_SECRET_KEY")}
     endpoint = f"http://127.0.0.1:{port or server.port}"
     return tier_of(url=f"s3://{server.bucket}/{prefix}", endpoint=endpoint, **reference, **keys)
 

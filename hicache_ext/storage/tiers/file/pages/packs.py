@@ -35,6 +35,9 @@ from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
 
+SWITCH = "HICACHE_EXT_PACK_PAGE_FILES"
+"""The environment variable that has small pages packed (1). Until the long campaigns of page files were run with packs,
+they are written only where it is set; packs that are there are read in any case."""
 _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
@@ -86,6 +89,7 @@ class Packs:
         self._metrics = metrics
         self._note_error = note_error
         self._read_flags, self._write_flags = flags
+        self._packs_small_pages = os.environ.get(SWITCH) == "1"
         self.catalogue = PackCatalogue(tier, directory.packs, note_error)
         # Pages that could not be read or taken away: absent to callers until a read succeeds.
         self._unhealed: set[tuple[str, int]] = set()
@@ -266,7 +270,7 @@ class Packs:
         for (_, payload), pages in alike.items():
             page_bytes = HEADER_LENGTH + payload
             most = MOST_PAGES if capacity is None else min(MOST_PAGES, max(1, capacity // _SHARE // page_bytes))
-            if payload == 0 or page_bytes >= SMALL:
+            if payload == 0 or page_bytes >= SMALL or not self._packs_small_pages:
                 most = 1
             found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
         return [part for part in found if len(part) > 1], [part[0] for part in found if len(part) == 1]
