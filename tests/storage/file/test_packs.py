@@ -316,7 +316,8 @@ def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
             for key, result, payload in zip(keys, results, payloads, strict=True):
                 assert result is not GetResult.HIT or payload == payload_of(key, 2500)
             store.remove(keys[::7])
-    assert sum(faults.injected.values()) > 100
+    # By chance a hundred, more or less.
+    assert sum(faults.injected.values()) > 50
     assert account_and_walk(store)[0] >= account_and_walk(store)[1]
     assert all(result.durable for result in store_pages(store, keys, [2000, 500]))
     assert_hits(store, keys, [2000, 500])

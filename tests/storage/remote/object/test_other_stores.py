@@ -56,7 +56,7 @@ _SECRETS = {"TEST_ACCOUNT_KEY": ACCOUNT_KEY, "TEST_ACCESS_KEY": ACCESS_KEY, "TES
 
 def secret(name: str) -> dict[str, str]:
     """A file: other processes may have been forked before an environment was changed."""
-    file = Path(tempfile.gettempdir()) / f"hicache-test-{os.getuid()}-{name}"
+    file = Path(tempfile.gettempdir()) / f"hicache-test-{os.getpid()}-{name}"
     file.write_text(_SECRETS[name])
     return {"file": str(file)}
 
@@ -206,7 +206,7 @@ def test_a_server_without_deletion_of_many_is_asked_to_delete_one_by_one(s3_serv
     with FaultProxy(s3_server.port).serving() as proxy:
         proxy.break_with("no bulk delete")
         url, endpoint = f"s3://{s3_server.bucket}/{prefix}", f"http://127.0.0.1:{proxy.port}"
-        reference = {"access_key": {"env": "TEST_ACCESS_KEY"}, "secret_key": {"env": "TEST_SECRET_KEY"}}
+        reference = {"access_key": secret("TEST_ACCESS_KEY"), "secret_key": secret("TEST_SECRET_KEY")}
         store = round_trip(tier_of(url=url, endpoint=endpoint, **reference))
         assert store.clear(None) == 1
         assert store.wait_until_cleared(30)
