@@ -209,7 +209,8 @@ def test_a_call_at_the_moment_when_the_weights_become_known_has_the_right_identi
 
     backend._pools.bound = Pools(backend._pools.bound)
     backend.batch_set_v1(KEYS, INDICES)
-    stored = {file.parent.parent.name for file in (tmp_path / "l3").rglob("*.pack")}
+    files = [file for end in ("page", "pack") for file in (tmp_path / "l3").rglob(f"*.{end}")]
+    stored = {file.parent.parent.name for file in files}
     known = {digest.hex() for digest in dict(backend._pools.bound)["kv"].digests}
     assert stored <= known
 

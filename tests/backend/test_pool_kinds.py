@@ -87,12 +87,13 @@ def test_side_states_of_slots_come_back_with_their_states(open_backend: Callable
 
 def test_a_damaged_page_never_reaches_a_pool_that_is_copied(open_backend: Callable[..., Any], tmp_path: Path) -> None:
     host = states_of_slots()
-    # A pack: the damage needs no knowledge of slots.
+    # Page files, or a pack: the damage needs no knowledge of slots.
     tier = {"type": "file", "path": str(tmp_path / "files"), "capacity": "64MiB", "layout": "pages", "io": "buffered"}
     backend = open_backend(mha_host("page_first", page_size=1), {"tiers": {"disk": tier}})
     backend.register_mem_host_pool_v2(host, "mamba")
     assert backend.batch_set_v2([transfer("mamba", KEYS[:2], [0, 1], host)]) == {"mamba": [True, True]}
-    damaged = sorted((tmp_path / "files").rglob("*.pack"))[0]
+    files = [file for end in ("page", "pack") for file in (tmp_path / "files").rglob(f"*.{end}")]
+    damaged = sorted(files)[0]
     stored = bytearray(damaged.read_bytes())
     # Behind the header of the first page.
     stored[130] ^= 1
