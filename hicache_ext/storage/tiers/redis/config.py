@@ -299,18 +299,12 @@ class RedisTierConfig(RemoteTierConfig):
             raise as_pydantic_error(ConfigError("", "a cluster has no Sentinels", "auto, false"))
         return cluster
 
-    @field_validator("username", mode="after")
+    @field_validator("username", "sentinel_username", mode="after")
     @classmethod
     def _a_user_has_a_password(cls, username: str | None, info: ValidationInfo) -> str | None:
-        if username is not None and "password" in info.data and info.data["password"] is None:
-            raise as_pydantic_error(ConfigError("", "a user needs the key password", _NAME_ALLOWED))
-        return username
-
-    @field_validator("sentinel_username", mode="after")
-    @classmethod
-    def _a_user_of_sentinels_has_a_password(cls, username: str | None, info: ValidationInfo) -> str | None:
-        if username is not None and "sentinel_password" in info.data and info.data["sentinel_password"] is None:
-            raise as_pydantic_error(ConfigError("", "a user needs the key sentinel_password", _NAME_ALLOWED))
+        password = (info.field_name or "").replace("username", "password")
+        if username is not None and password in info.data and info.data[password] is None:
+            raise as_pydantic_error(ConfigError("", f"a user needs the key {password}", _NAME_ALLOWED))
         return username
 
     @field_validator("sentinel_password", mode="after")

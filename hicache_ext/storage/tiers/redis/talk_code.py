@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hicache_ext.errors import ProtocolError, ServerClosedError
 from hicache_ext.page.envelope import KEY_LENGTH, PAGE_START, encode_page
 from hicache_ext.page.memory import Addresses, addresses_of
-from hicache_ext.runtime.compiled_part import CompiledPart, NotCompiled
+from hicache_ext.runtime.compiled_part import CompiledPart
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.redis.names import page_name
@@ -283,8 +283,3 @@ part = CompiledPart("redis", f"{__name__}:part", TalkCode, _use)
 def talk_code() -> TalkCode | None:
     """As ``CompiledPart.code``."""
     return part.code()
-
-
-def why_not_compiled() -> NotCompiled | None:
-    """As ``CompiledPart.why_not``."""
-    return part.why_not()
