@@ -63,6 +63,8 @@ class _Known:
     buckets: dict[str, _Listed] = field(default_factory=dict)
     bucket_of: dict[str, str] = field(default_factory=dict)
     """By the id of a pack."""
+    refused: set[str] = field(default_factory=set)
+    """Buckets that this process may not write to."""
 
 
 class PackCatalogue:
@@ -121,14 +123,19 @@ class PackCatalogue:
     def bucket_for_writing(self, identity: bytes) -> str:
         """The name of the bucket that a new pack goes to. It may not exist."""
         known = self._of(identity)
+        newest_first = sorted(known.buckets, reverse=True)
+        for bucket in newest_first[:_NEWEST]:
+            listed = known.buckets.get(bucket)
+            if listed is not None and len(listed.names) < PACKS_IN_A_BUCKET and bucket not in known.refused:
+                return bucket
         now = f"{int(time.time() * 1000):011x}"
-        # A copy: other threads add to it.
-        newest = max(list(known.buckets), default="")
-        listed = known.buckets.get(newest)
-        if listed is not None and len(listed.names) < PACKS_IN_A_BUCKET:
-            return newest
         # Never before the others: new packs are looked for in the newest buckets.
-        return max(now, f"{int(newest or '0', 16) + 1:011x}")
+        after = f"{int(newest_first[0], 16) + 1:011x}" if newest_first else now
+        return max(now, after) if len(after) == len(now) else now
+
+    def refuse(self, identity: bytes, bucket: str) -> None:
+        """This process may not write to a bucket."""
+        self._of(identity).refused.add(bucket)
 
     def add(self, identity: bytes, pack: Pack, bucket: str) -> None:
         """This process has written a pack."""
@@ -182,11 +189,18 @@ class PackCatalogue:
     def _look(self, known: _Known, *, everything: bool, until: float) -> None:
         self._list_buckets(known)
         newest_first = sorted(known.buckets, reverse=True)
+        failed: OSError | None = None
         for position, bucket in enumerate(newest_first if everything else newest_first[:_NEWEST]):
             if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
                 self._loop.wake()
-                return
-            self._list(known, bucket)
+                break
+            try:
+                self._list(known, bucket)
+            except OSError as error:
+                # It hides no other.
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _list_buckets(self, known: _Known) -> None:
         now = _changed(known.path)
@@ -207,11 +221,12 @@ class PackCatalogue:
         if not anyway and not _differs(listed, now):
             return listed.names
         begun = time.monotonic()
+        # What this process writes while the names are read may not be among them.
+        before = listed.names.copy()
         try:
             names = {name for name in os.listdir(path) if PACK_NAME.fullmatch(name)}
         except ABSENT:
             names, now = set(), 0
-        before = listed.names.copy()
         for name in names - before:
             if (found := PackFile.parse(name)) is not None:
                 known.bucket_of[found.pack.id] = bucket

@@ -35,9 +35,6 @@ from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "HICACHE_EXT_PACK_PAGE_FILES"
-"""The environment variable that has small pages packed (1). Until the long campaigns of page files were run with packs,
-they are written only where it is set; packs that are there are read in any case."""
 _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
@@ -89,7 +86,6 @@ class Packs:
         self._metrics = metrics
         self._note_error = note_error
         self._read_flags, self._write_flags = flags
-        self._packs_small_pages = os.environ.get(SWITCH) == "1"
         self.catalogue = PackCatalogue(tier, directory.packs, note_error)
         # Pages that could not be read or taken away: absent to callers until a read succeeds.
         self._unhealed: set[tuple[str, int]] = set()
@@ -234,7 +230,10 @@ class Packs:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         elsewhere = [memoryview(bytearray(segment.nbytes)) for segment in segments]
         second = bytearray(HEADER_LENGTH)
-        filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, self._read_flags)
+        try:
+            filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, self._read_flags)
+        except OSError as error:
+            return self._failed_read(place, f"pack {place.pack.id}", error)
         if _reason(second, key, elsewhere, filled, place.pack.page_bytes) is None:
             # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
             self._metrics.add("suspect", "good")
@@ -254,6 +253,9 @@ class Packs:
         if time.time() - status.st_mtime > TOUCH_INTERVAL:
             try:
                 os.utime(file)
+            except ABSENT:
+                # Others have renamed or removed it.
+                return
             except OSError as error:
                 self._note_error(error)
 
@@ -270,7 +272,7 @@ class Packs:
         for (_, payload), pages in alike.items():
             page_bytes = HEADER_LENGTH + payload
             most = MOST_PAGES if capacity is None else min(MOST_PAGES, max(1, capacity // _SHARE // page_bytes))
-            if payload == 0 or page_bytes >= SMALL or not self._packs_small_pages:
+            if payload == 0 or page_bytes >= SMALL:
                 most = 1
             found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
         return [part for part in found if len(part) > 1], [part[0] for part in found if len(part) == 1]
@@ -301,7 +303,10 @@ class Packs:
                     return error, added
                 self._directory.clear_the_way(path)
             except OSError as error:
-                return error, added
+                if attempt == _ATTEMPTS or error.errno not in (errno.EACCES, errno.EPERM):
+                    return error, added
+                # Made by another account, perhaps.
+                self.catalogue.refuse(identity, bucket)
             else:
                 self.catalogue.add(identity, pack, bucket)
                 return None, added + occupied(length)
@@ -385,7 +390,9 @@ class Packs:
                     self._unlink(PackFile(pack), path)
                     self.catalogue.forget(identity, pack)
                 else:
-                    os.rename(path, f"{path.rpartition('/')[0]}/{file_name(pack, left)}")
+                    # A count that lists the bucket now may miss the pack, or meet it twice.
+                    with self._usage.detaching():
+                        os.rename(path, f"{path.rpartition('/')[0]}/{file_name(pack, left)}")
                     self.catalogue.kill(identity, pack, left)
             except ABSENT:
                 # Others renamed or removed it.
