@@ -197,7 +197,31 @@ class PackIndex:
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
         """Where each page is that lives: the newest one of several."""
-        return [max(places, key=_age, default=None) for places in self.find_all(keys)]
+        wanted = _numbers_of(b"".join(map(short_hash, keys)))
+        with self._lock:
+            if not self._numbers:
+                return [None] * len(wanted)
+            array = np.array(wanted, np.int64)
+            begins = np.searchsorted(self._hashes, array)
+            counts = np.searchsorted(self._hashes, array, "right") - begins
+            # One more, for what would stand behind the last.
+            first = np.append(self._places, 0)[begins]
+            recent, packs, dead, forgotten = self._recent, self._packs, self._dead, self._forgotten_pages
+            found: list[Place | None] = []
+            for number, begin, count, place in zip(
+                wanted, begins.tolist(), counts.tolist(), first.tolist(), strict=True
+            ):
+                added = recent.get(number, ())
+                if count + len(added) != 1:
+                    several = [*added, *self._places[begin : begin + count].tolist()]
+                    found.append(max(self._living(several), key=_age, default=None))
+                    continue
+                # As nearly always, and so without a call.
+                place = place if count else added[0]
+                pack, position = packs[place >> _POSITION_BITS], place & _POSITIONS
+                gone = pack is None or dead[place >> _POSITION_BITS] >> position & 1 or place in forgotten
+                found.append(None if gone or pack is None else Place(pack, position))
+            return found
 
     def find_all(self, keys: Sequence[bytes]) -> list[list[Place]]:
         """Every place of each page that lives. Not in order of age."""

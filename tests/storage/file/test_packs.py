@@ -308,7 +308,8 @@ def test_a_disk_that_fails_at_random_never_gives_a_wrong_page_or_an_exception(
     monkeypatch.setattr(store_module, "_NO_SPACE_PAUSE", 0.0)
     store._directory._unnamed_files &= unnamed_files
     keys = page_keys(60)
-    with DiskFaults(place, seed=seed, rate=0.2) as faults:
+    calls = (*DiskFaults.CALLS, "rename", "lstat", "listdir", "utime")
+    with DiskFaults(place, seed=seed, rate=0.2, calls=calls) as faults:
         for _ in range(15):
             for result in store_pages(store, keys, [2000, 500]):
                 assert result is not SetResult.TIMEOUT

@@ -50,6 +50,8 @@ class FoundPack:
     dead: int
     status: os.stat_result
     page_bytes: int
+    pages: int
+    """How many of its pages can be read: less than it has where it is cut or too old, or is no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +110,11 @@ class Packs:
                         continue
                     pack_id = place.pack.id
                     if pack_id not in statuses:
-                        statuses[pack_id] = self._status(identity, place.pack)
+                        statuses[pack_id] = self._status(identity, place.pack, oldest_valid_ms)
                     status = statuses[pack_id]
-                    if status is None or status.dead & place.mask:
+                    if status is None or status.dead >> place.position & 1:
                         moved.append(position)
-                    elif self._readable(place, status.status, oldest_valid_ms):
+                    elif self._readable(place, status):
                         found[position] = status
                 if not moved:
                     break
@@ -121,23 +123,24 @@ class Packs:
                 positions = moved
         return found
 
-    def _status(self, identity: bytes, pack: Pack) -> FoundPack | None:
+    def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
         path, dead = self.catalogue.path(identity, pack)
         try:
-            return FoundPack(path, dead, os.lstat(path), pack.page_bytes)
+            status = os.lstat(path)
         except ABSENT:
             self.catalogue.look_for(identity, pack)
         except OSError as error:
             self._note_error(error)
+        else:
+            is_pack = stat.S_ISREG(status.st_mode) and milliseconds_of(pack.id) >= oldest_valid_ms
+            pages = status.st_size // pack.page_bytes if is_pack else 0
+            return FoundPack(path, dead, status, pack.page_bytes, pages)
         return None
 
-    def _readable(self, place: Place, status: os.stat_result, oldest_valid_ms: int) -> bool:
-        return (
-            stat.S_ISREG(status.st_mode)
-            and status.st_size >= place.offset + place.pack.page_bytes
-            and milliseconds_of(place.pack.id) >= oldest_valid_ms
-            and (place.pack.id, place.position) not in self._unhealed
+    def _readable(self, place: Place, found: FoundPack) -> bool:
+        return place.position < found.pages and (
+            not self._unhealed or (place.pack.id, place.position) not in self._unhealed
         )
 
     def runs(self, keys: Sequence[bytes], *, again: bool = True) -> list[PackRun]:
@@ -357,10 +360,10 @@ class Packs:
     def _is_in_the_way(self, identity: bytes, place: Place, size: int, oldest_valid_ms: int) -> bool:
         """Whether a page is there that is not one of ``size`` bytes to be read. Another writer may just have stored it:
         that one stays."""
-        status = self._status(identity, place.pack)
+        status = self._status(identity, place.pack, oldest_valid_ms)
         if status is None or status.dead & place.mask:
             return False
-        return status.page_bytes != size or not self._readable(place, status.status, oldest_valid_ms)
+        return status.page_bytes != size or not self._readable(place, status)
 
     def _heal(self, identity: bytes, place: Place, reason: str) -> None:
         """Take a page away that is not the page its name says."""
