@@ -98,7 +98,7 @@ class PackIndex:
             self._dead.append(_mask_of(self._tombstones.get(pack.id, ())))
             self._numbers[pack.id] = number
             self._page_count += pack.count
-            for position, found in enumerate(_numbers_of(pack.hashes)):
+            for position, found in enumerate(_array_of(pack.hashes).tolist()):
                 self._recent[found] = (*self._recent.get(found, ()), number << _POSITION_BITS | position)
             if len(self._recent) > max(_FEWEST_MERGED, len(self._hashes) // 8):
                 self._merge()
@@ -197,39 +197,46 @@ class PackIndex:
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
         """Where each page is that lives: the newest one of several."""
-        wanted = _numbers_of(b"".join(map(short_hash, keys)))
+        wanted = _array_of(b"".join(map(short_hash, keys)))
+        found: list[Place | None] = [None] * len(wanted)
         with self._lock:
             if not self._numbers:
-                return [None] * len(wanted)
-            array = np.array(wanted, np.int64)
-            begins = np.searchsorted(self._hashes, array)
-            counts = np.searchsorted(self._hashes, array, "right") - begins
+                return found
+            begins = np.searchsorted(self._hashes, wanted)
+            counts = np.searchsorted(self._hashes, wanted, "right") - begins
             # One more, for what would stand behind the last.
             first = np.append(self._places, 0)[begins]
             recent, packs, dead, forgotten = self._recent, self._packs, self._dead, self._forgotten_pages
-            found: list[Place | None] = []
-            for number, begin, count, place in zip(
-                wanted, begins.tolist(), counts.tolist(), first.tolist(), strict=True
-            ):
+            members: Iterable[tuple[int, Sequence[int]]]
+            if recent:
+                members = enumerate(zip(wanted.tolist(), begins.tolist(), counts.tolist(), first.tolist(), strict=True))
+            else:
+                some = np.flatnonzero(counts)
+                columns = np.stack([wanted, begins, counts, first], 1)[some].tolist()
+                members = zip(some.tolist(), columns, strict=True)
+            for member, (number, begin, count, place) in members:
                 added = recent.get(number, ())
                 if count + len(added) != 1:
-                    several = [*added, *self._places[begin : begin + count].tolist()]
-                    found.append(max(self._living(several), key=_age, default=None))
+                    if count or added:
+                        several = [*added, *self._places[begin : begin + count].tolist()]
+                        found[member] = max(self._living(several), key=_age, default=None)
                     continue
                 # As nearly always, and so without a call.
                 place = place if count else added[0]
                 pack, position = packs[place >> _POSITION_BITS], place & _POSITIONS
-                gone = pack is None or dead[place >> _POSITION_BITS] >> position & 1 or place in forgotten
-                found.append(None if gone or pack is None else Place(pack, position))
-            return found
+                if pack is None or dead[place >> _POSITION_BITS] >> position & 1 or place in forgotten:
+                    continue
+                found[member] = Place(pack, position)
+        return found
 
     def find_all(self, keys: Sequence[bytes]) -> list[list[Place]]:
         """Every place of each page that lives. Not in order of age."""
-        wanted = _numbers_of(b"".join(map(short_hash, keys)))
+        numbers = _array_of(b"".join(map(short_hash, keys)))
+        wanted = numbers.tolist()
         with self._lock:
             if not self._numbers:
                 return [[] for _ in wanted]
-            begins = np.searchsorted(self._hashes, np.array(wanted, np.int64)).tolist()
+            begins = np.searchsorted(self._hashes, numbers).tolist()
             hashes, places, recent = self._hashes, self._places, self._recent
             found: list[list[Place]] = []
             for number, begin in zip(wanted, begins, strict=True):
@@ -300,9 +307,11 @@ def _age(place: Place) -> str:
     return place.pack.id
 
 
-def _numbers_of(hashes: bytes) -> list[int]:
+def _array_of(hashes: bytes) -> npt.NDArray[np.int64]:
     """Short hashes as numbers."""
-    return [int.from_bytes(hashes[at : at + HASH_BYTES], "big") for at in range(0, len(hashes), HASH_BYTES)]
+    wide = np.zeros((len(hashes) // HASH_BYTES, 8), np.uint8)
+    wide[:, -HASH_BYTES:] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
+    return wide.view(">i8").ravel().astype(np.int64)
 
 
 def _mask_of(tombstones: Iterable[Tombstone]) -> int:

@@ -91,6 +91,19 @@ def test_a_bucket_with_the_last_name_of_all_is_followed_by_others_that_are_fille
     assert len(list(place.glob("packs/*/*"))) == 3
 
 
+@pytest.mark.parametrize("longest", [143, 60, 20])
+def test_names_of_packs_are_no_longer_than_the_file_system_has_them(open_store, place, longest, monkeypatch):
+    monkeypatch.setattr(os, "pathconf", lambda path, name: longest)
+    store = open_store()
+    keys = page_keys(48)
+    store_pages(store, keys)
+    store.remove(keys[::3])
+    names = [file.name for file in _packs(place)]
+    assert max(map(len, names), default=0) <= longest
+    assert bool(names) == (longest == 143)
+    assert_hits(store, keys[1::3])
+
+
 def test_a_clear_that_can_move_only_page_files_deletes_them(store, place, pack, monkeypatch):
     """They stayed in tmp/ until the process ended, where nobody counts them."""
     store_one_by_one(store, page_keys(3, "alone"))

@@ -33,6 +33,7 @@ MOST_PAGES = packs.HASHES_IN_A_COMPONENT
 """Of a pack in a file: its name is one component of a path."""
 _END = ".pack"
 _NAME = re.compile(r"(.+?)(?:\.([0-9a-f]{1,6}))?\.pack")
+_NAME_WITHOUT_HASHES = len("01234567890-0123456789-24x4194303-.ffffff.pack")
 _COUNT_PARTS = 16
 _LETTERS = HASH_BYTES * 4 // 3
 """Of a name, for a page."""
@@ -78,6 +79,15 @@ class PackedPage:
     path: str
     found: PackFile
     position: int
+
+
+def most_pages(directory: str | Path) -> int:
+    """Of a pack whose name has room in this directory: some file systems that encrypt have names of 143 bytes."""
+    try:
+        longest = os.pathconf(directory, "PC_NAME_MAX")
+    except OSError:
+        return MOST_PAGES
+    return max(1, min(MOST_PAGES, (longest - _NAME_WITHOUT_HASHES) // _LETTERS))
 
 
 def file_name(pack: Pack, dead: int) -> str:

@@ -28,7 +28,7 @@ from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.pack_tree import MOST_PAGES, PackFile, file_name
+from hicache_ext.storage.tiers.file.pages.pack_tree import PackFile, file_name, most_pages
 from hicache_ext.storage.tiers.file.pages.page_file import HEADER_LENGTH, TOUCH_INTERVAL, UNREADABLE
 from hicache_ext.storage.tiers.file.pages.scanning import ABSENT, occupied
 from hicache_ext.storage.tiers.file.usage import Usage
@@ -88,6 +88,7 @@ class Packs:
         self._metrics = metrics
         self._note_error = note_error
         self._read_flags, self._write_flags = flags
+        self._most_pages = most_pages(directory.packs.home)
         self.catalogue = PackCatalogue(tier, directory.packs, note_error)
         # Pages that could not be read or taken away: absent to callers until a read succeeds.
         self._unhealed: set[tuple[str, int]] = set()
@@ -274,7 +275,8 @@ class Packs:
         found: list[list[int]] = []
         for (_, payload), pages in alike.items():
             page_bytes = HEADER_LENGTH + payload
-            most = MOST_PAGES if capacity is None else min(MOST_PAGES, max(1, capacity // _SHARE // page_bytes))
+            share = self._most_pages if capacity is None else max(1, capacity // _SHARE // page_bytes)
+            most = min(self._most_pages, share)
             if payload == 0 or page_bytes >= SMALL:
                 most = 1
             found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
@@ -478,6 +480,9 @@ class Packs:
 
 def _by_identity(keys: Sequence[bytes]) -> Iterator[tuple[bytes, list[int]]]:
     """The positions of the keys of each identity."""
+    if len({key[:IDENTITY_LENGTH] for key in keys}) == 1:
+        yield keys[0][:IDENTITY_LENGTH], list(range(len(keys)))
+        return
     positions: dict[bytes, list[int]] = {}
     for position, key in enumerate(keys):
         positions.setdefault(key[:IDENTITY_LENGTH], []).append(position)
