@@ -63,8 +63,8 @@ class _Known:
     buckets: dict[str, _Listed] = field(default_factory=dict)
     bucket_of: dict[str, str] = field(default_factory=dict)
     """By the id of a pack."""
-    listings: int = 0
-    """So often a bucket was listed, or had a pack of this process added."""
+    news: object = field(default_factory=object)
+    """Another one since a bucket was listed, or had a pack of this process added."""
     refused: set[str] = field(default_factory=set)
     """Buckets that this process may not write to."""
 
@@ -87,12 +87,11 @@ class PackCatalogue:
         """Where each page is, as far as names tell; the keys are of one identity. ``again``: look at what others have
         changed if a page is missing."""
         known = self._of(keys[0][:IDENTITY_LENGTH])
-        before = known.listings
+        before = known.news
         places = known.index.find(keys)
         if again and None in places:
             self._refresh(known)
-            if known.listings == before:
-                # Nothing has changed.
+            if known.news is before:
                 return places
             places = known.index.find(keys)
         return places
@@ -149,7 +148,7 @@ class PackCatalogue:
         known.bucket_of[pack.id] = bucket
         known.buckets.setdefault(bucket, _Listed()).names.add(pack.name)
         known.index.add(pack)
-        known.listings += 1
+        known.news = object()
 
     def kill(self, identity: bytes, pack: Pack, dead: int) -> None:
         """This process has renamed a pack so that the pages ``dead`` are gone."""
@@ -247,7 +246,7 @@ class PackCatalogue:
             known.buckets[bucket] = _listed(now, begun, names)
         else:
             known.buckets.pop(bucket, None)
-        known.listings += 1
+        known.news = object()
         return names
 
     def _forget(self, known: _Known, pack_id: str) -> None:
