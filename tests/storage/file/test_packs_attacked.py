@@ -91,6 +91,20 @@ def test_a_bucket_with_the_last_name_of_all_is_followed_by_others_that_are_fille
     assert len(list(place.glob("packs/*/*"))) == 3
 
 
+def test_packs_of_others_are_found_where_directories_have_no_time_of_change(store, open_store, pack, monkeypatch):
+    """As in FUSE over an object store: what others had written was absent for ever."""
+    monkeypatch.setattr(catalogue, "_changed", lambda path: int(os.path.isdir(path)))
+    other = open_store()
+    for number in range(3):
+        keys = page_keys(3, f"round {number}")
+        assert other.contains(keys) == [False] * 3
+        store_pages(store, keys)
+        deadline = time.monotonic() + 10
+        while other.contains(keys) != [True] * 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize("longest", [143, 60, 20])
 def test_names_of_packs_are_no_longer_than_the_file_system_has_them(open_store, place, longest, monkeypatch):
     monkeypatch.setattr(os, "pathconf", lambda path, name: longest)

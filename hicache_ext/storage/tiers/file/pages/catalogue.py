@@ -36,6 +36,8 @@ _AT_ONCE = 0.2
 _INTERVAL = 30.0
 _COARSE = 5.0
 """Seconds. File systems keep times to 2 seconds at worst, and a server's clock may be apart from ours."""
+_NOT_KEPT = 60.0
+"""Seconds. A directory that has something so much younger than its time of change has none: in FUSE, over buckets."""
 
 
 @dataclass(slots=True)
@@ -214,7 +216,7 @@ class PackCatalogue:
             return
         begun = time.monotonic()
         names = self._tree.buckets(bytes.fromhex(known.path.rpartition("/")[2]))
-        known.home = _listed(now, begun)
+        known.home = _listed(now, begun, youngest=max(names, default=""))
         for bucket in names:
             known.buckets.setdefault(bucket, _Listed())
         for bucket in known.buckets.keys() - set(names):
@@ -243,7 +245,7 @@ class PackCatalogue:
         for gone in set(map(pack_id_in, before - names)) - here:
             self._forget(known, gone)
         if now:
-            known.buckets[bucket] = _listed(now, begun, names)
+            known.buckets[bucket] = _listed(now, begun, names, youngest=max(names, default="")[:11])
         else:
             known.buckets.pop(bucket, None)
         known.news = object()
@@ -271,9 +273,10 @@ def _changed(path: str) -> int:
         return 0
 
 
-def _listed(changed: int, begun: float, names: set[str] | None = None) -> _Listed:
+def _listed(changed: int, begun: float, names: set[str] | None = None, youngest: str = "") -> _Listed:
+    """``youngest``: when what is in it was made, as its name says."""
     ended = time.monotonic()
-    settled = time.time() - changed / 1e9 > _COARSE
+    settled = time.time() - changed / 1e9 > _COARSE and int(youngest or "0", 16) / 1e3 - changed / 1e9 < _NOT_KEPT
     return _Listed(changed, settled, ended + _REST * (ended - begun), names or set())
 
 
