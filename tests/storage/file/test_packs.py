@@ -255,8 +255,12 @@ def alike(monkeypatch) -> bytes:
     def colliding(key: bytes) -> bytes:
         return short_hash(KEYS[2] if key == other else key)
 
-    for module in (pack_format, pack_index, packs_module):
+    for module in (pack_format, packs_module):
         monkeypatch.setattr(module, "short_hash", colliding)
+    numbers = pack_format.short_numbers
+    monkeypatch.setattr(
+        pack_index, "short_numbers", lambda keys: numbers([KEYS[2] if key == other else key for key in keys])
+    )
     return other
 
 

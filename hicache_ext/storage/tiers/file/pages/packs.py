@@ -106,16 +106,17 @@ class Packs:
             for attempt in range(_ATTEMPTS):
                 moved: list[int] = []
                 places = self.catalogue.find([keys[i] for i in positions], again=attempt == 0)
+                unhealed = self._unhealed
                 for position, place in zip(positions, places, strict=True):
                     if place is None:
                         continue
-                    pack_id = place.pack.id
-                    if pack_id not in statuses:
-                        statuses[pack_id] = self._status(identity, place.pack, oldest_valid_ms)
-                    status = statuses[pack_id]
-                    if status is None or status.dead >> place.position & 1:
+                    pack, number = place
+                    if pack.id not in statuses:
+                        statuses[pack.id] = self._status(identity, pack, oldest_valid_ms)
+                    status = statuses[pack.id]
+                    if status is None or status.dead >> number & 1:
                         moved.append(position)
-                    elif self._readable(place, status):
+                    elif number < status.pages and not (unhealed and (pack.id, number) in unhealed):
                         found[position] = status
                 if not moved:
                     break
@@ -138,11 +139,6 @@ class Packs:
             pages = status.st_size // pack.page_bytes if is_pack else 0
             return FoundPack(path, dead, status, pack.page_bytes, pages)
         return None
-
-    def _readable(self, place: Place, found: FoundPack) -> bool:
-        return place.position < found.pages and (
-            not self._unhealed or (place.pack.id, place.position) not in self._unhealed
-        )
 
     def runs(self, keys: Sequence[bytes], *, again: bool = True) -> list[PackRun]:
         """The pages that are in packs, as far as names tell: to be read run by run."""
@@ -365,7 +361,11 @@ class Packs:
         status = self._status(identity, place.pack, oldest_valid_ms)
         if status is None or status.dead & place.mask:
             return False
-        return status.page_bytes != size or not self._readable(place, status)
+        return (
+            status.page_bytes != size
+            or place.position >= status.pages
+            or (place.pack.id, place.position) in self._unhealed
+        )
 
     def _heal(self, identity: bytes, place: Place, reason: str) -> None:
         """Take a page away that is not the page its name says."""
