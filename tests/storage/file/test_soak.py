@@ -23,7 +23,7 @@ def test_half_a_minute_of_faults_in_containers_that_are_stopped_now_and_then_bri
 
 @pytest.mark.slow
 def test_half_a_minute_of_faults_on_page_files_and_packs_brings_no_wrong_byte_and_no_leak():
-    found = soak.run(seconds=27, seed=13, interval=0.5, stops=True, layout="pages")
+    found = soak.run(seconds=27, seed=13, interval=0.5, layout="pages")
     _assert_sound(found)
     assert found.packs["packs"] > 0
 
