@@ -14,6 +14,7 @@ import hashlib
 import json
 import struct
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +64,7 @@ class Encoder:
     def __init__(self, salt: bytes, tiers: Sequence[str]) -> None:
         self._salt = salt
         self.tiers = tuple(tiers)
-        self._known: dict[bytes, int] = {}
+        self._known: OrderedDict[bytes, int] = OrderedDict()
         self._pages = 0
 
     def header(self, started: float, facts: Mapping[str, Any]) -> bytes:
@@ -90,7 +91,7 @@ class Encoder:
             known[name] = self._pages
             self._pages += 1
         while len(known) > _REMEMBERED_PAGES:
-            del known[next(iter(known))]
+            known.popitem(last=False)
         fixed = _ENTRY.pack(
             round(max(0.0, asked.seconds) * 1e6),
             _or_unknown(asked.prompt),

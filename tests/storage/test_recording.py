@@ -447,3 +447,26 @@ def test_a_directory_of_recordings_is_read_as_one_trace(record: Callable[..., Re
     assert trace.block_tokens == 64 and trace.prompt.tolist() == [200, 256] and trace.found == {"disk": 2}
     first, second = trace.requests()
     assert second[:3] == first and trace.distinct == 4
+
+
+def test_pages_that_the_writer_has_forgotten_are_written_again_and_stay_the_same(
+    record: Callable[..., Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache_ext.page.recording._REMEMBERED_PAGES", 10)
+    recorder = record()
+    for number in range(50):
+        ask(recorder, f"{number}", [*hashes(8), *hashes(4, f"turn {number % 7}")])
+    recorder.close()
+    requests = read_trace(tmp_path / "rec").requests()
+    assert len(requests) == 50 and all(chain[:8] == requests[0][:8] for chain in requests)
+    assert requests[0] == requests[49] and requests[0] != requests[1]
+
+
+def test_a_recording_of_more_pages_than_the_writer_remembers_is_whole(
+    record: Callable[..., Recorder], tmp_path: Path
+) -> None:
+    recorder = record(size=64 << 20)
+    for number in range(40):
+        ask(recorder, f"{number}", hashes(5000, f"{number}"))
+    recorder.close()
+    assert recorder.metrics.value("request", "written") == len(entries_in(tmp_path / "rec")) == 40

@@ -143,9 +143,9 @@ class Recorder:
             return math.inf
         try:
             self._write(fresh)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - what is lost is counted, whatever it was
             self.metrics.add("request", "dropped_disk", len(fresh))
-            reason = error.strerror or type(error).__name__
+            reason = getattr(error, "strerror", None) or type(error).__name__
             self._log.log(logging.WARNING, "disk", "hicache_ext: nothing is recorded at present: %s", reason)
             self._close_file()
         else:
