@@ -1,6 +1,8 @@
 """Caches of many nodes and a pool, page by page, in arrays that numba compiles. The policy is the tiers' own: the
 numbers come from ``tiers/file/eviction.py``.
 
+Another policy is a number here and what it does in ``insert`` and ``use``.
+
 A cache is column ``n`` of the arrays of ``Caches``. Its pages are in slots; a binary heap orders them by (priority,
 block), a hash table finds them. What is remembered of evicted pages (ghosts) is a ring, oldest first, and a table.
 """
@@ -303,15 +305,15 @@ def replay(
 ) -> None:
     """Requests ``first`` to ``last`` through the caches of their nodes and the pool.
 
-    ``settings``: whether nodes have caches of their own, whether there is a pool, whether the pool's policy is LRU,
-    whether what comes from the pool is kept near, whether hints bring what decode nodes write near.
+    ``settings``: whether nodes have caches of their own, whether there is a pool, the policies of both, whether what
+    comes from the pool is kept near, whether hints bring what decode nodes write near.
     ``ahead``: per request, first and last position in ``blocks`` of what a decode node writes to the pool when it has
     ended (equal: nothing). ``out``: per request, pages that came from near, from the pool, that were computed, written
     near and written to the pool, and those that hints brought near.
     """
     has_near, has_pool = settings[0], settings[1]
-    pool_policy = LRU if settings[2] else TIER
-    promotes, hints = settings[3], settings[4]
+    near_policy, pool_policy = settings[2], settings[3]
+    promotes, hints = settings[4], settings[5]
     for request in range(first, last):
         n = nodes[request]
         begin, end = offsets[request], offsets[request + 1]
@@ -332,9 +334,9 @@ def replay(
                 slot = find(near, n, block)
                 was_near = slot >= 0
                 if was_near:
-                    before = use(near, n, TIER, slot, depth, before)
+                    before = use(near, n, near_policy, slot, depth, before)
                 elif at >= run or promotes:
-                    before = insert(near, n, TIER, block, depth, before)
+                    before = insert(near, n, near_policy, block, depth, before)
                     out[request, 3] += 1
                 else:
                     before = -1
@@ -361,7 +363,7 @@ def replay(
                 insert(pool, 0, pool_policy, block, depth, -1)
                 out[request, 4] += 1
             if hints and has_near and find(near, n, block) < 0:
-                insert(near, n, TIER, block, depth, -1)
+                insert(near, n, near_policy, block, depth, -1)
                 out[request, 3] += 1
                 out[request, 5] += 1
 

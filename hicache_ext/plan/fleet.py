@@ -18,6 +18,8 @@ import numpy.typing as npt
 from hicache_ext.plan import cache_code
 from hicache_ext.plan.traces import Trace
 
+Policy = Literal["tier", "lru"]
+"""One of ``cache_code.POLICIES``."""
 Router = Literal["random", "session", "prefix"]
 ROUTERS: tuple[str, ...] = get_args(Router)
 NEAR, POOL, COMPUTED, WRITTEN_NEAR, WRITTEN_POOL, HINTED = range(6)
@@ -40,7 +42,8 @@ class Fleet:
     """Decode nodes write what they generate to the pool."""
     hints: bool = False
     """And the node that will be asked next brings it near."""
-    pool_policy: Literal["tier", "lru"] = "lru"
+    near_policy: Policy = "tier"
+    pool_policy: Policy = "lru"
 
 
 @dataclass(slots=True)
@@ -78,7 +81,8 @@ def simulate(trace: Trace, fleet: Fleet) -> Outcome:
     near, pool = _capacity(fleet.near, trace), _capacity(fleet.pool, trace)
     caches = cache_code.new_caches(fleet.nodes if near else 1, max(1, near), ghosts=None if near else 0)
     shared = cache_code.new_caches(1, max(1, pool), ghosts=0 if fleet.pool_policy == "lru" or not pool else None)
-    flags = (near > 0, pool > 0, fleet.pool_policy == "lru", fleet.promote, fleet.hints)
+    policies = [cache_code.POLICIES.index(policy) for policy in (fleet.near_policy, fleet.pool_policy)]
+    settings = (near > 0, pool > 0, *policies, fleet.promote, fleet.hints)
     ahead = _generated(trace) if fleet.decode else np.zeros((len(trace), 3), np.int64)
     out = np.zeros((len(trace), 6), np.int64)
     cache_code.replay(
@@ -87,7 +91,7 @@ def simulate(trace: Trace, fleet: Fleet) -> Outcome:
         nodes,
         caches,
         shared,
-        np.array(flags, np.int64),
+        np.array(settings, np.int64),
         ahead,
         0,
         len(trace),

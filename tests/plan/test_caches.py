@@ -48,7 +48,7 @@ def test_ghosts_that_wrap_around_their_ring_are_those_of_the_tiers_policy() -> N
     served = [cache.request(chain) for chain in trace.requests()]
     near, none = cache_code.new_caches(1, 20, ghosts=50), cache_code.new_caches(1, 1, ghosts=0)
     out, nothing = np.zeros((len(trace), 6), np.int64), np.zeros((len(trace), 3), np.int64)
-    settings = np.array([1, 0, 0, 0, 0], np.int64)
+    settings = np.array([1, 0, 0, 1, 0, 0], np.int64)
     nodes = np.zeros(len(trace), np.int32)
     cache_code.replay(trace.offsets, trace.blocks, nodes, near, none, settings, nothing, 0, len(trace), out)
     assert out[:, NEAR].tolist() == served
@@ -71,7 +71,9 @@ def test_compiled_and_in_python_are_the_same() -> None:
 
 def test_a_pool_alone_goes_by_least_recent_use() -> None:
     trace = trace_of(multi_turn(800, 2))
-    assert simulate(trace, Fleet(pool=500)).totals[POOL] == lru(trace.requests(), 500)
+    served = lru(trace.requests(), 500)
+    assert simulate(trace, Fleet(pool=500)).totals[POOL] == served
+    assert simulate(trace, Fleet(near=500, near_policy="lru")).totals[NEAR] == served
 
 
 def test_what_one_node_has_written_another_finds_in_the_pool_and_keeps_it_with_promotion() -> None:
