@@ -10,7 +10,8 @@ from pathlib import Path
 from hicache_ext.cli.usage import describe, show
 from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
-from hicache_ext.errors import ConfigError, RecordingError, UnsupportedError
+from hicache_ext.errors import ConfigError, RecordingError
+from hicache_ext.packages import need
 from hicache_ext.plan.fleet import ROUTERS, Fleet
 from hicache_ext.plan.model import ModelSize, given_size, read_model
 from hicache_ext.plan.page import configuration, page_of
@@ -74,6 +75,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError, RecordingError."""
+    if arguments.plot is not None:
+        if not arguments.plot.endswith(".png"):
+            raise ConfigError("--plot", f"{arguments.plot!r} is not accepted", "a file that ends in .png")
+        need("matplotlib")
     given = _asked(arguments)
     plan = plan_of(given)
     disk = arguments.disk if given.hardware.disk else None
@@ -85,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         launch = [*launch_lines(_FILE, checked.hicache_ext.role)]
         yaml = as_yaml(document)
     plan |= {"configuration": document if launch else None, "launch": launch}
-    if arguments.plot and not pictures(arguments.plot, plan):
-        raise UnsupportedError("--plot", "matplotlib is not installed", "pip install matplotlib")
+    if arguments.plot is not None:
+        pictures(arguments.plot, plan)
     show(arguments, plan, page_of(plan, launch, yaml))
     return 0
 

@@ -72,12 +72,16 @@ class Outcome:
         return self.share(NEAR, POOL)
 
 
-def simulate(trace: Trace, fleet: Fleet) -> Outcome:
-    """Raises ValueError for hints without decode nodes, nodes or a pool."""
+def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = None) -> Outcome:
+    """``nodes``: what ``routed`` says, where that is known already.
+
+    Raises ValueError for hints without decode nodes, or without a pool.
+    """
     if fleet.hints and not (fleet.decode and fleet.pool != 0):
         raise ValueError("hints tell of what decode nodes write to a pool")
     cache_code.compile_now()
-    nodes = routed(trace, fleet.nodes, fleet.router)
+    if nodes is None:
+        nodes = routed(trace, fleet.nodes, fleet.router)
     near, pool = _capacity(fleet.near, trace), _capacity(fleet.pool, trace)
     caches = cache_code.new_caches(fleet.nodes if near else 1, max(1, near), ghosts=None if near else 0)
     shared = cache_code.new_caches(1, max(1, pool), ghosts=0 if fleet.pool_policy == "lru" or not pool else None)

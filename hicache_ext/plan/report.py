@@ -192,12 +192,10 @@ def _money(hardware: Hardware, prefill: dict[str, Any] | None) -> dict[str, Any]
     return {"disks_per_year": disks, "pool_per_year": pool, "saved_per_year": saved, "net_per_year": net}
 
 
-def pictures(path: str, document: dict[str, Any]) -> bool:
-    """The curve and where blocks came from as PNG; False where matplotlib is not installed. Raises OSError."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+def pictures(path: str, document: dict[str, Any]) -> None:
+    """The curve and where blocks came from as PNG. Raises OSError."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     points: Sequence[dict[str, Any]] = document["curve"]
@@ -211,4 +209,3 @@ def pictures(path: str, document: dict[str, Any]) -> bool:
     right.bar(names, [fleet["tokens"][name] / 1e6 for name in names], color=["teal", "orange", "lightgray"])
     right.set(ylabel="million tokens of the trace", title=f"{fleet['nodes']} nodes, router by {fleet['router']}")
     figure.savefig(path)
-    return True

@@ -114,6 +114,7 @@ def test_the_picture_is_drawn_where_matplotlib_is(files: Path, capsys: pytest.Ca
         ("trace.jsonl --prefill-rate 0", "--prefill-rate: is 0; allowed: tokens per second"),
         ("trace.jsonl --gpu abacus", "--gpu: 'abacus' is not in the table; allowed: a100"),
         ("trace.jsonl --gpu h100 --prefill-rate 1", "--gpu: cannot be combined with --prefill-rate"),
+        ("trace.jsonl --plot plan.pdf", "--plot: 'plan.pdf' is not accepted; allowed: a file that ends in .png"),
         ("trace.jsonl --hints", "--hints: they tell of what decode nodes write; allowed: with --decode-writes"),
         ("trace.jsonl --decode-writes", "--decode-writes: decode nodes write to a pool, and there is none"),
         ("trace.jsonl --token-bytes 1KiB", "--model: one of --model and --token-bytes is needed"),
