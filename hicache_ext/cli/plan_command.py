@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.packages import need
+from hicache_ext.plan.cache_code import compile_now
 from hicache_ext.plan.fleet import ROUTERS, Fleet
 from hicache_ext.plan.model import ModelSize, given_size, read_model
 from hicache_ext.plan.page import configuration, page_of
@@ -80,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("--plot", f"{arguments.plot!r} is not accepted", "a file that ends in .png")
         need("matplotlib")
     given = _asked(arguments)
+    if not compile_now():
+        note = "numba is not installed, so that this takes far longer: pip install 'hicache-ext[compiled]'"
+        print(f"note: {note}", file=sys.stderr)
     plan = plan_of(given)
     disk = arguments.disk if given.hardware.disk else None
     document = configuration(disk, bool(given.hardware.pool))
