@@ -250,6 +250,7 @@ _PREFIXES = {
     "storage/serving/hints/sender": "pd_write_",
     "storage/serving/hints/": "hints_",
     "storage/serving/events/": "events_",
+    "storage/tiering/recording": "record_",
 }
 
 

@@ -234,7 +234,7 @@ USED: tuple[Use, ...] = (
         for controller in (f"{_CONTROLLER}.HiCacheController", _HYBRID)
         for call in ("_storage_hit_query", "_page_transfer")
     ),
-    _names(f"{_CONTROLLER}.PrefetchOperation", "request_id", REQUEST_TRACES),
+    _names(f"{_CONTROLLER}.PrefetchOperation", "request_id all_hash_values last_hash", REQUEST_TRACES),
     _names(_REQUEST, "rid time_stats", REQUEST_TRACES),
     _names("observability.req_time_stats.SchedulerReqTimeStats", "trace_ctx", REQUEST_TRACES),
     _names("observability.trace.TraceReqContext", "root_span_context", REQUEST_TRACES),

@@ -80,6 +80,7 @@ HELP = {
     "pull_probe": "Measurements of tiers that the pull rule leaves out, by tier.",
     "copy_load": "Copies from host to device, by engine and why it was that one.",
     "copy_back_up": "Copies from device to host, by engine and why it was that one.",
+    "record_request": "Requests for the recording: written, asked again, and dropped with the reason.",
     "pd_write_request": "Requests of a decode node, by what its writer did with them.",
     "pd_write_page": "Pages that a decode node's writer handed to storage, by result; present: were there.",
     "pd_write_write": "Writes of a decode node: calls, and those tried again.",
