@@ -20,6 +20,7 @@ EXTRAS = {
     "redis": "redis",
     "obstore": "object",
     "numba": "compiled",
+    "zstandard": "codec",
     "matplotlib": "bench",
     "opentelemetry": "tracing",
 }
