@@ -22,6 +22,7 @@ EXTRAS = {
     "numba": "compiled",
     "matplotlib": "bench",
     "opentelemetry": "tracing",
+    "cryptography": "seal",
 }
 """Package as it is imported -> the extra of hicache-ext that installs it, itself or as a dependency."""
 
