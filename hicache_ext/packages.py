@@ -23,6 +23,7 @@ EXTRAS = {
     "zstandard": "codec",
     "matplotlib": "bench",
     "opentelemetry": "tracing",
+    "cryptography": "seal",
 }
 """Package as it is imported -> the extra of hicache-ext that installs it, itself or as a dependency."""
 
