@@ -102,7 +102,7 @@ def test_a_page_that_does_not_shrink_is_not_encoded(dtype: str, way: str) -> Non
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 512, 1024])
-def test_pages_too_small_to_become_fewer_blocks_are_stored_as_they_are(size: int) -> None:
+def test_pages_that_are_too_small_are_stored_as_they_are(size: int) -> None:
     assert LosslessCodec().for_pages(_document("bfloat16"), size) is None
 
 
@@ -115,12 +115,11 @@ def test_a_page_that_is_no_whole_number_of_its_numbers_is_encoded_as_bytes(way: 
     assert decoded == content
 
 
-@pytest.mark.parametrize("size", [8 << 10, 32 << 10, 128 << 10, 737_280, 1_474_560, 4 << 20])
+@pytest.mark.parametrize("size", [2048, 32 << 10, 737_280, 4 << 20])
 @pytest.mark.parametrize("parts", lossless._ROOMS.values(), ids=lossless._ROOMS)
-def test_rooms_are_few_and_with_what_stands_in_front_whole_blocks(size: int, parts: tuple[int, ...]) -> None:
+def test_rooms_are_few_and_each_is_less_than_a_page(size: int, parts: tuple[int, ...]) -> None:
     rooms = rooms_of(size, parts)
     assert 1 <= len(rooms) <= 4 and list(rooms) == sorted(set(rooms)) and rooms[-1] < size
-    assert all((room + 96) % (4096 if size >= 256 << 10 else 512) == 0 for room in rooms)
 
 
 def test_the_page_may_lie_at_any_address(way: str) -> None:

@@ -32,14 +32,8 @@ _METHOD_OF_BYTES = 1
 
 CODE = 1
 """In the header of the page (codec.py)."""
-_BLOCK = 4096
-"""Slots of slabs are whole blocks."""
-_MUST_HAVE_BLOCKS = 64
-"""Of pages from this many blocks on, rooms are whole blocks less what stands in front of them."""
-_FINE = 512
-_IN_FRONT = 96
-"""Bytes that the transform's header and a seal take."""
-
+_SMALLEST = 2048
+"""Bytes of a page; of smaller ones a medium stores as many blocks, and a header, too."""
 _PARTS = 128
 _ROOMS = {
     "bfloat16": (87, 88, 89, 96),
@@ -66,7 +60,7 @@ class LosslessCodec:
         return b"lossless-%d" % _VERSION
 
     def for_pages(self, document: Mapping[str, Any], payload: int) -> LosslessPages | None:
-        """None for pages that are too small to become fewer blocks."""
+        """None for pages that are too small."""
         dtype = str(document["pool"]["dtype"])
         known = next((name for name in _BITS if dtype.startswith(name)), None)
         rooms = rooms_of(payload, _ROOMS_OF_BYTES if known is None else _ROOMS[known])
@@ -80,10 +74,8 @@ class LosslessCodec:
 
 
 def rooms_of(payload: int, parts: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of about so many 128ths of a page, each less than a page."""
-    step = _BLOCK if payload >= _MUST_HAVE_BLOCKS * _BLOCK else _FINE
-    rooms = {-(-payload * part // (_PARTS * step)) * step - _IN_FRONT for part in parts}
-    return tuple(sorted(room for room in rooms if _HEAD.size < room <= payload - step))
+    """So many 128ths of a page."""
+    return tuple(payload * part // _PARTS for part in parts) if payload >= _SMALLEST else ()
 
 
 class LosslessPages:
