@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field
 
 from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, checked
+from hicache_ext.config.seal import SealConfig
 from hicache_ext.config.sharing import Sharing, sharing_of_directories
 from hicache_ext.config.values import duration, or_auto, or_off
+
+if TYPE_CHECKING:
+    from hicache_ext.page.transforms.forms import Transforms
+    from hicache_ext.storage.contract.store import PageStore
 
 READ_TIMEOUT = 1.0
 """Seconds, where none are configured, for what a first token may wait for."""
@@ -38,6 +43,10 @@ class TierConfig(ConfigModel):
         DURATION_SCHEMA,
     ] = None
     guards: GuardsConfig = GuardsConfig()
+    seal: Annotated[
+        SealConfig | None,
+        Field(description="left out: who reaches the medium can read and make pages"),
+    ] = None
 
     keeps_timeout: ClassVar[bool] = False
     """Whether the store of this type ends each call within ``timeout`` by itself, on every path, and then leaves the
@@ -55,7 +64,10 @@ class TierConfig(ConfigModel):
     keeps_identities: ClassVar[bool] = False
     """Whether the documents of its identities are kept beside its pages, where tools find them."""
 
-    live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "guards"})
+    block: ClassVar[int] = 1
+    """Bytes of which the store takes whole ones for each page anyway: sealed pages are padded to them."""
+
+    live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "guards", "seal"})
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
 
     def directories(self) -> tuple[str, ...]:
@@ -76,6 +88,23 @@ class TierConfig(ConfigModel):
     def for_rank(self, tp_rank: int) -> Self:
         """This tier as the tensor-parallel rank ``tp_rank`` uses it. Raises ConfigError, its key below the tier's."""
         return self
+
+    def transforms(self, name: str) -> Transforms | None:
+        """What is done to the pages of ``tiers.<name>`` on their way; None for nothing. Raises ConfigError."""
+        if self.seal is None:
+            return None
+        from hicache_ext.page.transforms.forms import Transforms
+
+        return Transforms(None, self.seal.opened(f"hicache_ext.tiers.{name}.seal"), self.block)
+
+    def transformed(self, name: str, store: PageStore) -> PageStore:
+        """The store of ``tiers.<name>`` with what is done to its pages around it. Raises ConfigError."""
+        transforms = self.transforms(name)
+        if transforms is None:
+            return store
+        from hicache_ext.storage.contract.transforming.layers import transformed
+
+        return transformed(store, transforms.codec, transforms.seal, block=transforms.block)
 
     def summary(self) -> str:
         """One line for ``hicache-ext config check``; secrets never appear in it."""

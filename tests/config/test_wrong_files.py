@@ -22,7 +22,7 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
 TIER_KEYS = (
-    "type, required, timeout, guards, path, capacity, layout, io, threads, open_files, ttl, shared, mode, group, "
+    "type, required, timeout, guards, seal, path, capacity, layout, io, threads, open_files, ttl, shared, mode, group, "
     "require_mount"
 )
 SECTION_KEYS = (

@@ -5,7 +5,7 @@ Pure; any thread. The GIL is not held while pages are copied, sealed and opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from hicache_ext.page.transforms import header as headers
 from hicache_ext.page.transforms.codec import RAW, PageCodec
 from hicache_ext.page.transforms.forms import Form
 from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
-from hicache_ext.page.transforms.sealing import SealMode, fastest_cipher
+from hicache_ext.page.transforms.sealing import CipherKind, SealKey, SealMode, fastest_cipher
 
 Room = Callable[[int], memoryview]
 """Memory of the caller's, of so many bytes, until it asks again."""
@@ -64,7 +64,7 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
     """Write the page into ``segments`` if ``stored`` is it, in this form; else why it is not, and they may hold
     anything.
 
-    The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal`` (a tag that is not
+    The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal_tag`` (one that is not
     its page's), ``payload_length``, and those of codecs.
     """
     payload = sum([segment.nbytes for segment in segments])
@@ -86,12 +86,14 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
             return "unsealed"
         if head.key_id != form.key.id.encode():
             return "seal_key"
-        if head.seal != (SealMode.ENCRYPT if form.hides else SealMode.AUTHENTICATE) or head.cipher not in (1, 2):
+        if head.seal != (SealMode.ENCRYPT if form.hides else SealMode.AUTHENTICATE) or head.cipher not in tuple(
+            CipherKind
+        ):
             return "seal_form"
         if form.hides:
             plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
         if not form.key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain):
-            return "seal"
+            return "seal_tag"
         body = body if plain is None else plain
     if form.codec is None:
         if plain is None or len(segments) != 1:
@@ -107,6 +109,26 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
     except FormatError as error:
         return error.reason
     return None
+
+
+def reason_its_seal_is_bad(stored: memoryview, stored_key: bytes, keys: Mapping[str, SealKey]) -> str | None:
+    """Why a stored page is not as it was sealed; None where it is, or has no seal. ``keys``: by id.
+
+    For tools, which do not know in which form the page was to be. Raises KeyError for the id of a key that is not
+    among them.
+    """
+    try:
+        head = headers.decode(stored)
+    except FormatError as error:
+        return error.reason
+    if not head.seal:
+        return None
+    key = keys[head.key_id.decode("ascii", "replace")]
+    if head.seal not in tuple(SealMode) or head.cipher not in tuple(CipherKind):
+        return "seal_form"
+    plain = np.empty(head.body_length, np.uint8).data if head.seal == SealMode.ENCRYPT else None
+    whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
+    return None if whole else "seal_tag"
 
 
 def in_one_piece(segments: Sequence[memoryview], room: Room) -> memoryview:

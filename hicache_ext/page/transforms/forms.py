@@ -15,7 +15,7 @@ from typing import Any
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms.codec import Codec, PageCodec
-from hicache_ext.page.transforms.header import KEY_ID_LENGTH, stored_length
+from hicache_ext.page.transforms.header import stored_length
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 
 STORED_AS = "stored_as"
@@ -105,12 +105,3 @@ def _payload_of(document: Mapping[str, Any] | None) -> int:
     pool = {} if document is None else document.get("pool", {})
     segments = pool.get("segments", ()) if isinstance(pool, Mapping) else ()
     return sum(segments) if all(isinstance(size, int) for size in segments) else 0
-
-
-def is_key_id(text: str) -> bool:
-    """Whether this can be the id of a key: it stands in headers, logs and documents."""
-    return (
-        1 <= len(text) <= KEY_ID_LENGTH
-        and text.isascii()
-        and all(letter.isalnum() or letter in "-_." for letter in text)
-    )

@@ -24,6 +24,8 @@ TAG_LENGTH = 16
 SALT_LENGTH = 24
 KEY_ID_LENGTH = 16
 """Most bytes of a key's id."""
+SHORTEST_SECRET = 32
+"""Characters of a key: 128 bits where they are hex digits."""
 
 
 class Header(NamedTuple):
@@ -81,3 +83,12 @@ def stored_length(body: int, *, sealed: bool, block: int = 1) -> int:
     """Bytes that a medium stores for a body of so many, in whole blocks."""
     length = HEADER_LENGTH + body + (TAG_LENGTH if sealed else 0)
     return -(-length // block) * block
+
+
+def is_key_id(text: str) -> bool:
+    """Whether this can be the id of a key: it stands in headers, logs and documents."""
+    return (
+        1 <= len(text) <= KEY_ID_LENGTH
+        and text.isascii()
+        and all(letter.isalnum() or letter in "-_." for letter in text)
+    )

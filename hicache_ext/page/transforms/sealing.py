@@ -28,9 +28,6 @@ import numpy.typing as npt
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms.header import HEADER_LENGTH, TAG_LENGTH
 
-SHORTEST_SECRET = 32
-"""Characters: 128 bits where they are hex digits."""
-
 _DOMAIN = b"hicache_ext/seal/1"
 _NONCE = bytes(12)
 _ROUNDS = 4

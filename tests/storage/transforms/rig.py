@@ -16,7 +16,7 @@ from hicache_ext.page.transforms.forms import Form
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageBatch, PageKeys, PageStore, SetResult
-from hicache_ext.storage.contract.transforming.known_forms import KnownForms
+from hicache_ext.storage.contract.transforming.known_forms import stored_keys
 from hicache_ext.storage.contract.transforming.layers import transformed
 from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY
@@ -175,7 +175,7 @@ def pages_of(store: PageStore) -> TransformedStore:
 
 
 def stored_key_of(form: Form, key: bytes) -> bytes:
-    return KnownForms.stored_keys(form, PageKeys.of_joined(key[:IDENTITY_LENGTH], key[IDENTITY_LENGTH:]))[0]
+    return stored_keys(form, PageKeys.of_joined(key[:IDENTITY_LENGTH], key[IDENTITY_LENGTH:]))[0]
 
 
 def shown(key: SealKey, hidden: bytes) -> bytes:

@@ -106,7 +106,7 @@ def test_a_page_under_the_name_of_another_one_is_refused(attacked: Attacked) -> 
     store_pages(attacked.store, [one, other], SIZES)
     taken = attacked.payload(one)
     attacked.put(other, taken)
-    attacked.assert_refused(other, "seal")
+    attacked.assert_refused(other, "seal_tag")
     assert_hits(attacked.store, [one], SIZES)
 
 
@@ -114,7 +114,7 @@ def test_the_header_of_one_page_before_the_body_of_another_one_is_refused(attack
     one, other = page_keys(2)
     store_pages(attacked.store, [one, other], SIZES)
     attacked.put(one, attacked.payload(one)[:HEADER_LENGTH] + attacked.payload(other)[HEADER_LENGTH:])
-    attacked.assert_refused(one, "seal")
+    attacked.assert_refused(one, "seal_tag")
 
 
 def test_a_page_of_another_identity_is_refused(attacked: Attacked) -> None:
@@ -122,7 +122,7 @@ def test_a_page_of_another_identity_is_refused(attacked: Attacked) -> None:
     theirs = bytes(16) + key[IDENTITY_LENGTH:]
     store_pages(attacked.store, [key, theirs], SIZES)
     attacked.put(key, attacked.payload(theirs))
-    attacked.assert_refused(key, "seal")
+    attacked.assert_refused(key, "seal_tag")
 
 
 def test_a_page_that_was_cut_is_refused_whatever_its_header_says(attacked: Attacked) -> None:
@@ -149,7 +149,7 @@ def test_a_page_sealed_with_the_attackers_own_key_is_refused(attacked: Attacked)
         store_pages(theirs.store, [key], SIZES)
         (content,) = (read_page_object(stored).payload for stored in theirs.objects.values())
         attacked.put(key, content)
-        attacked.assert_refused(key, "seal_key" if id == "theirs" else "seal")
+        attacked.assert_refused(key, "seal_key" if id == "theirs" else "seal_tag")
 
 
 def test_a_page_sealed_in_the_other_mode_with_the_same_key_is_refused(attacked: Attacked) -> None:
@@ -303,7 +303,7 @@ def test_a_processor_without_aes_and_one_with_it_read_each_others_pages(
         assert attacked.payload(keys[2 * number])[12] == kind
     assert_hits(attacked.store, keys, SIZES)
     attacked.put(keys[0], attacked.payload(keys[0])[:12] + b"\2" + attacked.payload(keys[0])[13:])
-    attacked.assert_refused(keys[0], "seal")
+    attacked.assert_refused(keys[0], "seal_tag")
 
 
 def test_names_are_hidden_by_a_permutation_that_depends_on_the_key() -> None:
@@ -325,7 +325,7 @@ def test_a_forged_page_is_refused_again_once_it_is_no_longer_remembered(
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     assert attacked.store.contains([other]) == [True]
-    attacked.assert_refused(other, "seal")
+    attacked.assert_refused(other, "seal_tag")
 
 
 def test_no_secret_is_shown_by_a_key_a_seal_or_a_store(attacked: Attacked) -> None:

@@ -36,17 +36,6 @@ class KnownForms:
         """Its document has come."""
         self._forms.pop(identity, None)
 
-    @staticmethod
-    def stored_keys(form: Form, keys: PageKeys) -> PageKeys:
-        """The keys under which these pages are stored in this form."""
-        if not form.hides:
-            return keys.under(form.identity)
-        assert form.key is not None
-        stored = keys.under(form.identity)
-        words = stored.words.copy()
-        words[:, _IDENTITY_WORDS:] = form.key.hidden_hashes(keys.words[:, _IDENTITY_WORDS:])
-        return PageKeys(form.identity, words)
-
     def remember(self, keys: PageKeys, found: Sequence[int | None]) -> None:
         """In which form, a place among all, each page is there."""
         if len(self._seen) + len(keys) > _MOST_REMEMBERED:
@@ -56,6 +45,17 @@ class KnownForms:
     def remembered(self, keys: PageKeys) -> list[int | None]:
         """Each is told once: what was seen may be gone."""
         return [self._seen.pop(key, None) for key in keys]
+
+
+def stored_keys(form: Form, keys: PageKeys) -> PageKeys:
+    """The keys under which these pages are stored in this form."""
+    stored = keys.under(form.identity)
+    if not form.hides:
+        return stored
+    assert form.key is not None
+    words = stored.words.copy()
+    words[:, _IDENTITY_WORDS:] = form.key.hidden_hashes(keys.words[:, _IDENTITY_WORDS:])
+    return PageKeys(form.identity, words)
 
 
 def by_identity(keys: Sequence[bytes]) -> Iterator[tuple[Sequence[int], PageKeys]]:

@@ -39,7 +39,7 @@ from hicache_ext.storage.contract.store import (
     StoreInfo,
 )
 from hicache_ext.storage.contract.transforming.bad_seals import BadSeals
-from hicache_ext.storage.contract.transforming.known_forms import KnownForms, by_identity
+from hicache_ext.storage.contract.transforming.known_forms import KnownForms, by_identity, stored_keys
 from hicache_ext.storage.contract.transforming.page_memory import PageMemory
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 
@@ -157,7 +157,7 @@ class TransformedStore(DelegatingStore):
     def _forms_found(self, known: KnownForms, keys: PageKeys) -> list[int | None]:
         """Of each page, all of one identity, the first form that is there: its place among all."""
         forms = known.forms(keys.identity).all
-        names = [known.stored_keys(form, keys) for form in forms]
+        names = [stored_keys(form, keys) for form in forms]
         asked = names[0] if len(forms) == 1 else [key for of_form in names for key in of_form]
         present = one_for_each(self.inner.contains(asked), len(asked))
         if self._bad.some:
@@ -176,7 +176,7 @@ class TransformedStore(DelegatingStore):
         known = self._known
         groups = list(by_identity(keys))
         if len(groups) == 1 and len(forms := known.forms(groups[0][1].identity).all) == 1 and not self._bad.some:
-            return self.inner.count_leading(known.stored_keys(forms[0], groups[0][1]))
+            return self.inner.count_leading(stored_keys(forms[0], groups[0][1]))
         done, portion = 0, _LEADING_AT_ONCE
         while done < len(keys):
             present = self.contains(keys[done : done + portion])
@@ -193,10 +193,10 @@ class TransformedStore(DelegatingStore):
         for _, some in by_identity(list(dict.fromkeys(keys))):
             forms = known.forms(some.identity).all
             if len(forms) == 1:
-                removed += self.inner.remove(known.stored_keys(forms[0], some))
+                removed += self.inner.remove(stored_keys(forms[0], some))
                 continue
             removed += sum(form is not None for form in self._forms_found(known, some))
-            self.inner.remove([key for form in forms for key in known.stored_keys(form, some)])
+            self.inner.remove([key for form in forms for key in stored_keys(form, some)])
         return removed
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -231,13 +231,13 @@ class TransformedStore(DelegatingStore):
         known: KnownForms,
         batch: PageBatch,
         positions: Sequence[int],
-        stored_keys: Sequence[bytes],
+        names: Sequence[bytes],
         forms: Sequence[Form],
     ) -> list[GetResult]:
-        """Read the pages at these positions, whose stored keys are given; ``forms``: of all pages."""
+        """Read the pages at these positions, which are stored under ``names``; ``forms``: of all pages."""
         lengths = [self._length(known, forms[i], batch.sizes[i]) for i in positions]
         with self._memory.lent(lengths) as rooms:
-            asked = PageBatch(stored_keys, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
+            asked = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
             began = time.monotonic()
             answers = one_for_each(self.inner.get(asked), len(positions))
             self._note_moved(known, "get", asked, began, answers.count(GetResult.HIT))
@@ -246,10 +246,10 @@ class TransformedStore(DelegatingStore):
             def finish(number: int) -> None:
                 page = hits[number]
                 form, segments = forms[positions[page]], batch.buffers[positions[page]]
-                reason = body.read(rooms[page], stored_keys[page], form, segments, self._memory.of_thread)
+                reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
                 if reason is not None:
                     answers[page] = GetResult.CORRUPT
-                    self._bad.note(stored_keys[page], reason)
+                    self._bad.note(names[page], reason)
 
             self._threads.run(len(hits), finish, self._at_once)
         return answers
@@ -381,7 +381,7 @@ class TransformedStore(DelegatingStore):
     def _stored_keys(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:
         """The stored key of each page in its form."""
         different = list(dict.fromkeys(forms))
-        names = {form: KnownForms.stored_keys(form, keys) for form in different}
+        names = {form: stored_keys(form, keys) for form in different}
         if len(different) == 1:
             return list(names[different[0]])
         return [names[form][page] for page, form in enumerate(forms)]
