@@ -69,7 +69,7 @@ def _seen(codec: PayingCodec, get: float | None, set_: float | None, start_up: f
 
 
 def _encodes(pages) -> bool:
-    return pages.encode(memoryview(bytes(PAGE)), memoryview(bytearray(PAGE))) > 0
+    return pages.pays() and pages.encode(memoryview(bytes(PAGE)), memoryview(bytearray(PAGE))) > 0
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

@@ -28,6 +28,9 @@ class PageCodec(Protocol):
         absent is asked for in each. They follow from the codec's label, the identity's document and the length alone,
         so that all servers ask for the same."""
 
+    def pays(self) -> bool:
+        """Whether ``encode`` is to be called now. Asked before pages are brought into one piece; returns at once."""
+
     def encode(self, payload: memoryview, encoded: memoryview) -> int:
         """Encode into the leading bytes of ``encoded``, which has as many as the largest room; returns how many, 0
         where they do not fit or it does not pay. Equal payloads give equal bytes."""

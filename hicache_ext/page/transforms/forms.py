@@ -37,7 +37,14 @@ class Form:
     room: int = 0
     """Bytes of the body of encoded pages; 0: of raw ones, whose bodies are as long as they."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether these are the pages themselves: as a tier without transforms stores them."""
+        return self.key is None and self.codec is None
+
     def stored_length(self, payload: int, block: int) -> int:
+        if self.plain:
+            return payload
         return stored_length(self.room or payload, sealed=self.key is not None, block=block)
 
 
@@ -51,6 +58,10 @@ class Forms:
     """By this tier now: the raw one, then the rooms, the smallest first."""
     payload: int = 0
     """Bytes of pages that may be encoded."""
+
+    def encodes_now(self) -> bool:
+        codec = self.written[-1].codec
+        return codec is not None and codec.pays()
 
 
 class Transforms:
@@ -79,7 +90,9 @@ class Transforms:
     def _form(self, identity: bytes, key: SealKey | None, codec: PageCodec | None, room: int) -> Form:
         label = b"" if self.codec is None else self.codec.label + b"\0%d" % room
         hides = self.seal is not None and self.seal.mode is SealMode.ENCRYPT
-        if key is None:
+        if key is None and not room:
+            stored = identity
+        elif key is None:
             stored = hashlib.sha256(_DOMAIN + identity + label).digest()[:IDENTITY_LENGTH]
         else:
             stored = key.stored_identity((b"encrypt\0" if hides else b"authenticate\0") + label, identity)

@@ -89,6 +89,9 @@ class LosslessPages:
         self.rooms = rooms
         self.code = CODE
 
+    def pays(self) -> bool:
+        return True
+
     def encode(self, payload: memoryview, encoded: memoryview) -> int:
         page, target = np.frombuffer(payload, np.uint8), np.frombuffer(encoded, np.uint8)
         if page.size != self._payload:

@@ -85,23 +85,30 @@ class _PayingPages:
         self.code = inner.code
         self.rooms = inner.rooms
 
-    def encode(self, payload: memoryview, encoded: memoryview) -> int:
-        per_byte = self._codec.seconds_per_byte()
+    def pays(self) -> bool:
+        """Also where that is not known, or was long ago: then ``encode`` measures."""
+        per_byte, measured = self._codec.seconds_per_byte(), self._measured
         if per_byte is None:
-            return 0
-        measured = self._measured
-        if measured is None or self._codec.clock() - measured.when > AGAIN:
-            # One thread measures; the others go by what is known.
-            if self._measuring.acquire(blocking=False):
-                try:
-                    measured = self._measured = self._measure(payload)
-                finally:
-                    self._measuring.release()
-            elif measured is None:
-                return 0
-        if measured.saved * per_byte <= measured.seconds / self._codec.threads:
+            return False
+        return measured is None or self._is_old(measured) or self._gains(measured, per_byte)
+
+    def encode(self, payload: memoryview, encoded: memoryview) -> int:
+        per_byte, measured = self._codec.seconds_per_byte(), self._measured
+        # One thread measures; the others go by what is known.
+        if (measured is None or self._is_old(measured)) and self._measuring.acquire(blocking=False):
+            try:
+                measured = self._measured = self._measure(payload)
+            finally:
+                self._measuring.release()
+        if per_byte is None or measured is None or not self._gains(measured, per_byte):
             return 0
         return self._inner.encode(payload, encoded)
+
+    def _is_old(self, measured: _Measured) -> bool:
+        return self._codec.clock() - measured.when > AGAIN
+
+    def _gains(self, measured: _Measured, per_byte: float) -> bool:
+        return measured.saved * per_byte > measured.seconds / self._codec.threads
 
     def decode(self, encoded: memoryview, payload: memoryview) -> None:
         self._inner.decode(encoded, payload)

@@ -54,6 +54,9 @@ class Shelved:
         self.directory = directory
         self.rooms = (64, payload // 2)
 
+    def pays(self) -> bool:
+        return True
+
     def encode(self, payload: memoryview, encoded: memoryview) -> int:
         content = bytes(payload)
         kind = content[0] % 3
@@ -117,6 +120,8 @@ class Transformed(Over):
             stored = self.inner.read(stored_key)
             if stored is None:
                 continue
+            if form.plain:
+                return stored
             page = read_page_object(stored)
             payload = memoryview(bytearray(int.from_bytes(page.payload[16:24], "little")))
             reason = body.read(

@@ -58,6 +58,10 @@ _UNSEALED_AGAIN = 60.0
 """Seconds between two looks for unsealed pages of an identity that had none."""
 
 
+def _those(batch: PageBatch, positions: Sequence[int]) -> PageBatch:
+    return batch if len(positions) == len(batch) else batch.select(positions)
+
+
 class TransformedStore(DelegatingStore):
     """``inner`` with every page encoded, sealed or both. Threads: any."""
 
@@ -107,6 +111,8 @@ class TransformedStore(DelegatingStore):
 
     def _register_forms(self, known: KnownForms, digest: bytes, document: Mapping[str, Any]) -> None:
         for form in known.forms(digest).written:
+            if form.plain:
+                continue
             self.inner.register_identity(form.identity, known.transforms.document(form, digest, document))
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
@@ -211,7 +217,11 @@ class TransformedStore(DelegatingStore):
         chosen = self._chosen_forms(known, forms, keys)
         stored = self._stored_keys(keys, chosen)
         results: list[GetResult] = [GetResult.ERROR] * len(batch)
-        portions = self._portions(known, batch, chosen, range(len(batch)))
+        plain = [page for page, form in enumerate(chosen) if form.plain]
+        for position, answer in zip(plain, self._get_plain(known, _those(batch, plain)), strict=True):
+            results[position] = answer
+        coded = [page for page, form in enumerate(chosen) if not form.plain]
+        portions = self._portions(known, batch, chosen, coded)
 
         def read(number: int) -> None:
             positions = portions[number]
@@ -225,6 +235,15 @@ class TransformedStore(DelegatingStore):
         if known.transforms.seal is not None and GetResult.MISS in results:
             self._count_unsealed(keys, results)
         return results
+
+    def _get_plain(self, known: KnownForms, batch: PageBatch) -> list[GetResult]:
+        """Pages that are stored as they are, straight into their places."""
+        if not len(batch):
+            return []
+        began = time.monotonic()
+        answers = one_for_each(self.inner.get(batch), len(batch))
+        self._note_moved(known, "get", batch, began, answers.count(GetResult.HIT))
+        return answers
 
     def _read_portion(
         self,
@@ -298,6 +317,9 @@ class TransformedStore(DelegatingStore):
                     results[page] = SetResult.EXISTS
             left = [page for page in left if results[page] is not SetResult.EXISTS]
         raw = forms.written[0]
+        plain: list[int] = []
+        if raw.plain and not forms.encodes_now():
+            plain, left = left, []
         portions = self._portions(known, batch, [raw] * len(batch), left)
 
         def write(number: int) -> None:
@@ -306,14 +328,52 @@ class TransformedStore(DelegatingStore):
             for position, answer in zip(
                 positions, self._write_portion(known, forms, batch.select(positions), names), strict=True
             ):
-                results[position] = answer
+                if answer is None:
+                    plain.append(position)
+                else:
+                    results[position] = answer
 
         self._run(len(portions), write)
+        plain.sort()
+        for position, stored in zip(plain, self._set_plain(known, _those(batch, plain)), strict=True):
+            results[position] = stored
         return results
 
-    def _write_portion(self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys) -> list[SetResult]:
-        """Write pages of one identity."""
+    def _set_plain(self, known: KnownForms, batch: PageBatch) -> list[SetResult]:
+        """Pages that are stored as they are, from their places."""
+        if not len(batch):
+            return []
+        began = time.monotonic()
+        answers = one_for_each(self.inner.set(batch), len(batch))
+        self._note_moved(known, "set", batch, began, answers.count(SetResult.STORED))
+        return answers
+
+    def _write_portion(
+        self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
+    ) -> Sequence[SetResult | None]:
+        """Write pages of one identity; None of those that are to be stored as they are, without a seal."""
         coded = self._encoded(forms, batch)
+        if forms.written[0].plain:
+            results: list[SetResult | None] = [None] * len(batch)
+            some = [page for page, piece in enumerate(coded) if piece is not None]
+            written = self._write_transformed(
+                known, forms, _those(batch, some), keys.chosen(np.array(some, np.int64)), [coded[page] for page in some]
+            )
+            for page, answer in zip(some, written, strict=True):
+                results[page] = answer
+            return results
+        return self._write_transformed(known, forms, batch, keys, coded)
+
+    def _write_transformed(
+        self,
+        known: KnownForms,
+        forms: Forms,
+        batch: PageBatch,
+        keys: PageKeys,
+        coded: Sequence[memoryview | None],
+    ) -> list[SetResult]:
+        if not len(batch):
+            return []
         chosen = [
             forms.written[0] if piece is None else next(form for form in forms.written[1:] if piece.nbytes <= form.room)
             for piece in coded
@@ -342,7 +402,7 @@ class TransformedStore(DelegatingStore):
     def _encoded(self, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
         """Each page encoded, None where it is stored as it is."""
         codec = forms.written[-1].codec
-        if codec is None:
+        if codec is None or not forms.encodes_now():
             return [None] * len(batch)
 
         def encode(page: int) -> memoryview | None:
