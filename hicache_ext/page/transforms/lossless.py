@@ -37,10 +37,10 @@ _SMALLEST = 2048
 _PARTS = 128
 _ROOMS = {
     "bfloat16": (87, 88, 89, 96),
-    "float16": (110, 111, 112, 116),
+    "float16": (111, 112, 113, 116),
     "float32": (107, 108, 109, 114),
     "float8_e4m3": (110, 111, 112, 116),
-    "float8_e5m2": (95, 96, 97, 108),
+    "float8_e5m2": (96, 97, 98, 108),
 }
 """In 128ths of a page, by the beginning of the dtype. Real pages of one model scatter by less than one of them, and the
 models differ by two (docs/codecs.md); the last one is for others."""
