@@ -91,6 +91,11 @@ class TierConfig(ConfigModel):
         """Whether it may turn out, by ``sharing``, that no other machine has its pages. Looks at nothing."""
         return not self.remote
 
+    @property
+    def tells_pages(self) -> bool:
+        """Whether KV events can say which pages it holds: not where a seal hides their names."""
+        return self.lists_pages and (self.seal is None or self.seal.mode != "encrypt")
+
     def sharing(self) -> Sharing:
         """Whether other machines have its pages, on this node. Asks no server."""
         if directories := self.directories():

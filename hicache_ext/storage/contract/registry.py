@@ -107,6 +107,8 @@ def open_tier(name: str, tier: Any) -> PageStore:
 def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
     """``TierType.examine`` of one configured tier. Raises as ``open_tier``."""
     kind = tier_type(tier.type)
+    # What is wrong with its keys is said, too.
+    tier.transforms(name)
     with _missing_packages_named(name, kind):
         return kind.examine(name, tier)
 

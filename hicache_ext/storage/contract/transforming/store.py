@@ -270,7 +270,7 @@ class TransformedStore(DelegatingStore):
                     answers[page] = GetResult.CORRUPT
                     self._bad.note(names[page], reason)
 
-            self._threads.run(len(hits), finish, self._at_once)
+            self._each(len(hits), finish)
         return answers
 
     def _chosen_forms(self, known: KnownForms, forms: Forms, keys: PageKeys) -> list[Form]:
@@ -388,7 +388,7 @@ class TransformedStore(DelegatingStore):
                 segments, of_thread = batch.buffers[page], self._memory.of_thread
                 body.write(rooms[page], stored[page], chosen[page], segments, coded[page], salt, of_thread)
 
-            self._threads.run(len(batch), finish, self._at_once)
+            self._each(len(batch), finish)
             given = PageBatch(stored, [[room] for room in rooms], lengths, batch.sizes)
             kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
             if kept:
@@ -410,7 +410,7 @@ class TransformedStore(DelegatingStore):
                 return None
             return body.encoded(codec, batch.buffers[page], self._memory.of_thread)
 
-        return self._threads.run(len(batch), encode, self._at_once)
+        return self._each(len(batch), encode)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -469,6 +469,10 @@ class TransformedStore(DelegatingStore):
         # The context carries the limit of this call.
         contexts = [contextvars.copy_context() for _ in range(count)]
         self._threads.run(count, lambda number: contexts[number].run(work, number), self._at_once)
+
+    def _each(self, pages: int, work: Callable[[int], Any]) -> list[Any]:
+        """All pages of a portion. Of a near medium portions are many, and done at once."""
+        return self._threads.run(pages, work, self._at_once if self._shared else 1)
 
     def _note_moved(self, known: KnownForms, call: str, batch: PageBatch, began: float, moved: int) -> None:
         if known.transforms.codec is not None and moved:
