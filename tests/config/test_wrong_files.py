@@ -22,8 +22,8 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
 TIER_KEYS = (
-    "type, required, timeout, guards, path, capacity, layout, io, threads, open_files, ttl, shared, mode, group, "
-    "require_mount"
+    "type, required, timeout, guards, codec, seal, path, capacity, layout, io, threads, open_files, ttl, shared, mode, "
+    "group, require_mount"
 )
 SECTION_KEYS = (
     "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, watch_config, "

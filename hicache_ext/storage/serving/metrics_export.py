@@ -39,6 +39,7 @@ HELP = {
     "chain_pages": "Pages of the chains that SGLang looked up: asked for, found, used.",
     "bytes": "Bytes read, written and evicted.",
     "corrupt": "Page objects that were refused, by reason.",
+    "unsealed": "Pages that were missing in a sealed tier, and are there without a seal.",
     "evicted": "Pages evicted, by reason.",
     "timeout": "Calls that their deadline ended, by call.",
     "late": "Calls that ended after their deadline, by call.",

@@ -16,7 +16,9 @@ from contextlib import ExitStack
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
+from hicache_ext.page.transforms.sealing import Seal
 from hicache_ext.storage.contract.abilities import Resizable, ability
+from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.guards.breaker_store import BreakerStore
 from hicache_ext.storage.tiering.live_tiers import Guards, LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
@@ -97,6 +99,7 @@ class ReloadableStore(TieredStore):
                 for name, tier in changed.items():
                     guards[name] = guard(wanted[name], tier.bare, tier.guards)
                     undo.callback(guards[name].let_go)
+                seals = {name: seal for name in changed if (seal := _new_seal(name, before[name], wanted[name]))}
                 for name, tier in changed.items():
                     undo.callback(_end, name, functools.partial(_resize, tier, tier.config))
                     _resize(tier, wanted[name])
@@ -109,6 +112,11 @@ class ReloadableStore(TieredStore):
         except Exception as error:
             raise StoreError(f"the new tiers cannot be used: {error!r}") from error
         self._live = live
+        for name, seal in seals.items():
+            # Pages of a key that is gone are absent from here on.
+            store = ability(before[name].bare, TransformedStore)
+            assert store is not None
+            store.put_seal(seal)
         for name, new_guards in guards.items():
             tier = before[name]
             old_guards, tier.guards, tier.config = tier.guards, new_guards, wanted[name]
@@ -172,8 +180,30 @@ def _problems_of_tier(name: str, live: LiveTier, wanted: TierConfig) -> Iterator
             store = ability(live.bare, Resizable)
             if store is None or not store.can_resize(getattr(wanted, field)):
                 yield ConfigError(f"{key}.{field}", f"cannot change in this layout while the tier is in use; {remedy}")
+        elif field == "seal" and field in wanted.live_keys:
+            yield from _problems_of_seal(f"{key}.seal", live, wanted, remedy)
         elif field not in wanted.live_keys:
             yield ConfigError(f"{key}.{field}", f"cannot change while the tier is in use; {remedy}")
+
+
+def _problems_of_seal(key: str, live: LiveTier, wanted: TierConfig, remedy: str) -> Iterator[ConfigError]:
+    """Keys may change, and what they do to pages may not."""
+    one, other = live.config.seal, wanted.seal
+    if one is None or other is None or one.mode != other.mode:
+        yield ConfigError(key, f"pages cannot be sealed in another way while the tier is in use; {remedy}")
+    elif ability(live.bare, TransformedStore) is None:
+        yield ConfigError(key, "cannot change before the tier could be opened")
+    else:
+        try:
+            other.opened(key)
+        except ConfigError as error:
+            yield error
+
+
+def _new_seal(name: str, live: LiveTier, wanted: TierConfig) -> Seal | None:
+    """The seal that is to be put in force, where it is another one. Raises ConfigError."""
+    changed = wanted.seal is not None and wanted.seal != live.config.seal
+    return wanted.seal.opened(f"hicache_ext.tiers.{name}.seal") if changed and wanted.seal is not None else None
 
 
 def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:
