@@ -95,7 +95,7 @@ def test_nothing_of_sglang_is_used_that_the_list_does_not_name() -> None:
     """Every module of SGLang that this package imports from, and every name that it imports, is on the list."""
     listed = {use.owner for use in USED} | {f"{use.owner}.{name}" for use in USED for name in use.names}
     unlisted = set()
-    for file in (ROOT / "hicache_ext" / "sglang").glob("*.py"):
+    for file in (ROOT / "hicache_ext" / "sglang").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
                 unlisted |= {f"{node.module}.{alias.name}" for alias in node.names} - listed
