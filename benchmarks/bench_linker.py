@@ -41,11 +41,11 @@ from hicache_ext.bench.report import (
     where_and_when,
 )
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.config.model import ExtraConfig
+from hicache_ext.config.model import SECTION, ExtraConfig
+from hicache_ext.config.render import linker_config
 from hicache_ext.errors import BenchmarkError
 from hicache_ext.runtime.results import standard_output_of
 from hicache_ext.testing.client import Generation
-from hicache_ext.testing.server import linker_launch
 from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model
 from tests.rigs.layer_times import VARIABLE, LayerEvent, read_events
 from tests.rigs.rig_server import RigServer
@@ -138,7 +138,10 @@ def _start(stack: ExitStack, directory: Path, events: Path, tokens: int) -> dict
     doors: dict[str, dict[str, Any]] = {
         NO_STORAGE: {"hierarchical_cache": False},
         HICACHE: {"storage_backend": "dynamic", "extra_config": {**config, "prefetch_threshold": PAGE_SIZE}},
-        LINKER: {"linker_config": linker_launch(config), "environment": rig_environment({VARIABLE: str(events)})},
+        LINKER: {
+            "linker_config": linker_config({SECTION: config[SECTION]}),
+            "environment": rig_environment({VARIABLE: str(events)}),
+        },
     }
     servers = {}
     for arm in ARMS:

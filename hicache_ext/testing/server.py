@@ -28,7 +28,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config.model import SECTION
 from hicache_ext.errors import ServerError
 from hicache_ext.storage.serving.control import DIRECTORY_VARIABLE, runtime_directory
 from hicache_ext.testing.client import SglangClient
@@ -231,15 +230,6 @@ class SglangServer(SglangClient):
             if time.monotonic() > deadline:
                 raise ServerError(f"the server was not ready after {self._start_timeout:g} s:\n{self.log_tail()}")
             time.sleep(0.1)
-
-
-def linker_launch(extra_config: Mapping[str, Any]) -> dict[str, Any]:
-    """``linker_config`` of a SglangServer that has the tiers of a configuration made for HiCache."""
-    return {
-        "linker": "HiCacheExtLinker",
-        "linker_module_path": "hicache_ext.sglang.linker",
-        "linker_extra_config": {SECTION: extra_config[SECTION]},
-    }
 
 
 def _elsewhere(temporary: str) -> dict[str, str]:
