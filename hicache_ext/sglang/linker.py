@@ -24,9 +24,9 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.features import LINKER
 from hicache_ext.sglang.launch_facts import configuration_given_as
-from hicache_ext.sglang.lifecycle import name_of
 from hicache_ext.sglang.linking.launch import launched_with
 from hicache_ext.sglang.linking.loads import Loads
+from hicache_ext.sglang.linking.look_ups import LookUps
 from hicache_ext.sglang.linking.moves import Pages, pages_of
 from hicache_ext.sglang.linking.offloads import Offloads
 from hicache_ext.sglang.linking.ranks import agreed
@@ -69,9 +69,13 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         self._params = params
         self._staging = Staging(params, set(components), settings.staging)
         self._closed = False
-        ranks = _storage_config(self._staging, document)
-        with configuration_given_as(None if file is None else f"@{file}"):
-            self._backend = HiCacheExtBackend(ranks, {})
+        try:
+            ranks = _storage_config(self._staging, document)
+            with configuration_given_as(None if file is None else f"@{file}"):
+                self._backend = HiCacheExtBackend(ranks, {})
+        except BaseException:
+            self._staging.destroy()
+            raise
         try:
             self._register_pools()
             self._writer = bool(ranks.is_storage_writer)
@@ -80,6 +84,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             if self._staging.states_beside_the_pools:
                 params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
             self._metrics = _LinkerMetrics(self._levels)
+            self._look_ups = LookUps(self._staging, self._restorable)
             self._loads = Loads(
                 self._staging, self._backend, self.layer_done_counter, self._metrics, settings.load_timeout
             )
@@ -87,6 +92,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._backend.export_also(self._metrics)
         except BaseException:
             self._backend.close()
+            self._staging.destroy()
             raise
         logger.info(
             "hicache_ext: external linker of SGLang %s, pools %s, %d layers, %d MiB of staging memory",
@@ -100,23 +106,12 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: [])
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        by_name = {name_of(transfer.name): transfer for transfer in transfers}
-        kv = by_name.get(KV)
-        if kv is None or not kv.keys or self._closed:
+        if self._closed or self._backend.served_pool(KV) is None:
             return []
-        beside = []
-        for source, names in self._staging.pools_on.items():
-            transfer = by_name.get(source)
-            for name in names:
-                if name == KV:
-                    continue
-                if transfer is None or not transfer.keys:
-                    # Without what belongs to this component no prefix can be restored.
-                    return []
-                policy = transfer.hit_policy if name == source else self._staging.policies[name]
-                beside.append(PoolTransfer(self._staging.pool_name(name), keys=transfer.keys, hit_policy=policy))
-        found = self._backend.batch_exists_v2(list(kv.keys), beside)
-        return list(found.restorable_prefix_pages or [])
+        return self._look_ups.restorable(rid, transfers)
+
+    def _restorable(self, keys: list[str], beside: list[PoolTransfer]) -> list[int]:
+        return list(self._backend.batch_exists_v2(keys, beside).restorable_prefix_pages or [])
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
@@ -125,6 +120,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         pages = self._pages(transfers)
         if not pages:
             return False
+        self._look_ups.forget(rid)
         read = self._read(rid, pages)
         everywhere = self._agreed(read)
         if read and not everywhere:
@@ -181,6 +177,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     @answering(lambda *_, **__: None)
     def reset(self) -> None:
         """Forget what is under way; what is stored stays. From the return on the device is neither read nor written."""
+        self._look_ups.forget()
         self._loads.reset()
         self._offloads.reset()
 

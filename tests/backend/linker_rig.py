@@ -15,6 +15,8 @@ import torch
 
 from hicache_ext.sglang import launch_facts
 from hicache_ext.sglang.launch_facts import LaunchFacts
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.testing.faults import PageStoreWrapper
 
 PAGE = 16
 PAGES = 96
@@ -241,3 +243,47 @@ def loaded(linker: Any, rid: str, transfers: list[Any]) -> bool:
 
 def staging_in_use(linker: Any) -> int:
     return int(linker._staging.pages_in_use("load") + linker._staging.pages_in_use("offload"))
+
+
+class TroubledStore(PageStoreWrapper):
+    """Does what ``mode`` says: ``well``, ``fail``, ``raise``, ``slow``, ``hang`` (until it says something else)."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.mode = "well"
+        self.reads = 0
+
+    def get(self, batch: PageBatch) -> list[GetResult]:
+        self.reads += 1
+        return [GetResult.ERROR] * len(batch) if self._trouble() else super().get(batch)
+
+    def set(self, batch: PageBatch) -> list[SetResult]:
+        return [SetResult.ERROR] * len(batch) if self._trouble() else super().set(batch)
+
+    def _trouble(self) -> bool:
+        if self.mode == "raise":
+            raise OSError("on purpose")
+        if self.mode == "slow":
+            time.sleep(0.05)
+        while self.mode == "hang":
+            time.sleep(0.01)
+        return self.mode == "fail"
+
+
+@contextmanager
+def troubled_stores() -> Iterator[list[TroubledStore]]:
+    """The tiers that are opened meanwhile, each with trouble around it; they are well again at the end."""
+    from hicache_ext.storage.tiering import live_tiers
+
+    original, opened = live_tiers.open_tier, []
+
+    def open_tier(*arguments: Any, **named: Any) -> TroubledStore:
+        opened.append(TroubledStore(original(*arguments, **named)))
+        return opened[-1]
+
+    with mock.patch.object(live_tiers, "open_tier", open_tier):
+        try:
+            yield opened
+        finally:
+            for store in opened:
+                store.mode = "well"

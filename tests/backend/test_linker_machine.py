@@ -9,9 +9,9 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hicache_ext.sglang.releases import comes_with, installed_release
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.testing.faults import PageStoreWrapper
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.backend import linker_rig as rig
 
@@ -38,41 +36,14 @@ LOAD_TIMEOUT = 0.3
 SLACK = 5.0
 """Seconds that a call may take beyond its deadline on a busy machine."""
 
-_TARGET = "hicache_ext.storage.tiering.live_tiers.open_tier"
-
-
-class TroubledStore(PageStoreWrapper):
-    """Does what ``mode`` says: nothing, ``fail``, ``raise``, ``slow``, ``hang`` (until it says something else)."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.mode = "well"
-
-    def get(self, batch: PageBatch) -> list[GetResult]:
-        return [GetResult.ERROR] * len(batch) if self._trouble() else super().get(batch)
-
-    def set(self, batch: PageBatch) -> list[SetResult]:
-        return [SetResult.ERROR] * len(batch) if self._trouble() else super().set(batch)
-
-    def _trouble(self) -> bool:
-        if self.mode == "raise":
-            raise OSError("on purpose")
-        if self.mode == "slow":
-            time.sleep(0.05)
-        while self.mode == "hang":
-            time.sleep(0.01)
-        return self.mode == "fail"
-
 
 class LinkerMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
-        self.store: TroubledStore | None = None
         self.directory = tempfile.TemporaryDirectory()
-        self.context = rig.server_context()
-        self.context.__enter__()
-        self.patch = mock.patch(_TARGET, self._troubled(_original()))
-        self.patch.start()
+        self.stack = ExitStack()
+        self.stack.enter_context(rig.server_context())
+        self.stores = self.stack.enter_context(rig.troubled_stores())
         self.device = rig.mha_device()
         self.device.fill()
         self.content = dict(zip(range(KEYS), self.device.content("kv", list(SOURCES)), strict=True))
@@ -88,13 +59,6 @@ class LinkerMachine(RuleBasedStateMachine):
         self.raised: list[BaseException] = []
         self.asking = threading.Thread(target=self._ask, daemon=True)
         self.asking.start()
-
-    def _troubled(self, original: Any) -> Any:
-        def open_tier(*arguments: Any, **named: Any) -> TroubledStore:
-            self.store = TroubledStore(original(*arguments, **named))
-            return self.store
-
-        return open_tier
 
     def _ask(self) -> None:
         """Another thread that only looks."""
@@ -176,14 +140,12 @@ class LinkerMachine(RuleBasedStateMachine):
 
     @rule(mode=st.sampled_from(["well", "well", "fail", "raise", "slow", "hang"]))
     def trouble(self, mode: str) -> None:
-        assert self.store is not None
-        self.store.mode = mode
+        self.stores[0].mode = mode
 
     @rule()
     def everything_completes(self) -> None:
         """However the store is: once it answers again, everything that was handed over is answered, in order."""
-        assert self.store is not None
-        self.store.mode = "well"
+        self.stores[0].mode = "well"
         for _ in range(self.outstanding):
             rig.stored(self.linker)
         self.outstanding = 0
@@ -219,8 +181,7 @@ class LinkerMachine(RuleBasedStateMachine):
             self.asking.join(10)
             for rid in list(self.pending):
                 self.linker.cancel_queued_load(rid)
-            assert self.store is not None
-            self.store.mode = "well"
+            self.stores[0].mode = "well"
             deadline = time.monotonic() + 20
             while rig.staging_in_use(self.linker) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -230,15 +191,8 @@ class LinkerMachine(RuleBasedStateMachine):
             assert left == []
         finally:
             self.linker.close()
-            self.patch.stop()
-            self.context.__exit__(None, None, None)
+            self.stack.close()
             self.directory.cleanup()
-
-
-def _original() -> Any:
-    from hicache_ext.storage.tiering import live_tiers
-
-    return live_tiers.open_tier
 
 
 prepare_process()

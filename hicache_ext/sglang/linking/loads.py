@@ -166,6 +166,7 @@ class Loads:
 
     def _read(self, load: _Load) -> bool:
         """Read everything, a portion at a time; whether all of it is there."""
+        self._staging.enter_thread()
         for pages in load.pages:
             for some in pages.portions(self._staging.portion_pages(pages.source)):
                 portion = self._memory(load, some)
@@ -217,6 +218,7 @@ class Loads:
 
     def _move(self, index: int, portions: Sequence[Portion], events: Sequence[Any]) -> None:
         try:
+            self._staging.enter_thread()
             _wait_for(events)
             if portions:
                 self._staging.scatter(portions, lambda layer: self._counter.complete(index, layer))

@@ -135,6 +135,7 @@ class Offloads:
     # -- threads ---------------------------------------------------------------------------------------------------
 
     def _gather_all(self) -> None:
+        self._staging.enter_thread()
         while (job := self._to_gather.get()) is not None:
             try:
                 self._gather(job)

@@ -82,7 +82,9 @@ class Staging:
                 raise UnsupportedError("this staging memory", least, "set hicache_ext.linker.staging to more")
             self._limits[source] = pages // 2
             self._used["load", source] = self._used["offload", source] = 0
-        self._stream = torch.get_device_module(self.controller.device).Stream()
+        self._module = torch.get_device_module(self.controller.device)
+        self._device = self._module.current_device()
+        self._stream = self._module.Stream()
         self._on_cpu = torch.device(self.controller.device).type == "cpu"
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -125,6 +127,10 @@ class Staging:
         """Give the memory back to the system; nothing may use it any more."""
         self.group.destroy()
 
+    def enter_thread(self) -> None:
+        """To be called by a thread before it waits for events or copies: its device is the first one otherwise."""
+        self._module.set_device(self._device)
+
     # -- copies ----------------------------------------------------------------------------------------------------
 
     def gather(self, portion: Portion) -> None:
@@ -147,7 +153,7 @@ class Staging:
                 if layer_done is not None:
                     layer_done(layer)
                 return
-            event = torch.get_device_module(self.controller.device).Event()
+            event = self._module.Event()
             event.record()
             events.append(event)
 
@@ -169,7 +175,7 @@ class Staging:
     @contextmanager
     def _submitting(self) -> Iterator[None]:
         # SGLang's engine, and ours under it, are made for one thread.
-        with self._copying, torch.get_device_module(self.controller.device).stream(self._stream):
+        with self._copying, self._module.stream(self._stream):
             yield
 
     def _operation(self, portions: Sequence[Portion]) -> Any:
