@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -143,20 +144,39 @@ def _start(stack: ExitStack, directory: Path, events: Path, tokens: int) -> dict
             "environment": rig_environment({VARIABLE: str(events)}),
         },
     }
+    # The share bounds nothing: it only lets a server start whose neighbours take memory meanwhile.
+    memory = ("--max-total-tokens", str(3 * tokens // PAGE_SIZE * PAGE_SIZE), "--mem-fraction-static", "0.6")
     servers = {}
+    identities: set[str] = set()
     for arm in ARMS:
         servers[arm] = stack.enter_context(
             RigServer(
                 model,
                 log_file=directory / f"{arm}.log",
                 page_size=PAGE_SIZE,
-                extra_arguments=(*arguments_to_serve(), "--max-total-tokens", str(3 * tokens // PAGE_SIZE * PAGE_SIZE)),
+                extra_arguments=(*arguments_to_serve(), *memory),
                 **doors[arm],
             )
         )
         servers[arm].generate([1, 2, 3], 2)  # pays for what is loaded and compiled once
+        if arm != NO_STORAGE:
+            identities.add(_identity_of(servers[arm]))
         servers[arm].freeze()
+    if len(identities) > 1:
+        raise BenchmarkError(f"the servers do not share pages: {sorted(identities)}")
     return servers
+
+
+def _identity_of(server: RigServer) -> str:
+    """Of the server's pages, once it has read its weights: nothing is stored or served before."""
+    deadline = time.monotonic() + 120
+    while not (
+        found := re.findall(r"pages of pool kv have identity (\w+)", server.log_file.read_text(errors="replace"))
+    ):
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"the weights were not identified in two minutes:\n{server.log_tail()}")
+        time.sleep(0.1)
+    return str(found[-1])
 
 
 @contextmanager
