@@ -31,7 +31,7 @@ from hicache_ext.sglang.linking.moves import Pages, pages_of
 from hicache_ext.sglang.linking.offloads import Offloads
 from hicache_ext.sglang.linking.ranks import agreed
 from hicache_ext.sglang.linking.staging import Staging
-from hicache_ext.sglang.never_raise import answering
+from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.releases import end_registration, installed_release, refuse_release_without_linker
 from hicache_ext.sglang.self_check import check_installed, lacking
 from hicache_ext.sglang.served_pools import KV, BoundPool
@@ -83,13 +83,14 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self.layer_done_counter = LayerWiseLoadCounter(self._staging.layers)
             if self._staging.states_beside_the_pools:
                 params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-            self._metrics = _LinkerMetrics(self._levels)
+            self._metrics = _LinkerMetrics(self._set_levels)
             self._look_ups = LookUps(self._staging, self._restorable)
             self._loads = Loads(
                 self._staging, self._backend, self.layer_done_counter, self._metrics, settings.load_timeout
             )
             self._offloads = Offloads(self._staging, self._backend, self._metrics, self._bytes_of)
             self._backend.export_also(self._metrics)
+            self._backend.declare_failures(guarded_calls(type(self)))
         except BaseException:
             self._backend.close()
             self._staging.destroy()
@@ -196,12 +197,10 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     def report_failure(self, call: str, error: BaseException) -> None:
         self._backend.report_failure(call, error)
 
-    def _levels(self) -> dict[tuple[str, str], float]:
-        return {
-            ("staging_pages", "load"): float(self._staging.pages_in_use("load")),
-            ("staging_pages", "offload"): float(self._staging.pages_in_use("offload")),
-            ("waiting", ""): float(self._offloads.waiting()),
-        }
+    def _set_levels(self) -> None:
+        self._metrics.set_level("staging_pages", "load", float(self._staging.pages_in_use("load")))
+        self._metrics.set_level("staging_pages", "offload", float(self._staging.pages_in_use("offload")))
+        self._metrics.set_level("waiting", "", float(self._offloads.waiting()))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -212,6 +211,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         for entry in group.entries:
             self._backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
         end_registration(self._backend)
+        for name, reason in self._backend.unserved_pools.items():
+            raise UnsupportedError(f"pool {name!r} of this model", reason)
 
     @answering(lambda *_, **__: [])
     def _pages(self, transfers: list[PoolTransfer]) -> list[Pages]:
@@ -237,9 +238,9 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 class _LinkerMetrics(TierMetrics):
     """What the linker counts, and how full it is at the moment of asking."""
 
-    def __init__(self, now: Callable[[], dict[tuple[str, str], float]]) -> None:
+    def __init__(self, set_levels: Callable[[], None]) -> None:
         super().__init__("linker", prefix="linker_")
-        self._now = now
+        self._set_levels = set_levels
         self.declare(
             {
                 "load": ("read", "missing", "late", "refused", "error", "copy_failed", "other_rank"),
@@ -250,7 +251,8 @@ class _LinkerMetrics(TierMetrics):
         )
 
     def levels(self) -> dict[tuple[str, str], float]:
-        return self._now()
+        self._set_levels()
+        return super().levels()
 
 
 def _refuse_unusable_release() -> None:

@@ -60,9 +60,9 @@ def _names(owner: str, names: str, *features: Feature, since: str = "") -> Use:
     return Use(f"sglang.srt.{owner}", tuple(names.split()), features, since=since)
 
 
-def _call(owner: str, name: str, takes: str, *features: Feature, only: bool = False, since: str = "") -> Use:
+def _call(owner: str, name: str, takes: str, *features: Feature, only: bool = False) -> Use:
     """A function that we call; ``only``: one of ours that SGLang calls."""
-    return Use(f"sglang.srt.{owner}", (name,), features, tuple(takes.split()), only, since)
+    return Use(f"sglang.srt.{owner}", (name,), features, tuple(takes.split()), only=only)
 
 
 def _hook(kind: HookKind, owner: str, name: str, feature: Feature, takes: str | None = None, since: str = "") -> Use:
@@ -85,17 +85,12 @@ _HYBRID = "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _COPY = "device_pool host_indices device_indices"
 _LINKER = "mem_cache.unified_cache.unified_cache_linker"
 _ASSEMBLER = "mem_cache.hybrid_cache.hybrid_pool_assembler"
-_WITH_LINKER = "0.5.23"
-"""The release that takes external linkers of other packages."""
+_TRANSFERS = "mem_cache.l2_transfer.L2TransferEngine"
 
 
 def _duty(name: str, takes: str) -> Use:
     """A call of SGLang's on its external linker."""
-    return _call(f"{_LINKER}.UnifiedCacheLinker", name, takes, LINKER, only=True, since=_WITH_LINKER)
-
-
-def _linking(owner: str, names: str) -> Use:
-    return _names(owner, names, LINKER, since=_WITH_LINKER)
+    return _call(f"{_LINKER}.UnifiedCacheLinker", name, takes, LINKER, only=True)
 
 
 USED: tuple[Use, ...] = (
@@ -272,49 +267,43 @@ USED: tuple[Use, ...] = (
     _duty("pop_completed_offload", ""),
     _duty("reset", ""),
     _duty("close", ""),
-    _linking(f"{_LINKER}.UnifiedCacheLinker", "record_offload_ready forward_stream layer_done_counter pools"),
-    _linking(_LINKER, "UnifiedCacheLinker LayerWiseLoadCounter"),
-    _linking(f"{_LINKER}.LayerWiseLoadCounter", "num_layers update_producer complete fail finish reset"),
-    _linking(f"{_STORAGE}.PoolTransfer", "device_indices"),
-    _linking(f"{_STORAGE}.HiCacheStorageConfig", "is_storage_writer"),
-    # Its host pools, a small fraction of the size, are the memory through which pages pass.
-    _linking(_ASSEMBLER, "_select_strategy"),
+    _names(f"{_LINKER}.UnifiedCacheLinker", "record_offload_ready forward_stream layer_done_counter pools", LINKER),
+    _names(_LINKER, "UnifiedCacheLinker LayerWiseLoadCounter", LINKER),
+    _names(f"{_LINKER}.LayerWiseLoadCounter", "num_layers update_producer complete fail finish reset", LINKER),
+    _names(f"{_STORAGE}.PoolTransfer", "device_indices", LINKER),
+    _names(f"{_STORAGE}.HiCacheStorageConfig", "is_storage_writer", LINKER),
+    # SGLang's host pools, a small fraction of their size, are the memory through which pages pass.
+    _names(_ASSEMBLER, "_select_strategy", LINKER),
     _call(
-        f"{_ASSEMBLER}.StackStrategy",
-        "build",
-        "cache kvcache params server_args load_cache_event model_name",
+        f"{_ASSEMBLER}.StackStrategy", "build", "cache kvcache params server_args load_cache_event model_name", LINKER
+    ),
+    _names(
+        f"{_ASSEMBLER}.StackBuildResult",
+        "host_pool_group cache_controller sidecars register_req_to_token_counter",
         LINKER,
-        since=_WITH_LINKER,
     ),
-    _linking(
-        f"{_ASSEMBLER}.StackBuildResult", "host_pool_group cache_controller sidecars register_req_to_token_counter"
-    ),
-    _linking(f"{_STORAGE}.SidecarPoolSpec", "pool_name indices_from_pool hit_policy"),
-    _linking(f"{_HOST_POOL}.base", "host_memory_budget_scope"),
-    _linking(f"{_HOST_POOL}.base.HostKVCache", "available_size size_per_token"),
-    _linking(f"{_HOST_POOL}.group.HostPoolGroup", "entries entry_map anchor_entry alloc free destroy"),
-    _linking(f"{_HOST_POOL}.group.PoolEntry", "name host_pool"),
-    _linking(
+    _names(f"{_STORAGE}.SidecarPoolSpec", "pool_name indices_from_pool hit_policy", LINKER),
+    _names(f"{_HOST_POOL}.base", "host_memory_budget_scope", LINKER),
+    _names(f"{_HOST_POOL}.base.HostKVCache", "available_size size_per_token", LINKER),
+    _names(f"{_HOST_POOL}.group.HostPoolGroup", "entries entry_map anchor_entry alloc free destroy", LINKER),
+    _names(f"{_HOST_POOL}.group.PoolEntry", "name host_pool", LINKER),
+    _names(
         _HYBRID,
         "device transfer_layer_id_max l2_transfer_engine move_hybrid_indices"
         " _move_write_operation _l2_transfers _l2_load_transfers _generate_storage_config",
-    ),
-    _linking(f"{_CONTROLLER}", "CacheOperation"),
-    _call("mem_cache.l2_transfer.L2TransferEngine", "submit_device_to_host", "transfers", LINKER, since=_WITH_LINKER),
-    _call(
-        "mem_cache.l2_transfer.L2TransferEngine",
-        "submit_host_to_device",
-        "transfers transfer_layer_id_max on_layer_done",
         LINKER,
-        since=_WITH_LINKER,
     ),
-    _linking("mem_cache.l2_transfer.TransferCompletion", "finish_event"),
-    _linking(
+    _names(_CONTROLLER, "CacheOperation", LINKER),
+    _call(_TRANSFERS, "submit_device_to_host", "transfers", LINKER),
+    _call(_TRANSFERS, "submit_host_to_device", "transfers transfer_layer_id_max on_layer_done", LINKER),
+    _names("mem_cache.l2_transfer.TransferCompletion", "finish_event", LINKER),
+    _names(
         "mem_cache.cache_init_params.CacheInitParams",
         "req_to_token_pool token_to_kv_pool_allocator page_size pp_size tp_cache_group attn_cp_cache_group"
         " attn_tp_cache_group sidecar_draft_device_pools",
+        LINKER,
     ),
-    _linking("runtime_context", "get_serving"),
+    _names("runtime_context", "get_memory get_parallel get_serving", LINKER),
     Use(
         LAUNCH_ARGUMENTS,
         (
@@ -324,7 +313,6 @@ USED: tuple[Use, ...] = (
             "hicache_write_policy",
         ),
         (LINKER,),
-        since=_WITH_LINKER,
     ),
     _names("managers.schedule_batch.ScheduleBatch", "reqs forward_mode extend_num_tokens", PREFILL_COST),
     _names("model_executor.forward_batch_info.ForwardMode", "is_extend", PREFILL_COST),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.errors import ConfigError, UnsupportedError
-from hicache_ext.sglang.releases import comes_with, installed_release
+from hicache_ext.sglang.releases import comes_with, installed_release, refuse_release_without_linker
 from tests.backend import linker_rig as rig
 
 pytestmark = [
@@ -211,6 +212,35 @@ def test_staging_memory_too_small_for_the_model_is_one_sentence(tmp_path: Path) 
     device.params.token_to_kv_pool_allocator.get_kvcache().full_kv_pool.get_kv_size_bytes = lambda: (1, 1)
     with rig.server_context(), pytest.raises(UnsupportedError, match=r"hicache_ext\.linker\.staging"):
         rig.linker_of(device, rig.extra_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"pp_size": 2}, "--pp-size cannot be served: the stages of a pipeline do not agree"),
+        ({"sidecar_draft_device_pools": (object(),)}, "this draft model cannot be served: it has pools of its own"),
+    ],
+)
+def test_what_a_linker_cannot_serve_is_refused_at_the_start(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    device = rig.mha_device()
+    device.params = dataclasses.replace(device.params, **changes)
+    with rig.server_context(), pytest.raises(UnsupportedError, match=f"^{sentence}[^\n]*$"):
+        rig.linker_of(device, rig.extra_config(tmp_path))
+
+
+def test_a_pool_that_hicache_does_not_know_is_refused_at_the_start(tmp_path: Path) -> None:
+    device = rig.swa_device()
+    device.components = rig.mamba_device().components
+    with rig.server_context(), pytest.raises(UnsupportedError, match=r"^the KV pool SWAKVPool cannot be served"):
+        rig.linker_of(device, rig.extra_config(tmp_path))
+
+
+@pytest.mark.parametrize("release", ["0.5.20", "0.5.22"])
+def test_an_older_release_is_refused_with_one_sentence(release: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^the external linker of SGLang {release} cannot be served[^\n]*$"):
+        refuse_release_without_linker(release)
 
 
 def test_the_configuration_file_of_hicache_serves_the_linker(tmp_path: Path) -> None:

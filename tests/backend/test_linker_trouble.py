@@ -23,6 +23,9 @@ pytestmark = [
 SLACK = 5.0
 """Seconds that a call may take beyond its deadline on a busy machine."""
 
+ONE_OF_TWO = {"tp_rank": 1, "tp_size": 2, "attn_tp_rank": 1, "attn_tp_size": 2, "moe_tp_size": 2}
+"""The second rank of two."""
+
 Open = Callable[..., Any]
 
 
@@ -179,7 +182,7 @@ def test_a_close_ends_although_the_store_hangs(
 
 def test_a_rank_that_writes_nothing_of_a_replicated_model_is_done_at_once(tmp_path: Path) -> None:
     device = rig.mla_device()
-    with rig.server_context(tp_rank=1, tp_size=2), rig.troubled_stores() as stores:
+    with rig.server_context(**ONE_OF_TWO), rig.troubled_stores() as stores:
         linker = rig.linker_of(device, rig.extra_config(tmp_path / "l3"))
         try:
             stores[0].mode = "hang"

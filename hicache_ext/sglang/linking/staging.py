@@ -221,7 +221,7 @@ def _build(params: Any, components: set[Any], kvcache: Any, size: int) -> Any:
         raise UnsupportedError("--dcp-size", "a page is spread over ranks", "use --enable-hierarchical-cache")
     if params.sidecar_draft_device_pools:
         # SGLang adds these to its host pools in another place.
-        reason = "its draft model has pools of its own beside the target's"
+        reason = "it has pools of its own beside the target's"
         raise UnsupportedError("this draft model", reason, "use --enable-hierarchical-cache")
     settings = {
         "hicache_mem_layout": "page_first",
