@@ -36,12 +36,14 @@ from hicache_ext.bench.report import (
     Report,
     Table,
     add_output_arguments,
+    command_line,
     machine_facts,
     number,
     positive,
     where_and_when,
 )
 from hicache_ext.cli.main import without_traceback
+from hicache_ext.cli.stats_figures import read_samples
 from hicache_ext.config.model import SECTION, ExtraConfig
 from hicache_ext.config.render import linker_config
 from hicache_ext.errors import BenchmarkError
@@ -92,9 +94,13 @@ def main() -> int:
     report.show()
     if arguments.plot:
         draw(arguments.plot, rounds[_typical(rounds)].layers, where_and_when(facts))
-    # The picture is a time line, not one of the report's own diagrams.
-    picture, arguments.plot = arguments.plot, None
-    report.write(arguments, {picture: "FILE.png"} if picture else None)
+    if arguments.markdown:
+        given = {arguments.json: "FILE.json", arguments.plot: "FILE.png", arguments.markdown: "FILE.md"}
+        command = command_line(hidden={path: name for path, name in given.items() if path is not None})
+        arguments.markdown.write_text(report.markdown(command, arguments.plot.name if arguments.plot else None))
+    # Page and picture are written: the picture is none of the report's own diagrams.
+    arguments.plot = arguments.markdown = None
+    report.write(arguments)
     return 0
 
 
@@ -114,6 +120,7 @@ def _measure(directory: Path, rounds: int, tokens: int, question: int) -> list[R
                 current, seconds, pauses = round_number, {}, {}
                 with _thawed(servers[LINKER]) as writer:
                     writer.generate(prompt, 1)
+                    _wait_for_the_writes(writer)
                     writer.flush_cache()
             asked = [*prompt, *(draw_tokens.randrange(100, 40_000) for _ in range(question))]
             with _thawed(servers[arm]) as server:
@@ -145,7 +152,13 @@ def _start(stack: ExitStack, directory: Path, events: Path, tokens: int) -> dict
         },
     }
     # The share bounds nothing: it only lets a server start whose neighbours take memory meanwhile.
-    memory = ("--max-total-tokens", str(3 * tokens // PAGE_SIZE * PAGE_SIZE), "--mem-fraction-static", "0.6")
+    memory = (
+        "--max-total-tokens",
+        str(3 * tokens // PAGE_SIZE * PAGE_SIZE),
+        "--mem-fraction-static",
+        "0.6",
+        "--enable-metrics",
+    )
     servers = {}
     identities: set[str] = set()
     for arm in ARMS:
@@ -187,6 +200,15 @@ def _thawed(server: RigServer) -> Iterator[RigServer]:
         yield server
     finally:
         server.freeze()
+
+
+def _wait_for_the_writes(server: RigServer) -> None:
+    deadline = time.monotonic() + 60
+    time.sleep(0.5)
+    while read_samples(server.get("/metrics")).total("hicache_ext_linker_waiting"):
+        if time.monotonic() > deadline:
+            raise BenchmarkError("the linker's pages were not written in a minute")
+        time.sleep(0.2)
 
 
 def _longest_pause(server: RigServer, asked: Sequence[int]) -> float:
