@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -299,6 +300,37 @@ def test_a_flush_waits_for_what_is_under_way_and_lets_every_node_go(serve: Calla
     time.sleep(0.2)
     assert same(served.tensors(), before)
     slots = served.load(prompt, "after")
+    assert served.forward() == []
+    assert same(served.at(slots), computed)
+
+
+class _StillComputing:
+    """The event of a forward that is over a moment later."""
+
+    def __init__(self, seconds: float) -> None:
+        self._over = threading.Event()
+        threading.Timer(seconds, self._over.set).start()
+
+    def synchronize(self) -> None:
+        assert self._over.wait(30)
+
+
+def test_what_was_handed_over_before_a_flush_is_stored(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang waits for HiCache's writes before it flushes, and for nothing of a linker: that is up to ``reset``."""
+    served, prompt = serve(), tokens(8 * PAGE_SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.linker, "record_offload_ready", lambda: [_StillComputing(0.3)])
+        computed = served.compute(prompt)
+        served.tree.reset()
+    served.allocator.clear()
+    for tensor in served.tensors():
+        tensor.zero_()
+    deadline = time.monotonic() + 10
+    while not (slots := served.load(prompt, "asks")).numel():
+        assert time.monotonic() < deadline, "the pages were lost"
+        time.sleep(0.6)  # longer than an answer to a request is remembered
     assert served.forward() == []
     assert same(served.at(slots), computed)
 
