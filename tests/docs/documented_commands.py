@@ -113,7 +113,6 @@ RULES = (
     ),
     Rule("python -m benchmarks.bench_file ", clean=(2,), why=_RIVALS, in_short=(_SECONDS,)),
     Rule("python -m benchmarks.bench_pool ", clean=(1,), why=_RIVALS, in_short=(("$", " --quick"),)),
-    Rule("python -m benchmarks.bench_linker$", How.NOT_RUN, why="minutes of three real servers"),
     Rule("python -m benchmarks.bench_kernels ", How.NOT_RUN, why="20 minutes; tests/bench has a quick run"),
     Rule("curl ", needs="curl", why="a stand-in answers"),
     Rule(
