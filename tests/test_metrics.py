@@ -246,6 +246,7 @@ _PREFIXES = {
     "sglang/pd_hooks": "pd_write_",
     "kernels/": "copy_",
     "sglang/kernel_hooks": "copy_",
+    "sglang/link": "linker_",
     "storage/tiering/pulling/": "pull_",
     "storage/serving/hints/sender": "pd_write_",
     "storage/serving/hints/": "hints_",

@@ -11,6 +11,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.events import EventsConfig
 from hicache_ext.config.kernels import KernelsConfig
+from hicache_ext.config.linker import LinkerConfig
 from hicache_ext.config.pd import HintsConfig, PdConfig
 from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
 from hicache_ext.config.record import RecordConfig
@@ -238,6 +239,9 @@ class HicacheExtConfig(ConfigModel):
     kernels: KernelsConfig = KernelsConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
     background: BackgroundConfig = BackgroundConfig()
+    linker: Annotated[LinkerConfig, Field(description="SGLang's external linker, in place of its host cache")] = (
+        LinkerConfig()
+    )
     events: Annotated[
         EventsConfig | None,
         Field(description="tell KV-aware routers which pages come and go in the tiers; left out: off"),

@@ -30,6 +30,8 @@ REQUEST_TRACES = Feature(
     "traces of requests", "spans of storage do not say which request they belong to, and nothing is recorded"
 )
 
+LINKER = Feature("external linker", "pages move through HiCache's host memory alone")
+
 HOOKED = (WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST, REQUEST_TRACES)
 """Those that change functions of SGLang, through its plug-ins."""
-FEATURES = (STORAGE, *HOOKED, EVENTS)
+FEATURES = (STORAGE, *HOOKED, EVENTS, LINKER)

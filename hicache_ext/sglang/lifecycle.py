@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -113,6 +114,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._pools.bind_beside(name_of(host_pool_name), host_pool)
+
+    @property
+    def unserved_pools(self) -> dict[str, str]:
+        """Pools that were registered and cannot be served, with the reason: nothing is, as long as there are any."""
+        return dict(self._pools.unserved)
 
     def _register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._patience():
@@ -228,6 +234,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def _patience(self) -> AbstractContextManager[None]:
         """Around a call of the store: on the scheduler's thread, guards answer it from what is known."""
         return answering_at_once() if threading.get_ident() == self._scheduler else _UNHURRIED
+
+    def declare_failures(self, calls: Iterable[str]) -> None:
+        """More calls whose trouble may be reported."""
+        self._failures.declare({"failure": calls})
 
     def report_failure(self, call: str, error: BaseException) -> None:
         """Count trouble that SGLang must not see; log it with its traceback, at most once a second."""

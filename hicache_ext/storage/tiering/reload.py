@@ -37,7 +37,7 @@ _FIXED = {
 _CAPACITY = "capacity"
 """The live key of a tier that its store is told of (``Resizable``)."""
 
-_LATER = dict.fromkeys(("pd", "events", "tracing", "record"), ", in force from the next start on")
+_LATER = dict.fromkeys(("pd", "linker", "events", "tracing", "record"), ", in force from the next start on")
 """Keys that may change in the file and take effect at the next start."""
 
 
