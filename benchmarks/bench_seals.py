@@ -101,7 +101,7 @@ def _tier(kind: str, directory: Path) -> Iterator[dict[str, Any]]:
             secret = {"env": "HICACHE_TEST_S3_KEY"}
             yield {
                 "type": "object", "url": server.url(secrets.token_hex(4)), "endpoint": server.endpoint,
-                "region": "us-east-1", "timeout": "30s", "access_key": secret, "secret_key": secret,
+                "region": "us-east-1", "allow_http": True, "timeout": "30s", "access_key": secret, "secret_key": secret,
             }  # fmt: skip
 
 

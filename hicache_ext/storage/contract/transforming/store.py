@@ -47,9 +47,11 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result", GetResult, SetResult)
 
-NEAR_PORTION = 4 << 20
-"""Bytes of pages that a thread takes at a time to or from a medium of this machine: they stay in the processor's
-cache until they are copied."""
+NEAR_PORTION = (4 << 20) + (64 << 10)
+"""Bytes of stored pages that a thread takes at a time to or from a medium of this machine: they stay in the processor's
+cache until they are copied. A little more than 4 MiB: so much of pages, with what stands around them."""
+DISK_PORTION = 4 * NEAR_PORTION
+"""The same past the page cache: a disk is fast when it is asked for much at once."""
 FAR_PORTION = 64 << 20
 """Of other media: as many as their connections can be busy with."""
 _MOST_REMEMBERED = 1 << 16
@@ -68,10 +70,13 @@ class TransformedStore(DelegatingStore):
     def __init__(self, inner: PageStore, codec: Codec | None, seal: Seal | None, *, block: int = 1) -> None:
         """``block``: bytes of which ``inner`` stores whole ones anyway."""
         super().__init__(inner)
-        self._shared = inner.describe().shared
-        self._portion = FAR_PORTION if self._shared else NEAR_PORTION
+        info = inner.describe()
+        self._shared = info.shared
+        past_the_cache = "direct" in str(info.details.get("io", ""))
+        self._portion = FAR_PORTION if self._shared else DISK_PORTION if past_the_cache else NEAR_PORTION
         self._threads = ThreadPool(f"hicache-{inner.name}-transform")
-        self._at_once = min(4, len(os.sched_getaffinity(0)))
+        # What waits for a disk needs no processor.
+        self._at_once = 4 if past_the_cache else min(4, len(os.sched_getaffinity(0)))
         self._memory = PageMemory()
         self._documents: dict[bytes, Mapping[str, Any]] = {}
         self._known = KnownForms(Transforms(codec, seal, block), self._documents)
