@@ -50,6 +50,10 @@ class LinkerMachine(RuleBasedStateMachine):
         self.expected = self.device.content("kv", list(range(rig.PAGES)))
         ours = {"linker": {"staging": "1MiB", "load_timeout": LOAD_TIMEOUT}}
         self.linker = rig.linker_of(self.device, rig.extra_config(Path(self.directory.name), **ours))
+        some = list(range(16))
+        names = [rig.hashes(KEYS)[key] for key in some]
+        assert self.linker.offload([rig.pages(self.device, "kv", names, [SOURCES[key] for key in some])])
+        assert rig.stored(self.linker)
         self.outstanding = 0
         self.pending: dict[str, tuple[list[int], list[int]]] = {}
         """Request -> keys, device pages."""
@@ -121,12 +125,18 @@ class LinkerMachine(RuleBasedStateMachine):
         assert (index >= 0) == bool(batch)
         if not batch:
             return
-        landed = self._soon(lambda: rig.forward(self.linker, index), 0)
+        landed = self._soon(lambda: rig.forward(self.linker, index, lambda layer: self._is_there(layer, batch)), 0)
         assert landed
         for keys, slots in batch.values():
             assert self.device.content("kv", slots) == [self.content[key] for key in keys]
             self._forget(slots)
             self.free += slots
+
+    def _is_there(self, layer: int, batch: dict[str, tuple[list[int], list[int]]]) -> None:
+        """What the forward reads of a layer once it was told that it is there."""
+        for keys, slots in batch.values():
+            computed = self.device.layer_content(layer, [SOURCES[key] for key in keys])
+            assert self.device.layer_content(layer, slots) == computed
 
     @rule()
     def flush(self) -> None:
@@ -198,7 +208,7 @@ class LinkerMachine(RuleBasedStateMachine):
 prepare_process()
 TestLinkerMachine = LinkerMachine.TestCase
 TestLinkerMachine.settings = settings(
-    max_examples=15,
+    max_examples=25,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
