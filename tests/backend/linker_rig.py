@@ -43,12 +43,17 @@ class Device:
     params: Any
     page_sizes: dict[str, int]
 
-    def fill(self, seed: int = 1) -> None:
+    def fill(self, seed: int = 1, only: list[int] | None = None) -> None:
+        """The same noise for the same seed; ``only`` these pages of KV, or everything."""
         generator = torch.Generator().manual_seed(seed)
-        for buffers in self.buffers.values():
+        for pool, buffers in self.buffers.items():
             for buffer in buffers:
                 noise = torch.randint(0, 256, (buffer.numel() * buffer.element_size(),), generator=generator)
-                buffer.copy_(noise.to(torch.uint8).view(buffer.dtype).view(buffer.shape))
+                filled = noise.to(torch.uint8).view(buffer.dtype).view(buffer.shape)
+                if only is None:
+                    buffer.copy_(filled)
+                elif pool == "kv":
+                    buffer[indices_of(PAGE, only)] = filled[indices_of(PAGE, only)]
 
     def layer_content(self, layer: int, pages: list[int]) -> list[bytes]:
         """The bytes of each page of KV in one layer of a model that has KV in all of them."""
