@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,12 +43,22 @@ class Device:
     params: Any
     page_sizes: dict[str, int]
 
-    def fill(self, seed: int = 1) -> None:
+    def fill(self, seed: int = 1, only: list[int] | None = None) -> None:
+        """The same noise for the same seed; ``only`` these pages of KV, or everything."""
         generator = torch.Generator().manual_seed(seed)
-        for buffers in self.buffers.values():
+        for pool, buffers in self.buffers.items():
             for buffer in buffers:
                 noise = torch.randint(0, 256, (buffer.numel() * buffer.element_size(),), generator=generator)
-                buffer.copy_(noise.to(torch.uint8).view(buffer.dtype).view(buffer.shape))
+                filled = noise.to(torch.uint8).view(buffer.dtype).view(buffer.shape)
+                if only is None:
+                    buffer.copy_(filled)
+                elif pool == "kv":
+                    buffer[indices_of(PAGE, only)] = filled[indices_of(PAGE, only)]
+
+    def layer_content(self, layer: int, pages: list[int]) -> list[bytes]:
+        """The bytes of each page of KV in one layer of a model that has KV in all of them."""
+        buffers = self.buffers["kv"][layer :: self.params.token_to_kv_pool_allocator.get_kvcache().layer_num]
+        return [b"".join(_bytes(buffer[indices_of(PAGE, [page])]) for buffer in buffers) for page in pages]
 
     def content(self, pool: str, pages: list[int]) -> list[bytes]:
         """The bytes of each page in all layers."""
@@ -206,6 +217,30 @@ def linker_of(device: Device, extra: dict[str, Any]) -> Any:
     return HiCacheExtLinker(None, device.params, components=device.components, extra_config=extra)
 
 
+def pools_of_hicache(device: Device) -> Any:
+    """What SGLang makes for HiCache of these pools, twice as large."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _select_strategy
+    from sglang.srt.runtime_context import get_memory
+
+    settings = {
+        "hicache_mem_layout": "page_first",
+        "hicache_io_backend": "kernel",
+        "hicache_ratio": 2.0,
+        "hicache_write_policy": "write_through",
+        "hicache_host_memory_mode": "cache",
+    }
+    cache = SimpleNamespace(components=dict.fromkeys(device.components), page_size=PAGE)
+    with get_memory().override(**settings):
+        return _select_strategy(device.kvcache, device.components).build(
+            cache=cache,
+            kvcache=device.kvcache,
+            params=device.params,
+            server_args=None,
+            load_cache_event=threading.Event(),
+            model_name=MODEL,
+        )
+
+
 def transfer(pool: str, keys: list[str], indices: torch.Tensor | None = None, *, trailing: bool = False) -> Any:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
@@ -227,12 +262,13 @@ def stored(linker: Any, seconds: float = 20.0) -> bool:
     return bool(linker.pop_completed_offload())
 
 
-def forward(linker: Any, index: int) -> bool:
-    """What SGLang does with a batch: it waits for each layer, and then for the end."""
+def forward(linker: Any, index: int, at_layer: Callable[[int], None] = lambda layer: None) -> bool:
+    """What SGLang does with a batch: it waits for each layer and computes it (``at_layer``), and waits for the end."""
     counter = linker.layer_done_counter
     counter.set_consumer(index)
     for layer in range(counter.num_layers):
         counter.wait_until(layer)
+        at_layer(layer)
     counter.set_consumer(-1)
     return bool(linker.finish_layer_wise_loading(index))
 

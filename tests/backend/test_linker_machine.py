@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -33,6 +33,8 @@ SOURCES = range(1, 1 + KEYS)
 """Device page of each key: what was computed."""
 TARGETS = list(range(40, 90))
 LOAD_TIMEOUT = 0.3
+MODES = st.sampled_from(["well", "well", "well", "fail", "raise", "slow", "hang"])
+"""How the store is from a call on."""
 SLACK = 5.0
 """Seconds that a call may take beyond its deadline on a busy machine."""
 
@@ -50,6 +52,10 @@ class LinkerMachine(RuleBasedStateMachine):
         self.expected = self.device.content("kv", list(range(rig.PAGES)))
         ours = {"linker": {"staging": "1MiB", "load_timeout": LOAD_TIMEOUT}}
         self.linker = rig.linker_of(self.device, rig.extra_config(Path(self.directory.name), **ours))
+        some = list(range(16))
+        names = [rig.hashes(KEYS)[key] for key in some]
+        assert self.linker.offload([rig.pages(self.device, "kv", names, [SOURCES[key] for key in some])])
+        assert rig.stored(self.linker)
         self.outstanding = 0
         self.pending: dict[str, tuple[list[int], list[int]]] = {}
         """Request -> keys, device pages."""
@@ -75,8 +81,9 @@ class LinkerMachine(RuleBasedStateMachine):
 
     # -- what SGLang does ------------------------------------------------------------------------------------------
 
-    @rule(first=st.integers(0, KEYS - 1), count=st.integers(1, KEYS))
-    def offload(self, first: int, count: int) -> None:
+    @rule(first=st.integers(0, KEYS - 1), count=st.integers(1, KEYS), mode=MODES)
+    def offload(self, first: int, count: int, mode: str) -> None:
+        self.stores[0].mode = mode
         keys = list(range(first, min(KEYS, first + count)))
         names = [rig.hashes(KEYS)[key] for key in keys]
         taken = self._soon(
@@ -92,17 +99,22 @@ class LinkerMachine(RuleBasedStateMachine):
             self.outstanding -= 1
         assert self.outstanding >= 0
 
-    @precondition(lambda self: len(self.free) >= KEYS)
-    @rule(first=st.integers(0, KEYS - 1), count=st.integers(1, KEYS))
-    def load(self, first: int, count: int) -> None:
+    @rule(first=st.integers(0, 15), count=st.integers(1, 16), mode=MODES)
+    def load(self, first: int, count: int, mode: str) -> None:
+        """Mostly of pages that are there from the start."""
+        self.stores[0].mode = mode
+        if len(self.free) < KEYS:
+            self.run_batch()
         keys = list(range(first, min(KEYS, first + count)))
         slots, rid = self.free[: len(keys)], f"r{self.count}"
         self.count += 1
         names = [rig.hashes(KEYS)[key] for key in keys]
         if self._soon(lambda: self.linker.load(rid, [rig.pages(self.device, "kv", names, slots)]), LOAD_TIMEOUT):
             self.free = self.free[len(keys) :]
+            event(f"loaded while the store is {mode}")
             self.pending[rid] = (keys, slots)
         else:
+            event(f"not loaded while the store is {mode}")
             self._forget(slots)
 
     @precondition(lambda self: bool(self.pending))
@@ -121,26 +133,32 @@ class LinkerMachine(RuleBasedStateMachine):
         assert (index >= 0) == bool(batch)
         if not batch:
             return
-        landed = self._soon(lambda: rig.forward(self.linker, index), 0)
+        landed = self._soon(lambda: rig.forward(self.linker, index, lambda layer: self._is_there(layer, batch)), 0)
         assert landed
         for keys, slots in batch.values():
             assert self.device.content("kv", slots) == [self.content[key] for key in keys]
             self._forget(slots)
             self.free += slots
 
+    def _is_there(self, layer: int, batch: dict[str, tuple[list[int], list[int]]]) -> None:
+        """What the forward reads of a layer once it was told that it is there."""
+        for keys, slots in batch.values():
+            computed = self.device.layer_content(layer, [SOURCES[key] for key in keys])
+            assert self.device.layer_content(layer, slots) == computed
+
     @rule()
     def flush(self) -> None:
         self._soon(self.linker.reset, 0)
         assert self.linker.num_completed_offloads() == 0
+        # SGLang gives the pages to others at once: what is read of the device from here on would be somebody else's.
+        self.device.fill(seed=2, only=list(SOURCES))
+        time.sleep(0.002)
+        self.device.fill(only=list(SOURCES))
         self.outstanding = 0
         for _, slots in self.pending.values():
             self._forget(slots)
             self.free += slots
         self.pending = {}
-
-    @rule(mode=st.sampled_from(["well", "well", "fail", "raise", "slow", "hang"]))
-    def trouble(self, mode: str) -> None:
-        self.stores[0].mode = mode
 
     @rule()
     def everything_completes(self) -> None:
@@ -198,8 +216,8 @@ class LinkerMachine(RuleBasedStateMachine):
 prepare_process()
 TestLinkerMachine = LinkerMachine.TestCase
 TestLinkerMachine.settings = settings(
-    max_examples=15,
-    stateful_step_count=25,
+    max_examples=30,
+    stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

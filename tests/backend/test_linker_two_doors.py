@@ -92,6 +92,56 @@ def test_hicache_reads_what_the_linker_stored(doors: Any) -> None:
     assert all((one == other).all() for one, other in zip(_raw(there), _raw(here), strict=True))
 
 
+@pytest.mark.parametrize(("kind", "beside"), [("swa", "swa"), ("mamba", "mamba")])
+def test_hicache_restores_a_hybrid_prefix_that_the_linker_stored(kind: str, beside: str, tmp_path: Path) -> None:
+    """With the host pools that SGLang gives HiCache for such a model, which are as large as HiCache has them."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    from hicache_ext.sglang.backend import HiCacheExtBackend
+
+    device = rig.DEVICES[kind]()
+    device.fill()
+    keys, last = KEYS, KEYS[-1:]
+    before = device.content("kv", [1, 2, 3, 4, 5]), device.content(beside, [9])
+    with rig.server_context():
+        linker = rig.linker_of(device, rig.extra_config(tmp_path / "l3"))
+        built = rig.pools_of_hicache(device)
+        controller, group = built.cache_controller, built.host_pool_group
+        config = controller._generate_storage_config(
+            rig.MODEL, hicache_config(tmp_path / "l3", model={"id": rig.MODEL})
+        )
+        backend = HiCacheExtBackend(config, {})
+        try:
+            assert linker.offload(
+                [rig.pages(device, "kv", keys, [1, 2, 3, 4, 5]), rig.pages(device, beside, last, [9])]
+            )
+            assert rig.stored(linker)
+            backend.register_mem_pool_host(group.anchor_entry.host_pool)
+            for entry in group.entries:
+                backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
+            for name in ("kv", beside):
+                assert backend.served_pool(name).digests == linker._backend.served_pool(name).digests
+            asked = [rig.transfer(beside, last, trailing=True)]
+            assert backend.batch_exists_v2(keys, asked).restorable_prefix_pages == [5]
+            host = {name: group.alloc(size, pool=PoolName(name)) for name, size in _sizes(device, beside).items()}
+            assert backend.batch_get_v1(keys, host["kv"]) == [True] * 5
+            one = PoolTransfer(PoolName(beside), host_indices=host[beside], keys=last)
+            assert backend.batch_get_v2([one]) == {PoolName(beside): [True]}
+            one.device_indices = rig.indices_of(device.page_sizes[beside], [30])
+            moved = controller._l2_load_transfers(host["kv"], rig.indices_of(rig.PAGE, [20, 21, 22, 23, 24]), [one])
+            controller.l2_transfer_engine.submit_host_to_device(
+                moved, transfer_layer_id_max=controller.transfer_layer_id_max
+            )
+            assert (device.content("kv", [20, 21, 22, 23, 24]), device.content(beside, [30])) == before
+        finally:
+            backend.close()
+            linker.close()
+
+
+def _sizes(device: rig.Device, beside: str) -> dict[str, int]:
+    return {"kv": 5 * rig.PAGE, beside: device.page_sizes[beside]}
+
+
 def _raw(tensors: list[Any]) -> list[Any]:
     import torch
 

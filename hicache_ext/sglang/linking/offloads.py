@@ -211,8 +211,6 @@ class Offloads:
         with self._lock:
             job.good = job.good and good and not self._closed
             job.left -= 1
-            if job.generation != self._generation:
-                return
             while self._unfinished and not self._unfinished[0].left:
                 done = self._unfinished.popleft()
                 self._results.append(done.good)
