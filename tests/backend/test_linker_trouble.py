@@ -162,6 +162,30 @@ def test_a_flush_does_not_wait_for_a_hanging_store(open_linker: Open, stores: li
     assert linker.num_completed_offloads() == 0
 
 
+def test_from_the_end_of_a_flush_on_the_device_is_not_read(open_linker: Open) -> None:
+    device = rig.mha_device()
+    linker = open_linker(device)
+    begun, ended, original = threading.Event(), [], linker._staging.gather
+
+    def slow_gather(portion: Any) -> None:
+        begun.set()
+        time.sleep(0.2)
+        original(portion)
+        ended.append(time.monotonic())
+
+    linker._staging.gather = slow_gather
+    assert linker.offload([rig.pages(device, "kv", rig.hashes(40), list(range(40)))])
+    assert begun.wait(20)
+    linker.reset()
+    flushed, copies = time.monotonic(), len(ended)
+    assert copies
+    assert max(ended) <= flushed
+    time.sleep(0.5)
+    # The other portions of the call stay where they are.
+    assert len(ended) == copies
+    assert rig.staging_in_use(linker) == 0
+
+
 def test_a_close_ends_although_the_store_hangs(
     open_linker: Open, stores: list[rig.TroubledStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
