@@ -65,7 +65,9 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         _refuse_unusable_release()
         self.forward_stream = forward_stream
         document, file = launched_with(extra_config)
-        settings = load_config(document).linker
+        config = load_config(document)
+        settings = config.linker
+        self._drain = config.background.drain
         self._params = params
         self._staging = Staging(params, set(components), settings.staging)
         self._closed = False
@@ -177,7 +179,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: None)
     def reset(self) -> None:
-        """Forget what is under way; what is stored stays. From the return on the device is neither read nor written."""
+        """Forget what SGLang waits for. What it handed over is stored, as far as it could leave the device within
+        seconds; from the return on the device is neither read nor written."""
         self._look_ups.forget()
         self._loads.reset()
         self._offloads.reset()
@@ -188,7 +191,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             return
         self._closed = True
         ended = self._loads.close(_CLOSE_WAIT)
-        ended = self._offloads.close(_CLOSE_WAIT) and ended
+        ended = self._offloads.close(_CLOSE_WAIT, self._drain) and ended
         self._backend.close()
         if ended:
             # A call that hangs may still write into it.

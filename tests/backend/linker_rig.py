@@ -27,9 +27,10 @@ MODEL = "tiny"
 
 
 def extra_config(directory: Path, **ours: Any) -> dict[str, Any]:
-    """``linker_extra_config`` with one file tier; nothing is measured at its start."""
+    """``linker_extra_config`` with one file tier; nothing is measured at its start, and its end waits for no store."""
     disk = {"type": "file", "path": str(directory), "capacity": "64MiB", "io": "buffered", "threads": 2}
-    section = {"tiers": {"disk": disk}, "model": {"id": MODEL}, "linker": {"staging": "1MiB"}, **ours}
+    section = {"tiers": {"disk": disk}, "model": {"id": MODEL}, "linker": {"staging": "1MiB"}}
+    section |= {"background": {"drain": "100ms"}, **ours}
     return {"hicache_ext": section}
 
 

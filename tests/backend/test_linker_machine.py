@@ -216,8 +216,8 @@ class LinkerMachine(RuleBasedStateMachine):
 prepare_process()
 TestLinkerMachine = LinkerMachine.TestCase
 TestLinkerMachine.settings = settings(
-    max_examples=30,
-    stateful_step_count=30,
+    max_examples=20,
+    stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN = 1.0
 """Seconds after which a wait for staging memory looks whether it is still wanted."""
+_GATHER_WAIT = 2.0
+"""Seconds that a flush waits for pages to leave the device. SGLang flushes when nothing runs: the forward has written them."""
 
 
 class PageWriter(Protocol):
@@ -67,7 +69,11 @@ class Offloads:
         )
         self._log = LimitedLog(logger)
         self._lock = threading.Lock()
+        self._moved_on = threading.Condition(self._lock)
+        """A call was gathered, or has ended."""
         self._reading_device = threading.Lock()
+        self._on_device = self._under_way = 0
+        """Calls that are not gathered, and calls that are not written either."""
         self._costs: deque[int] = deque()
         """Of what SGLang has handed over and not taken back, in order."""
         self._unfinished: deque[_Offload] = deque()
@@ -90,10 +96,13 @@ class Offloads:
         once it is their turn."""
         job = _Offload(list(pages) if pools else [], pools or {}, events, self._cost(pages), self._generation)
         job.good = pools is not None
+        wanted = bool(job.pages) and not self._closed
         with self._lock:
             self._costs.append(job.cost)
             self._unfinished.append(job)
-        if job.pages and not self._closed:
+            self._under_way += 1
+            self._on_device += wanted
+        if wanted:
             self._to_gather.put(job)
         else:
             self._ended(job, job.good and not self._closed)
@@ -111,12 +120,11 @@ class Offloads:
         """Calls of SGLang's that are not done."""
         return len(self._unfinished)
 
-    def reset(self) -> None:
-        """Forget everything. From the return on no page of the device is read for what was handed over before.
-
-        Waits for a copy under way, not for the store.
-        """
-        with self._lock:
+    def reset(self, seconds: float = _GATHER_WAIT) -> None:
+        """Forget what SGLang waits for. What was gathered is written; what could not be within ``seconds`` is dropped.
+        From the return on no page of the device is read for what was handed over before."""
+        with self._moved_on:
+            self._moved_on.wait_for(lambda: not self._on_device, seconds)
             self._generation += 1
             self._costs.clear()
             self._unfinished.clear()
@@ -124,10 +132,13 @@ class Offloads:
         with self._reading_device:
             pass
 
-    def close(self, seconds: float) -> bool:
-        """End the threads; False where one was still in a call after ``seconds``."""
+    def close(self, seconds: float, drain: float = 0.0) -> bool:
+        """Write what was handed over, for ``drain`` seconds, and end the threads; False where one was still in a call
+        after ``seconds`` more."""
+        with self._moved_on:
+            self._moved_on.wait_for(lambda: not self._under_way, drain)
         self._closed = True
-        self.reset()
+        self.reset(0.0)
         self._to_gather.put(None)
         self._to_write.put(None)
         return self._threads.close(seconds) == 0
@@ -142,6 +153,9 @@ class Offloads:
             except Exception as error:  # noqa: BLE001 - one call's trouble must not end the thread
                 self._failed(job, "copy", error)
             finally:
+                with self._moved_on:
+                    self._on_device -= 1
+                    self._moved_on.notify_all()
                 self._ended(job)
             del job  # it holds indices
 
@@ -211,11 +225,13 @@ class Offloads:
         with self._lock:
             job.good = job.good and good and not self._closed
             job.left -= 1
+            if not job.left:
+                self._metrics.add("offload", "stored" if job.good else "failed")
+                self._metrics.observe("offload", time.monotonic() - job.begun)
+                self._under_way -= 1
+                self._moved_on.notify_all()
             while self._unfinished and not self._unfinished[0].left:
-                done = self._unfinished.popleft()
-                self._results.append(done.good)
-                self._metrics.add("offload", "stored" if done.good else "failed")
-                self._metrics.observe("offload", time.monotonic() - done.begun)
+                self._results.append(self._unfinished.popleft().good)
 
     def _cost(self, pages: Sequence[Pages]) -> int:
         return sum(self._cost_of(some) for some in pages)
