@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _LOOK_AGAIN = 1.0
 """Seconds after which a wait for staging memory looks whether it is still wanted."""
 _GATHER_WAIT = 2.0
-"""Seconds that a flush waits for pages to leave the device. SGLang flushes when nothing runs: the forward has written them."""
+"""Seconds that a flush waits for pages to leave the device. SGLang flushes when nothing runs: they are written."""
 
 
 class PageWriter(Protocol):
