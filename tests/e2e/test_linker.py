@@ -16,14 +16,16 @@ from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import SECTION
 from hicache_ext.config.render import linker_config
 from hicache_ext.errors import ServerError
+from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.tiny_hybrid import KINDS, Kind, make_tiny_hybrid
 from tests.e2e.conftest import FIRST_PROMPT, SECOND_PROMPT, file_tier_config, prompt_of
-from tests.e2e.test_file_tier import damage, page_files
+from tests.e2e.test_file_tier import damage
 from tests.e2e.test_hybrid_models import ARGUMENTS, restorable
 from tests.e2e.test_hybrid_models import PROMPTS as HYBRID_PROMPTS
 from tests.rigs.redis_servers import RedisServer, redis_program
+from tests.storage.raw_access import stored_keys
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -40,6 +42,10 @@ def linked(model: Path, log_file: Path, config: dict[str, Any], **settings: Any)
         linker_config=linker_config({SECTION: config[SECTION]}),
         **settings,
     )
+
+
+def identities_in(pool: Path) -> set[bytes]:
+    return {key[:IDENTITY_LENGTH] for key in stored_keys(pool)}
 
 
 def hierarchical(model: Path, log_file: Path, config: dict[str, Any], **settings: Any) -> SglangServer:
@@ -62,7 +68,7 @@ def test_both_doors_restore_each_others_pages_after_flush_restart_and_rot(
         assert (restored.cached_tokens, restored.cached.device) == (REUSABLE, 0)
         assert restored.output_ids == first.output_ids
         server.flush_cache()
-    identities = {file.parts[-3] for file in page_files(pool)}
+    identities = identities_in(pool)
 
     with hierarchical(tiny_model, tmp_path / "hicache.log", config) as server:
         restored = server.generate(FIRST_PROMPT)
@@ -70,14 +76,14 @@ def test_both_doors_restore_each_others_pages_after_flush_restart_and_rot(
         assert restored.output_ids == first.output_ids
         assert server.generate(SECOND_PROMPT).cached_tokens == 0
         server.flush_cache()
-    assert {file.parts[-3] for file in page_files(pool)} == identities
+    assert identities_in(pool) == identities
 
     with linked(tiny_model, tmp_path / "second.log", config) as server:
         for prompt, cold in ((FIRST_PROMPT, first), (SECOND_PROMPT, second)):
             restored = server.generate(prompt)
             assert (restored.cached_tokens, restored.cached.device) == (REUSABLE, 0)
             assert restored.output_ids == cold.output_ids
-        damage(page_files(pool))
+        assert damage(pool)
         server.flush_cache()
         after_damage = server.generate(FIRST_PROMPT)
         assert after_damage.cached_tokens == 0
@@ -99,9 +105,9 @@ def test_two_ranks_restore_together_or_not_at_all(tiny_model: Path, tmp_path: Pa
         assert restored.output_ids == cold.output_ids
 
         # The last pages of one rank are damaged: what both ranks have is restored, the rest is computed.
-        identities = sorted({file.parts[-3] for file in page_files(pool)})
+        identities = sorted(identities_in(pool))
         assert len(identities) == 2
-        damage([file for file in page_files(pool) if file.parts[-3] == identities[0]])
+        assert damage(pool, identities[0])
         server.flush_cache()
         after_damage = server.generate(FIRST_PROMPT)
         assert after_damage.cached_tokens == 0

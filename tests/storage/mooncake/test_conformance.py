@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.diagnosis import Level
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import SetResult
@@ -13,7 +12,6 @@ from hicache_ext.testing.conformance.page_store import PageStoreTests
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.storage.mooncake.conftest import PATIENCE, Pool, tier_for
-from tests.storage.transforms.rig import Transformed
 
 pytestmark = pytest.mark.slow
 
@@ -22,12 +20,6 @@ class TestMooncakeStore(PageStoreTests):
     @pytest.fixture
     def medium(self, pool):
         return pool
-
-
-class TestSealedMooncakeStore(PageStoreTests):
-    @pytest.fixture
-    def medium(self, pool):
-        return Transformed(pool, SealMode.ENCRYPT)
 
 
 def test_any_order_of_calls(servers, library_client, raw_client):
