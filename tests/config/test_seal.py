@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hicache_ext.config.seal import SealConfig
 from hicache_ext.errors import ConfigError, StoreError
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.opening import open_tiers
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.config.test_wrong_files import N, Wrong, tier
 
@@ -141,6 +143,18 @@ def test_a_key_that_is_not_there_or_too_short_stops_the_start(
         open_tier("memory", config.tiers["memory"])
     assert str(raised.value).startswith(f"hicache_ext.tiers.memory.seal.keys[0]: {problem}")
     assert KEY[1:] not in str(raised.value)
+
+
+def test_a_key_that_is_no_text_is_never_shown_by_a_tier_that_opens_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(os.environb, b"SEAL_A", KEY.encode() + b"\xff")
+    keys = [{"id": "a", "env": "SEAL_A"}]
+    settings = {"type": "memory", "required": False, "seal": {"mode": "encrypt", "keys": keys}}
+    config = load_config(ExtraConfig.around({"tiers": {"memory": settings}}))
+    with pytest.raises(ConfigError, match="the environment variable SEAL_A is not UTF-8 text") as raised:
+        open_tiers(config)
+    assert KEY not in f"{raised.value!r} {caplog.text}"
 
 
 def test_without_the_package_the_start_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
