@@ -147,7 +147,8 @@ class TransformedStore(DelegatingStore):
     def _documents_of_inner(self) -> Mapping[bytes, Mapping[str, Any]]:
         keeper = ability(self.inner, IdentityKeeper)
         try:
-            return {} if keeper is None else keeper.identities()
+            documents = {} if keeper is None else keeper.identities()
+            return {digest: document for digest, document in documents.items() if isinstance(document, dict)}
         except StoreClosedError:
             raise
         except Exception as error:  # noqa: BLE001 - of a medium that is away: what is known is cleared
