@@ -12,12 +12,15 @@ from collections.abc import Iterator
 import pytest
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.transforms import forms
+from hicache_ext.page.transforms.forms import Transforms
 from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
-from hicache_ext.page.transforms.sealing import CipherKind, SealKey, SealMode
+from hicache_ext.page.transforms.lossless import LosslessCodec
+from hicache_ext.page.transforms.sealing import CipherKind, Seal, SealKey, SealMode
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.layers import transformed
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
+from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
 from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, SECRETS, pages_of, seal, stored_key_of
 
@@ -213,6 +216,35 @@ def test_who_has_no_key_another_key_or_no_longer_the_key_finds_nothing(mode: Sea
         assert others.metrics.total("corrupt") == 0
     assert {name: attacked.objects[name] for name in before} == before, "pages of others were touched"
     assert_hits(attacked.store, keys, SIZES)
+
+
+@BOTH
+def test_one_secret_under_two_ids_is_two_keys(mode: SealMode) -> None:
+    objects: dict[bytes, bytes] = {}
+    keys, stores = page_keys(4), []
+    for id in ("one", "other"):
+        of_id = Seal(mode, (SealKey(id, SECRETS["new"]),))
+        stores.append(transformed(MemoryPageStore(objects=objects), None, of_id))
+    one, other = stores
+    store_pages(one, keys, SIZES)
+    before = dict(objects)
+    assert read_pages(other, keys, SIZES)[0] == [GetResult.MISS] * 4
+    assert store_pages(other, keys, SIZES) == [SetResult.STORED] * 4
+    for store in stores:
+        assert_hits(store, keys, SIZES)
+        assert store.metrics.total("corrupt") == 0
+    assert {name: objects[name] for name in before} == before, "pages of others were touched"
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_pages_of_another_version_of_the_format_are_never_met(sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = None if sealed else LosslessCodec()
+    document = {"pool": {"dtype": "bfloat16", "segments": [1 << 16]}}
+    made = Transforms(codec, seal(ENCRYPT, "new") if sealed else None, 1)
+    ours = {form.identity for form in made.forms(IDENTITY, document).all if not form.plain}
+    monkeypatch.setattr(forms, "_VERSION", b"3\0")
+    theirs = {form.identity for form in made.forms(IDENTITY, document).all if not form.plain}
+    assert ours and not ours & theirs
 
 
 @BOTH
