@@ -20,7 +20,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,9 @@ class SealKey:
 
     def __repr__(self) -> str:
         return f"SealKey({self.id!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a key of a seal is never written anywhere")
 
     # -- names -----------------------------------------------------------------------------------------------------
 

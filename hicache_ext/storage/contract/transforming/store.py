@@ -271,7 +271,13 @@ class TransformedStore(DelegatingStore):
             def finish(number: int) -> None:
                 page = hits[number]
                 form, segments = forms[positions[page]], batch.buffers[positions[page]]
-                reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
+                try:
+                    reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
+                except Exception as error:  # noqa: BLE001 - of this page alone
+                    answers[page] = GetResult.ERROR
+                    self.metrics.add("error", error_reason(error))
+                    self._log.log(logging.WARNING, "read", "tier %s: a page: %r", self.name, error, exc_info=error)
+                    return
                 if reason is not None:
                     answers[page] = GetResult.CORRUPT
                     self._bad.note(names[page], reason)
