@@ -41,7 +41,7 @@ WRONG = [
     seal(
         "a misspelt mode",
         f"mode: encrypted, {ONE}",
-        ".mode: the text 'encrypted' is not accepted; did you mean 'encrypt'?; allowed: authenticate, encrypt",
+        ".mode: text is not accepted; did you mean 'encrypt'?; allowed: authenticate, encrypt",
     ),
     seal("an empty list of keys", "mode: encrypt, keys: []", f".keys: a list is not accepted; allowed: {KEYS}"),
     seal(
@@ -82,7 +82,30 @@ WRONG = [
     seal(
         "an unknown key that writes",
         f"mode: encrypt, {ONE}, write_with: b",
-        ".write_with: the text 'b' is no key; allowed: a",
+        ".write_with: text that is no id of a key; allowed: a",
+    ),
+    seal("a key in place of keys", f"mode: encrypt, keys: {KEY}", f".keys: text is not accepted; allowed: {KEYS}"),
+    seal("a key as the mode", f"mode: {KEY}, {ONE}", ".mode: text is not accepted; allowed: authenticate, encrypt"),
+    seal(
+        "a key as the one that writes",
+        f"mode: encrypt, {ONE}, write_with: {KEY}",
+        ".write_with: text that is no id of a key; allowed: a",
+    ),
+    seal(
+        "a number as the one that writes",
+        f"mode: encrypt, {ONE}, write_with: 31415926535897932384626433832795",
+        ".write_with: a number is not accepted; allowed: the id of one of the keys",
+    ),
+    seal("a key as a name", f"mode: encrypt, {ONE}, {KEY}: a", ": unknown key; allowed: mode, keys, write_with"),
+    seal(
+        "a misspelt name",
+        f"mode: encrypt, {ONE}, write_wiht: a",
+        ".write_wiht: unknown key; did you mean 'write_with'?; allowed: mode, keys, write_with",
+    ),
+    tier(
+        "a key in place of the seal",
+        f"seal: {KEY}",
+        f"{N}.seal: text is not accepted; allowed: a mapping with mode, keys, write_with",
     ),
 ]
 
@@ -94,7 +117,7 @@ def test_a_wrong_seal_is_one_sentence(wrong: Wrong, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(file)
     assert str(raised.value) == wrong.sentence
-    assert KEY not in str(raised.value)
+    assert KEY not in str(raised.value) and "31415926" not in str(raised.value)
 
 
 def document(**seal: Any) -> dict[str, Any]:
