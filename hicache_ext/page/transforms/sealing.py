@@ -74,6 +74,10 @@ class SealKey:
     def __repr__(self) -> str:
         return f"SealKey({self.id!r})"
 
+    def is_same(self, other: SealKey) -> bool:
+        """Whether both seal alike: of one id, and of one secret."""
+        return hmac.compare_digest(self._identities, other._identities)
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("a key of a seal is never written anywhere")
 

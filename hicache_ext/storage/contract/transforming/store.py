@@ -84,6 +84,11 @@ class TransformedStore(DelegatingStore):
         self._look_for_unsealed_at: dict[bytes, float] = {}
         self._log = LimitedLog(logger, 60.0)
 
+    @property
+    def seal(self) -> Seal | None:
+        """The one in force."""
+        return self._known.transforms.seal
+
     def put_seal(self, seal: Seal) -> None:
         """Other keys, from the next call on; the mode stays."""
         before = self._known.transforms
