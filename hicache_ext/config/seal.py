@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema, model_validator
 
-from hicache_ext.config.problems import did_you_mean, listed, refuse, shown
-from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error, checked, one_of
+from hicache_ext.config.problems import did_you_mean, kind_of, listed
+from hicache_ext.config.schema import Allowed, ConfigModel, as_pydantic_error, checked
 from hicache_ext.config.secrets import Secret
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.packages import need
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MODES = ("authenticate", "encrypt")
 
 _ID_ALLOWED = "1 to 16 letters, digits, dots, dashes and underscores"
+_WRITE_WITH_ALLOWED = "the id of one of the keys"
 _KEYS_ALLOWED = "a list of keys such as [{id: a, file: /etc/hicache/seal-a}], each with an id and one of file and env"
 
 
@@ -32,9 +33,26 @@ class SealKeyReference:
     secret: Secret
 
 
+def _refuse(value: object, allowed: str, more: str = "") -> ConfigError:
+    """Never repeats the value: somebody may write a key into any place of a seal."""
+    return ConfigError("", f"{kind_of(value)} is not accepted{more}", allowed)
+
+
+def _mode(value: object) -> object:
+    if isinstance(value, str) and value in MODES:
+        return value
+    raise _refuse(value, listed(MODES), did_you_mean(value, MODES) if isinstance(value, str) else "")
+
+
+def _write_with(value: object) -> object:
+    if value is None or isinstance(value, str):
+        return value
+    raise _refuse(value, _WRITE_WITH_ALLOWED)
+
+
 def _keys(value: object) -> tuple[SealKeyReference, ...]:
     if not isinstance(value, list | tuple) or not value:
-        raise refuse(value, _KEYS_ALLOWED)
+        raise _refuse(value, _KEYS_ALLOWED)
     found: list[SealKeyReference] = []
     for number, given in enumerate(value):
         if isinstance(given, SealKeyReference):
@@ -65,7 +83,7 @@ class SealConfig(ConfigModel):
         Literal["authenticate", "encrypt"],
         Field(description="authenticate: nobody without a key makes a page; encrypt: nor reads one, nor its name"),
         Allowed(listed(MODES)),
-        one_of(*MODES),
+        checked(_mode),
     ]
     keys: Annotated[
         tuple[SealKeyReference, ...],
@@ -88,8 +106,18 @@ class SealConfig(ConfigModel):
     write_with: Annotated[
         str | None,
         Field(description="the id of the key of new pages; left out: the only one"),
-        Allowed("the id of one of the keys"),
+        Allowed(_WRITE_WITH_ALLOWED),
+        checked(_write_with),
     ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_key_is_a_name(cls, values: object) -> object:
+        """A name that is near to none of ours may be a key, and is not repeated."""
+        for name in values if isinstance(values, Mapping) else ():
+            if name not in cls.model_fields and not (isinstance(name, str) and did_you_mean(name, cls.model_fields)):
+                raise as_pydantic_error(ConfigError("", "unknown key", listed(cls.model_fields)))
+        return values
 
     @model_validator(mode="after")
     def _one_key_writes(self) -> SealConfig:
@@ -97,7 +125,7 @@ class SealConfig(ConfigModel):
         if self.write_with is None and len(ids) > 1:
             raise as_pydantic_error(ConfigError(".write_with", "several keys: one of them has to write", listed(ids)))
         if self.write_with is not None and self.write_with not in ids:
-            problem = f"{shown(self.write_with)} is no key{did_you_mean(self.write_with, ids)}"
+            problem = f"{kind_of(self.write_with)} that is no id of a key{did_you_mean(self.write_with, ids)}"
             raise as_pydantic_error(ConfigError(".write_with", problem, listed(ids)))
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hicache_ext.config.seal import SealConfig
 from hicache_ext.errors import ConfigError, StoreError
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.opening import open_tiers
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.config.test_wrong_files import N, Wrong, tier
 
@@ -39,7 +41,7 @@ WRONG = [
     seal(
         "a misspelt mode",
         f"mode: encrypted, {ONE}",
-        ".mode: the text 'encrypted' is not accepted; did you mean 'encrypt'?; allowed: authenticate, encrypt",
+        ".mode: text is not accepted; did you mean 'encrypt'?; allowed: authenticate, encrypt",
     ),
     seal("an empty list of keys", "mode: encrypt, keys: []", f".keys: a list is not accepted; allowed: {KEYS}"),
     seal(
@@ -80,7 +82,30 @@ WRONG = [
     seal(
         "an unknown key that writes",
         f"mode: encrypt, {ONE}, write_with: b",
-        ".write_with: the text 'b' is no key; allowed: a",
+        ".write_with: text that is no id of a key; allowed: a",
+    ),
+    seal("a key in place of keys", f"mode: encrypt, keys: {KEY}", f".keys: text is not accepted; allowed: {KEYS}"),
+    seal("a key as the mode", f"mode: {KEY}, {ONE}", ".mode: text is not accepted; allowed: authenticate, encrypt"),
+    seal(
+        "a key as the one that writes",
+        f"mode: encrypt, {ONE}, write_with: {KEY}",
+        ".write_with: text that is no id of a key; allowed: a",
+    ),
+    seal(
+        "a number as the one that writes",
+        f"mode: encrypt, {ONE}, write_with: 31415926535897932384626433832795",
+        ".write_with: a number is not accepted; allowed: the id of one of the keys",
+    ),
+    seal("a key as a name", f"mode: encrypt, {ONE}, {KEY}: a", ": unknown key; allowed: mode, keys, write_with"),
+    seal(
+        "a misspelt name",
+        f"mode: encrypt, {ONE}, write_wiht: a",
+        ".write_wiht: unknown key; did you mean 'write_with'?; allowed: mode, keys, write_with",
+    ),
+    tier(
+        "a key in place of the seal",
+        f"seal: {KEY}",
+        f"{N}.seal: text is not accepted; allowed: a mapping with mode, keys, write_with",
     ),
 ]
 
@@ -92,7 +117,7 @@ def test_a_wrong_seal_is_one_sentence(wrong: Wrong, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(file)
     assert str(raised.value) == wrong.sentence
-    assert KEY not in str(raised.value)
+    assert KEY not in str(raised.value) and "31415926" not in str(raised.value)
 
 
 def document(**seal: Any) -> dict[str, Any]:
@@ -141,6 +166,18 @@ def test_a_key_that_is_not_there_or_too_short_stops_the_start(
         open_tier("memory", config.tiers["memory"])
     assert str(raised.value).startswith(f"hicache_ext.tiers.memory.seal.keys[0]: {problem}")
     assert KEY[1:] not in str(raised.value)
+
+
+def test_a_key_that_is_no_text_is_never_shown_by_a_tier_that_opens_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(os.environb, b"SEAL_A", KEY.encode() + b"\xff")
+    keys = [{"id": "a", "env": "SEAL_A"}]
+    settings = {"type": "memory", "required": False, "seal": {"mode": "encrypt", "keys": keys}}
+    config = load_config(ExtraConfig.around({"tiers": {"memory": settings}}))
+    with pytest.raises(ConfigError, match="the environment variable SEAL_A is not UTF-8 text") as raised:
+        open_tiers(config)
+    assert KEY not in f"{raised.value!r} {caplog.text}"
 
 
 def test_without_the_package_the_start_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,8 @@ def test_the_vectors_of_sealed_pages_are_what_the_code_writes(monkeypatch: pytes
     documented = memoryview(bytes.fromhex("".join(block("hex", "## Transformed pages").split())))
     page = bytes.fromhex("5b11bafe7d4f35cbb8c6e503259a5320") + bytes(31) + b"\xff"
     key = SealKey("2026-11", "0123456789abcdef0123456789abcdef")
-    root = _hmac(b"hicache_ext/seal/1", b"0123456789abcdef0123456789abcdef")
-    identity = _hmac(_hmac(root, b"identities"), page[:16] + b"authenticate\0")[:16]
+    root = _hmac(b"hicache_ext/seal/1", b"2026-11\0" + b"0123456789abcdef0123456789abcdef")
+    identity = _hmac(_hmac(root, b"identities"), page[:16] + b"2\0authenticate\0")[:16]
     assert f"`{(identity + page[16:]).hex()}`" in DOCUMENT.read_text()
     cipher = AESGCM(_hmac(_hmac(root, b"pages"), bytes(range(24)) + identity + page[16:]))
     assert documented[80:96] == bytes(range(16))
@@ -109,7 +109,7 @@ def test_the_vectors_of_sealed_pages_are_what_the_code_writes(monkeypatch: pytes
 
 def test_the_vector_of_a_hidden_page_hash_is_what_the_code_stores() -> None:
     left, right = bytes(16), bytes(15) + b"\xff"
-    root = _hmac(b"hicache_ext/seal/1", b"0123456789abcdef0123456789abcdef")
+    root = _hmac(b"hicache_ext/seal/1", b"2026-11\0" + b"0123456789abcdef0123456789abcdef")
     for number in range(4):
         mixed = Cipher(algorithms.AES(_hmac(root, b"hashes %d" % number)), modes.ECB()).encryptor().update(right)
         left, right = right, bytes(one ^ other for one, other in zip(left, mixed, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,3 +229,9 @@ def test_without_its_package_it_says_which_extra_brings_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(MissingPackageError, match=r"hicache-ext\[codec\]"):
         LosslessCodec()
+
+
+@pytest.mark.parametrize("document", [{}, {"pool": {}}, {"pool": None}, {"pool": {"dtype": None}}], ids=repr)
+def test_pages_of_an_unknown_dtype_are_coded_as_bytes(document: dict[str, Any]) -> None:
+    pages = LosslessCodec().for_pages(document, 1 << 16)
+    assert pages is not None and pages.rooms == rooms_of(1 << 16, (80, 96, 112, 120))

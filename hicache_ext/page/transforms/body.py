@@ -17,6 +17,9 @@ from hicache_ext.page.transforms.forms import Form
 from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
 from hicache_ext.page.transforms.sealing import CipherKind, SealKey, SealMode, fastest_cipher
 
+SEAL_CIPHER = "seal_cipher"
+"""Why a page is not served that may be good: its cipher cannot be had here, for whatever reason (FIPS)."""
+
 Room = Callable[[int], memoryview]
 """Memory of the caller's, of so many bytes, until it asks again."""
 
@@ -62,10 +65,10 @@ def write(
 
 def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[memoryview], room: Room) -> str | None:
     """Write the page into ``segments`` if ``stored`` is it, in this form; else why it is not, and they may hold
-    anything.
+    anything that has a right seal.
 
     The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal_tag`` (one that is not
-    its page's), ``payload_length``, and those of codecs.
+    its page's), ``SEAL_CIPHER``, ``payload_length``, and those of codecs.
     """
     payload = sum([segment.nbytes for segment in segments])
     try:
@@ -92,8 +95,12 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
             return "seal_form"
         if form.hides:
             plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
-        if not form.key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain):
-            return "seal_tag"
+        reason = _reason_of_seal(form.key, head, stored_key, stored, plain)
+        if reason is not None:
+            if plain is not None:
+                # The cipher has written what nobody has vouched for.
+                np.frombuffer(plain, np.uint8).fill(0)
+            return reason
         body = body if plain is None else plain
     if form.codec is None:
         if plain is None or len(segments) != 1:
@@ -127,7 +134,16 @@ def reason_its_seal_is_bad(stored: memoryview, stored_key: bytes, keys: Mapping[
     if head.seal not in tuple(SealMode) or head.cipher not in tuple(CipherKind):
         return "seal_form"
     plain = np.empty(head.body_length, np.uint8).data if head.seal == SealMode.ENCRYPT else None
-    whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
+    return _reason_of_seal(key, head, stored_key, stored, plain)
+
+
+def _reason_of_seal(
+    key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None
+) -> str | None:
+    try:
+        whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
+    except Exception:  # noqa: BLE001 - a cryptographic library's errors end here: they are of this page alone
+        return SEAL_CIPHER
     return None if whole else "seal_tag"
 
 

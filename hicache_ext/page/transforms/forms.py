@@ -15,13 +15,15 @@ from typing import Any
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms.codec import Codec, PageCodec
-from hicache_ext.page.transforms.header import stored_length
+from hicache_ext.page.transforms.header import FORMAT_VERSION, stored_length
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 
 STORED_AS = "stored_as"
 """In the document of a stored identity: what its pages went through, and the identity of which they are (``of``)."""
 
 _DOMAIN = b"hicache_ext/stored-identity\0"
+_VERSION = b"%d\0" % FORMAT_VERSION
+"""In all stored identities: pages of another version are not met, so not taken for damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,14 @@ class Transforms:
         return [0] if codec is None else [0, *codec.rooms]
 
     def _form(self, identity: bytes, key: SealKey | None, codec: PageCodec | None, room: int) -> Form:
-        label = b"" if self.codec is None else self.codec.label + b"\0%d" % room
+        coded = b"" if self.codec is None else self.codec.label + b"\0%d" % room
         hides = self.seal is not None and self.seal.mode is SealMode.ENCRYPT
         if key is None and not room:
             stored = identity
         elif key is None:
-            stored = hashlib.sha256(_DOMAIN + identity + label).digest()[:IDENTITY_LENGTH]
+            stored = hashlib.sha256(_DOMAIN + identity + _VERSION + coded).digest()[:IDENTITY_LENGTH]
         else:
-            stored = key.stored_identity((b"encrypt\0" if hides else b"authenticate\0") + label, identity)
+            stored = key.stored_identity(_VERSION + (b"encrypt\0" if hides else b"authenticate\0") + coded, identity)
         return Form(stored, key, hides, codec if room else None, room)
 
     def document(self, form: Form, identity: bytes, document: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class LosslessCodec:
 
     def for_pages(self, document: Mapping[str, Any], payload: int) -> LosslessPages | None:
         """None for pages that are too small."""
-        dtype = str(document["pool"]["dtype"])
+        pool = document.get("pool")
+        dtype = str(pool.get("dtype")) if isinstance(pool, Mapping) else ""
         known = next((name for name in _BITS if dtype.startswith(name)), None)
         rooms = rooms_of(payload, _ROOMS_OF_BYTES if known is None else _ROOMS[known])
         split = None if known is None else SPLITS[_BITS[known]]

@@ -1,6 +1,6 @@
 """Seals: pages that only who has the key can make, or read.
 
-Of each configured key two things are derived that its holders alone have:
+Of each configured key, its id and its secret, two things are derived that its holders alone have:
 
 - a key for each page: HMAC-SHA-256 of a random salt of 192 bits and the page's stored key. So a cipher is used with it
   once, and its nonce may be constant. That two pages share one takes two equal salts for one stored key: no counter is
@@ -20,7 +20,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,8 @@ class SealKey:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
         self.id = id
-        root = hmac.digest(_DOMAIN, secret.encode(), hashlib.sha256)
+        # With the id: what is sealed under one id is of no use under another, so its names must not meet the other's.
+        root = hmac.digest(_DOMAIN, id.encode() + b"\0" + secret.encode(), hashlib.sha256)
         self._pages = hmac.digest(root, b"pages", hashlib.sha256)
         self._identities = hmac.digest(root, b"identities", hashlib.sha256)
         rounds = [hmac.digest(root, b"hashes %d" % number, hashlib.sha256) for number in range(_ROUNDS)]
@@ -72,6 +73,13 @@ class SealKey:
 
     def __repr__(self) -> str:
         return f"SealKey({self.id!r})"
+
+    def is_same(self, other: SealKey) -> bool:
+        """Whether both seal alike: of one id, and of one secret."""
+        return hmac.compare_digest(self._identities, other._identities)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a key of a seal is never written anywhere")
 
     # -- names -----------------------------------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
 OF_SEALED_TIERS: Mapping[str, Sequence[str]] = {
     "unsealed": ("",),
     "corrupt": (
-        *("seal_tag", "seal_key", "seal_form", "unsealed", "codec"),
+        *("seal_tag", "seal_key", "seal_form", "seal_cipher", "unsealed", "codec"),
         *("transform", "transform_version", "transform_length"),
     ),
     "rejected": ("suspect",),

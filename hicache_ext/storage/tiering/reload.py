@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
+from hicache_ext.config.seal import SealConfig
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.transforms.sealing import Seal
 from hicache_ext.storage.contract.abilities import Resizable, ability
@@ -141,6 +142,8 @@ class ReloadableStore(TieredStore):
         for name, tier in used_tiers(config).items():
             if name in self._live:
                 yield from _problems_of_tier(name, self._live[name], tier)
+                if tier.seal is not None and tier.seal == self._live[name].config.seal:
+                    yield from _problems_of_content(f"hicache_ext.tiers.{name}.seal", self._live[name], tier.seal)
         directories = {directory: name for name, live in self._live.items() for directory in live.config.directories()}
         for name, tier in used_tiers(config).items():
             if name in self._live:
@@ -195,15 +198,49 @@ def _problems_of_seal(key: str, live: LiveTier, wanted: TierConfig, remedy: str)
         yield ConfigError(key, "cannot change before the tier could be opened")
     else:
         try:
-            other.opened(key)
+            _opened_seal(key, live, other)
         except ConfigError as error:
             yield error
 
 
+def _problems_of_content(key: str, live: LiveTier, seal: SealConfig) -> Iterator[ConfigError]:
+    """Of a seal that stays: what its references hold may have changed. What cannot be read now is in use already."""
+    try:
+        found = seal.opened(key)
+    except ConfigError:
+        return
+    try:
+        _check_content(key, live, seal, found)
+    except ConfigError as error:
+        yield error
+
+
+def _opened_seal(key: str, live: LiveTier, seal: SealConfig) -> Seal:
+    """Raises ConfigError."""
+    found = seal.opened(key)
+    _check_content(key, live, seal, found)
+    return found
+
+
+def _check_content(key: str, live: LiveTier, seal: SealConfig, found: Seal) -> None:
+    """Raise ConfigError for a key that is another one than that of the same id which is in use: pages of both would
+    have one id, and those of the old one would be gone unnoticed."""
+    store = ability(live.bare, TransformedStore)
+    if store is None or store.seal is None:
+        return
+    in_use = {one.id: one for one in store.seal.keys}
+    for one in found.keys:
+        if one.id in in_use and not one.is_same(in_use[one.id]):
+            number = [reference.id for reference in seal.keys].index(one.id)
+            problem = f"the id {one.id} has another secret than the one in use; give it another id"
+            raise ConfigError(f"{key}.keys[{number}]", problem)
+
+
 def _new_seal(name: str, live: LiveTier, wanted: TierConfig) -> Seal | None:
     """The seal that is to be put in force, where it is another one. Raises ConfigError."""
-    changed = wanted.seal is not None and wanted.seal != live.config.seal
-    return wanted.seal.opened(f"hicache_ext.tiers.{name}.seal") if changed and wanted.seal is not None else None
+    if wanted.seal is None or wanted.seal == live.config.seal:
+        return None
+    return _opened_seal(f"hicache_ext.tiers.{name}.seal", live, wanted.seal)
 
 
 def _differing_keys(one: TierConfig, other: TierConfig) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import obstore
+import obstore.store
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
@@ -15,6 +18,9 @@ from hicache_ext.storage.contract.registry import examine_tier
 from hicache_ext.storage.contract.transforming.layers import transformed
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
+from hicache_ext.storage.tiers.object.config import ObjectTierConfig
+from hicache_ext.storage.tiers.object.names import identity_name
+from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.pages import IDENTITY, page_keys, store_pages
 from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, seal
 
@@ -50,6 +56,56 @@ def test_identities_are_those_of_the_pages_and_not_of_their_forms() -> None:
     assert keeper is not None and keeper.identities() == {IDENTITY: document}
     stored = {digest: kept["stored_as"] for digest, kept in inner.identities().items() if "stored_as" in kept}
     assert list(stored.values()) == [{"of": IDENTITY.hex(), "seal": "encrypt", "key": "new"}]
+
+
+@pytest.mark.parametrize("hostile", [[], 7, None, "text", {"stored_as": []}, {"stored_as": {"of": []}}], ids=repr)
+def test_a_hostile_document_of_another_keeper_does_not_hinder_a_clear(hostile: Any) -> None:
+    inner = MemoryPageStore()
+    store, keys = transformed(inner, None, seal(ENCRYPT, "new")), page_keys(3)
+    store.register_identity(IDENTITY, {"pool": {"name": "kv"}})
+    store_pages(store, keys)
+    real = inner.identities
+    inner.identities = lambda: {bytes(16): hostile, **real()}  # type: ignore[method-assign]
+    keeper = ability(store, IdentityKeeper)
+    assert keeper is not None and IDENTITY in keeper.identities()
+    assert store.clear([IDENTITY]) == 1
+    assert store.contains(keys) == [False] * 3
+
+
+HOSTILE = [b"[]", b"", b"7", b"\xff", b"{", b"[" * 100_000, b'{"a": "' + b"a" * (1 << 20) + b'"}']
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_document_in_a_bucket_hides_no_other_one(hostile: bytes) -> None:
+    client = obstore.store.MemoryStore()
+    inner = ObjectPageStore("cold", ObjectTierConfig(url="file:///test"), lambda: client)
+    store, keys = transformed(inner, None, seal(ENCRYPT, "new")), page_keys(3)
+    store.register_identity(IDENTITY, {"pool": {"name": "kv"}})
+    store_pages(transformed(inner, None, seal(ENCRYPT, "old")), keys)
+    for digest in (bytes(16), b"\xff" * 16):
+        obstore.put(client, identity_name(digest), hostile)
+    kept = inner.identities()
+    assert IDENTITY in kept and all(isinstance(document, dict) for document in kept.values())
+    assert bytes(16) not in kept
+    assert store.clear([IDENTITY]) >= 0
+    store.close()
+
+
+def test_a_document_that_may_not_be_read_hides_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = obstore.store.MemoryStore()
+    inner = ObjectPageStore("cold", ObjectTierConfig(url="file:///test"), lambda: client)
+    inner.register_identity(IDENTITY, {"pool": {"name": "kv"}})
+    obstore.put(client, identity_name(bytes(16)), b"{}")
+    real = obstore.get_range
+
+    def refuse(client: Any, path: str, **options: Any) -> Any:
+        if bytes(16).hex() in path:
+            raise PermissionError("not this one")
+        return real(client, path, **options)
+
+    monkeypatch.setattr(obstore, "get_range", refuse)
+    assert list(inner.identities()) == [IDENTITY]
+    inner.close()
 
 
 def test_a_tier_tells_of_its_pages_unless_a_seal_hides_them(tmp_path: Path) -> None:

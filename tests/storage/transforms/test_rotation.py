@@ -81,6 +81,35 @@ def test_a_reload_with_a_key_that_is_not_there_changes_nothing(
     assert_hits(store, page_keys(3, "more"), SIZES)
 
 
+@pytest.mark.parametrize("ids", [("old",), ("new", "old")], ids=["the same seal", "a new seal"])
+def test_new_content_under_the_same_id_is_refused_by_a_reload(
+    store: ReloadableStore, configured: Any, tmp_path: Path, ids: tuple[str, ...]
+) -> None:
+    store_pages(store, page_keys(3), SIZES)
+    (tmp_path / "old").write_text(SECRETS["theirs"])
+    place = ids.index("old")
+    with pytest.raises(ConfigError) as raised:
+        store.reload(configured(*ids))
+    assert str(raised.value) == (
+        f"hicache_ext.tiers.disk.seal.keys[{place}]: the id old has another secret than the one in use; "
+        "give it another id"
+    )
+    assert SECRETS["old"] not in str(raised.value) and SECRETS["theirs"] not in str(raised.value)
+    assert_hits(store, page_keys(3), SIZES)
+    (tmp_path / "old").write_text(SECRETS["old"] + "\n")
+    store.reload(configured(*ids))
+    assert_hits(store, page_keys(3), SIZES)
+
+
+def test_a_key_file_that_is_gone_hinders_no_reload_of_something_else(
+    store: ReloadableStore, configured: Any, tmp_path: Path
+) -> None:
+    store_pages(store, page_keys(3), SIZES)
+    (tmp_path / "old").unlink()
+    assert store.reload(configured("old", timeout="7s")) == ["tier disk: new timeout"]
+    assert_hits(store, page_keys(3), SIZES)
+
+
 def test_pages_outlive_the_server_and_a_seal_that_is_switched_off_and_on(
     store: ReloadableStore, configured: Any
 ) -> None:

@@ -5,21 +5,28 @@ The attacker here knows the page format, reads and writes the medium at will, an
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.page.transforms import body, forms
+from hicache_ext.page.transforms.forms import Transforms
 from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
-from hicache_ext.page.transforms.sealing import CipherKind, SealKey, SealMode
+from hicache_ext.page.transforms.lossless import LosslessCodec
+from hicache_ext.page.transforms.sealing import CipherKind, Seal, SealKey, SealMode
 from hicache_ext.storage.contract.store import GetResult, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.layers import transformed
 from hicache_ext.storage.tiers.memory import MemoryPageStore
-from hicache_ext.testing.conformance.pages import assert_hits, page_keys, payload_of, read_pages, store_pages
+from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, payload_of, read_pages, store_pages
 from hicache_ext.testing.conformance.second_reader import read_page_object, write_page_object
-from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, SECRETS, pages_of, seal, stored_key_of
+from tests.storage.transforms.rig import AUTHENTICATE, ENCRYPT, SECRETS, fresh, pages_of, seal, stored_key_of
 
 SIZES = [700, 324]
 BOTH = pytest.mark.parametrize("mode", [AUTHENTICATE, ENCRYPT], ids=["authenticate", "encrypt"])
@@ -216,6 +223,35 @@ def test_who_has_no_key_another_key_or_no_longer_the_key_finds_nothing(mode: Sea
 
 
 @BOTH
+def test_one_secret_under_two_ids_is_two_keys(mode: SealMode) -> None:
+    objects: dict[bytes, bytes] = {}
+    keys, stores = page_keys(4), []
+    for id in ("one", "other"):
+        of_id = Seal(mode, (SealKey(id, SECRETS["new"]),))
+        stores.append(transformed(MemoryPageStore(objects=objects), None, of_id))
+    one, other = stores
+    store_pages(one, keys, SIZES)
+    before = dict(objects)
+    assert read_pages(other, keys, SIZES)[0] == [GetResult.MISS] * 4
+    assert store_pages(other, keys, SIZES) == [SetResult.STORED] * 4
+    for store in stores:
+        assert_hits(store, keys, SIZES)
+        assert store.metrics.total("corrupt") == 0
+    assert {name: objects[name] for name in before} == before, "pages of others were touched"
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_pages_of_another_version_of_the_format_are_never_met(sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = None if sealed else LosslessCodec()
+    document = {"pool": {"dtype": "bfloat16", "segments": [1 << 16]}}
+    made = Transforms(codec, seal(ENCRYPT, "new") if sealed else None, 1)
+    ours = {form.identity for form in made.forms(IDENTITY, document).all if not form.plain}
+    monkeypatch.setattr(forms, "_VERSION", b"3\0")
+    theirs = {form.identity for form in made.forms(IDENTITY, document).all if not form.plain}
+    assert ours and not ours & theirs
+
+
+@BOTH
 def test_a_fleet_in_the_middle_of_a_rotation_reads_each_others_pages(mode: SealMode) -> None:
     objects: dict[bytes, bytes] = {}
     keys = page_keys(6)
@@ -326,6 +362,68 @@ def test_a_forged_page_is_refused_again_once_it_is_no_longer_remembered(
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     assert attacked.store.contains([other]) == [True]
     attacked.assert_refused(other, "seal_tag")
+
+
+@BOTH
+def test_a_cipher_that_cannot_be_had_costs_its_own_page_alone_and_destroys_nothing(
+    mode: SealMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attacked, keys = Attacked(mode), page_keys(4)
+    monkeypatch.setattr("hicache_ext.page.transforms.body.fastest_cipher", lambda: CipherKind.CHACHA20_POLY1305)
+    store_pages(attacked.store, keys[:1], SIZES)
+    monkeypatch.setattr("hicache_ext.page.transforms.body.fastest_cipher", lambda: CipherKind.AES_256_GCM)
+    store_pages(attacked.store, keys[1:], SIZES)
+    before = dict(attacked.objects)
+
+    def refuse(key: bytes) -> None:
+        raise UnsupportedAlgorithm("not in this mode")
+
+    (of_tier,) = pages_of(attacked.store)._known.transforms.seal.keys  # type: ignore[union-attr]
+    there = of_tier._kinds[CipherKind.CHACHA20_POLY1305]
+    of_tier._kinds[CipherKind.CHACHA20_POLY1305] = refuse
+    assert read_pages(attacked.store, keys, SIZES)[0] == [GetResult.CORRUPT] + [GetResult.HIT] * 3
+    assert attacked.corrupt("seal_cipher") == 1
+    assert store_pages(attacked.store, keys[:1], SIZES) == [SetResult.REJECTED]
+    assert attacked.objects == before
+    of_tier._kinds[CipherKind.CHACHA20_POLY1305] = there
+    assert_hits(attacked.store, keys, SIZES)
+
+
+def test_a_page_that_cannot_be_opened_for_any_reason_costs_no_other_one(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = page_keys(4)
+    store_pages(attacked.store, keys, SIZES)
+    real, bad = body.read, attacked.stored_key(keys[1])
+
+    def read(stored: memoryview, stored_key: bytes, *others: Any) -> str | None:
+        if stored_key == bad:
+            raise MemoryError
+        return real(stored, stored_key, *others)
+
+    monkeypatch.setattr(body, "read", read)
+    assert read_pages(attacked.store, keys, SIZES)[0] == [
+        *(GetResult.HIT, GetResult.ERROR),
+        *(GetResult.HIT, GetResult.HIT),
+    ]
+
+
+def test_a_page_whose_seal_is_wrong_leaves_no_plaintext_in_the_host_page() -> None:
+    size = 1 << 16
+    (form,) = Transforms(None, seal(ENCRYPT, "new"), 1).forms(IDENTITY, None).all
+    name, content = page_keys(1)[0], memoryview(b"\x55" * size)
+    stored = memoryview(bytearray(form.stored_length(size, 1)))
+    body.write(stored, name, form, [content], None, bytes(24), fresh)
+    stored[-1] ^= 1
+    page = memoryview(bytearray(b"\xee" * size))
+    assert body.read(stored, name, form, [page], fresh) == "seal_tag"
+    assert bytes(page) in (b"\xee" * size, bytes(size))
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_key_cannot_be_copied_out_of_the_process(copied: Any) -> None:
+    with pytest.raises(TypeError, match="never written"):
+        copied(SealKey("new", SECRETS["new"]))
 
 
 def test_no_secret_is_shown_by_a_key_a_seal_or_a_store(attacked: Attacked) -> None:

@@ -47,7 +47,7 @@ class BadSeals:
     def note(self, stored_key: bytes, reason: str) -> None:
         """A page was read and refused."""
         self._inner.metrics.add("corrupt", reason)
-        words = "tier %s: page %s is refused (%s): it was made without the key, or damaged before it was sealed"
+        words = "tier %s: page %s is refused (%s): made without the key, damaged, or of a missing cipher"
         self._log.log(logging.WARNING, reason, words, self._inner.name, stored_key.hex(), reason)
         if len(self._seen) >= _MOST_KNOWN:
             self._seen.clear()
@@ -77,7 +77,11 @@ class BadSeals:
             stored, page = np.empty(length, np.uint8).data, np.empty(payload, np.uint8).data
             (result,) = self._inner.get(PageBatch([stored_key], [[stored]]))
             if result is GetResult.HIT:
-                if body.read(stored, stored_key, form, [page], self._memory.of_thread) is not None:
+                reason = body.read(stored, stored_key, form, [page], self._memory.of_thread)
+                if reason == body.SEAL_CIPHER:
+                    # It may be good for others.
+                    return False
+                if reason is not None:
                     if self._budget is not None and not self._budget.take():
                         return False
                     self._inner.remove([stored_key])

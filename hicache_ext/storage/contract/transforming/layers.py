@@ -35,7 +35,11 @@ class _KeepsIdentities(DelegatingStore):
         self._keeper = keeper
 
     def identities(self) -> dict[bytes, dict[str, Any]]:
-        return {digest: document for digest, document in self._keeper.identities().items() if STORED_AS not in document}
+        return {
+            digest: document
+            for digest, document in self._keeper.identities().items()
+            if isinstance(document, dict) and STORED_AS not in document
+        }
 
 
 class _ListsPages(DelegatingStore):

@@ -84,6 +84,11 @@ class TransformedStore(DelegatingStore):
         self._look_for_unsealed_at: dict[bytes, float] = {}
         self._log = LimitedLog(logger, 60.0)
 
+    @property
+    def seal(self) -> Seal | None:
+        """The one in force."""
+        return self._known.transforms.seal
+
     def put_seal(self, seal: Seal) -> None:
         """Other keys, from the next call on; the mode stays."""
         before = self._known.transforms
@@ -147,7 +152,8 @@ class TransformedStore(DelegatingStore):
     def _documents_of_inner(self) -> Mapping[bytes, Mapping[str, Any]]:
         keeper = ability(self.inner, IdentityKeeper)
         try:
-            return {} if keeper is None else keeper.identities()
+            documents = {} if keeper is None else keeper.identities()
+            return {digest: document for digest, document in documents.items() if isinstance(document, dict)}
         except StoreClosedError:
             raise
         except Exception as error:  # noqa: BLE001 - of a medium that is away: what is known is cleared
@@ -270,7 +276,13 @@ class TransformedStore(DelegatingStore):
             def finish(number: int) -> None:
                 page = hits[number]
                 form, segments = forms[positions[page]], batch.buffers[positions[page]]
-                reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
+                try:
+                    reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
+                except Exception as error:  # noqa: BLE001 - of this page alone
+                    answers[page] = GetResult.ERROR
+                    self.metrics.add("error", error_reason(error))
+                    self._log.log(logging.WARNING, "read", "tier %s: a page: %r", self.name, error, exc_info=error)
+                    return
                 if reason is not None:
                     answers[page] = GetResult.CORRUPT
                     self._bad.note(names[page], reason)
