@@ -174,7 +174,9 @@ def _start(stack: ExitStack, directory: Path, events: Path, tokens: int) -> dict
         servers[arm].generate([1, 2, 3], 2)  # pays for what is loaded and compiled once
         if arm != NO_STORAGE:
             identities.add(_identity_of(servers[arm]))
-        servers[arm].freeze()
+    # Not before all run: one that is stopped cannot let another one into the directory that they share.
+    for server in servers.values():
+        server.freeze()
     if len(identities) > 1:
         raise BenchmarkError(f"the servers do not share pages: {sorted(identities)}")
     return servers
