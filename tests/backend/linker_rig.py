@@ -18,6 +18,7 @@ from hicache_ext.sglang import launch_facts
 from hicache_ext.sglang.launch_facts import LaunchFacts
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.testing.faults import PageStoreWrapper
+from hicache_ext.testing.host_pool_kinds import mha_device_pool
 
 PAGE = 16
 PAGES = 96
@@ -95,25 +96,10 @@ def _params(kvcache: Any, requests: Any = None) -> Any:
     )
 
 
-def _mha(layers: int = LAYERS) -> Any:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    return MHATokenToKVPool(
-        size=PAGES * PAGE,
-        page_size=PAGE,
-        dtype=torch.bfloat16,
-        head_num=2,
-        head_dim=32,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-
-
 def mha_device() -> Device:
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-    pool = _mha()
+    pool = mha_device_pool(PAGES, PAGE, LAYERS)
     return Device(pool, {ComponentType.FULL}, {"kv": [*pool.k_buffer, *pool.v_buffer]}, _params(pool), {"kv": PAGE})
 
 

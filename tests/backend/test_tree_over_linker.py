@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from hicache_ext.testing.host_pool_kinds import mha_device_pool
+
 pytestmark = pytest.mark.sglang
 
 PAGE_SIZE = 16
@@ -46,21 +48,12 @@ class Served:
     def __init__(self, config: dict[str, Any]) -> None:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
         from sglang.srt.mem_cache.unified_cache.components import ComponentType
         from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-        self.pool = MHATokenToKVPool(
-            size=PAGES * PAGE_SIZE,
-            page_size=PAGE_SIZE,
-            dtype=torch.bfloat16,
-            head_num=2,
-            head_dim=32,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-        )
+        self.pool = mha_device_pool(PAGES, PAGE_SIZE, LAYERS)
         self.allocator = PagedTokenToKVPoolAllocator(
             PAGES * PAGE_SIZE, PAGE_SIZE, torch.bfloat16, "cpu", self.pool, need_sort=False
         )

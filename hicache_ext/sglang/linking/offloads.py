@@ -105,7 +105,7 @@ class Offloads:
         if wanted:
             self._to_gather.put(job)
         else:
-            self._ended(job, job.good and not self._closed)
+            self._ended(job)
 
     def completed(self) -> int:
         return len(self._results)
@@ -220,10 +220,10 @@ class Offloads:
         if error is not None:
             self._log.log(logging.ERROR, why, "hicache_ext: pages were not stored: %s", error, exc_info=error)
 
-    def _ended(self, job: _Offload, good: bool = True) -> None:
+    def _ended(self, job: _Offload) -> None:
         """A part of it has ended. What is done counts in the order in which it came."""
         with self._lock:
-            job.good = job.good and good and not self._closed
+            job.good = job.good and not self._closed
             job.left -= 1
             if not job.left:
                 self._metrics.add("offload", "stored" if job.good else "failed")
