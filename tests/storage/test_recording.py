@@ -204,8 +204,7 @@ def test_all_files_together_stay_within_their_size_and_the_newest_are_kept(
     recorder = record(size=1 << 20)
     for number in range(60):
         ask(recorder, f"{number}", hashes(4000, f"{number}"))
-        eventually(lambda: not recorder._queue)
-        recorder._loop.wake()
+        wait_until_written(recorder, number + 1)  # until then, files come and go while they are added up
         assert sum(path.stat().st_size for path in files_in(tmp_path / "rec")) <= 1 << 20
     recorder.close()
     kept = entries_in(tmp_path / "rec")

@@ -185,7 +185,9 @@ class Recorder:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = _File(path, Encoder(self._salt, tiers))
         try:
-            file.append(file.encoder.header(self._wall, self._facts()))
+            header = file.encoder.header(self._wall, self._facts())
+            self._make_room(len(header))
+            file.append(header)
         except OSError:
             file.close()
             with contextlib.suppress(OSError):
