@@ -116,6 +116,12 @@ class Call(Generic[Result]):
     def over(self) -> bool:
         return self._over
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is running or still to begin."""
+        with self._changed:
+            return self._is_done()
+
     def stop(self, end: int = 0) -> None:
         """Begin no position from ``end`` on that was not begun yet."""
         with self._changed:

@@ -29,9 +29,13 @@ PREFILL_COST = Feature("cost of prefill", "pull or recompute does not know what 
 REQUEST_TRACES = Feature(
     "traces of requests", "spans of storage do not say which request they belong to, and nothing is recorded"
 )
+READ_AHEAD = Feature("reading ahead", "the scheduler waits while a prompt is read through the external linker")
 
 LINKER = Feature("external linker", "pages move through HiCache's host memory alone")
 
-HOOKED = (WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST, REQUEST_TRACES)
+HOOKED = (
+    *(WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST, REQUEST_TRACES),
+    READ_AHEAD,
+)
 """Those that change functions of SGLang, through its plug-ins."""
 FEATURES = (STORAGE, *HOOKED, EVENTS, LINKER)

@@ -21,7 +21,16 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.attached import attach, detach
-from hicache_ext.sglang.features import ADAPTERS, DECODE_WRITER, DRAFTS, HOOKED, PREFILL_COST, REQUEST_TRACES, STORAGE
+from hicache_ext.sglang.features import (
+    ADAPTERS,
+    DECODE_WRITER,
+    DRAFTS,
+    HOOKED,
+    PREFILL_COST,
+    READ_AHEAD,
+    REQUEST_TRACES,
+    STORAGE,
+)
 from hicache_ext.sglang.hint_traffic import HintTraffic
 from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.kv_events import kv_events
@@ -226,6 +235,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             DECODE_WRITER: self._config.role != "decode",
             DRAFTS: True,  # told where a pool needs it
             PREFILL_COST: self._pull_rule is None,
+            READ_AHEAD: True,  # told by the linker
             REQUEST_TRACES: self._spans is None and self._recorder is None,
         }
         for sentence in not_in_force([feature for feature in HOOKED if not unused.get(feature)]).values():

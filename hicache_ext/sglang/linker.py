@@ -4,10 +4,11 @@ SGLang's second door to the same tiers: pages move between the device and storag
 is what HiCache stores in the layout page_first, so that servers of both kinds share a pool. Behind the door is the
 backend of the first one (backend.py): identity, weights, tiers, configuration file, metrics.
 
-SGLang calls everything on its scheduler's thread. ``lookup`` answers within the budget of look-ups, ``offload`` at
-once. ``load`` waits until the pages of a request were read and verified, ``load_timeout`` at most: SGLang's forward
-would wait for them on the same thread, and could not compute what is missing any more. docs/decisions/linker.md has
-the reasons.
+SGLang calls everything on its scheduler's thread. Pages of a request that waits in its queue are read and verified by
+other threads before it is admitted (linking/ahead.py), so that ``lookup`` and ``load`` find them in memory; ``offload``
+answers at once. For what was not read by then (a prompt that is larger than staging memory) ``lookup`` asks the store
+within the budget of look-ups, and ``load`` waits, ``load_timeout`` at most: SGLang's forward would wait on the same
+thread, and could not compute what is missing any more. docs/decisions/linker.md has the reasons.
 
 No call but the constructor raises. Trouble is a miss, or pages that were not stored.
 """
@@ -21,9 +22,12 @@ from typing import Any
 from hicache_ext.config import load_config
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.features import LINKER
+from hicache_ext.sglang.features import LINKER, READ_AHEAD
+from hicache_ext.sglang.hooks import not_in_force
 from hicache_ext.sglang.launch_facts import configuration_given_as
+from hicache_ext.sglang.linking.ahead import OUTCOMES, ReadAhead
 from hicache_ext.sglang.linking.launch import launched_with
 from hicache_ext.sglang.linking.loads import Loads
 from hicache_ext.sglang.linking.look_ups import LookUps
@@ -86,9 +90,25 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             if self._staging.states_beside_the_pools:
                 params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
             self._metrics = _LinkerMetrics(self._set_levels)
-            self._look_ups = LookUps(self._staging, self._restorable)
+            self._threads = ThreadPool("hicache-link-load")
+            self._ahead = ReadAhead(
+                self._staging,
+                self._backend,
+                self._restorable,
+                lambda mine: agreed(self._params, mine),
+                self._metrics,
+                settings.load_timeout,
+                self._threads,
+            )
+            self._look_ups = LookUps(self._staging, self._restorable, self._ahead)
             self._loads = Loads(
-                self._staging, self._backend, self.layer_done_counter, self._metrics, settings.load_timeout
+                self._staging,
+                self._backend,
+                self.layer_done_counter,
+                self._metrics,
+                settings.load_timeout,
+                self._threads,
+                self._ahead.drop_one,
             )
             self._offloads = Offloads(self._staging, self._backend, self._metrics, self._bytes_of)
             self._backend.export_also(self._metrics)
@@ -97,6 +117,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._backend.close()
             self._staging.destroy()
             raise
+        for sentence in not_in_force([READ_AHEAD]).values():
+            logger.warning("hicache_ext: %s", sentence)
         logger.info(
             "hicache_ext: external linker of SGLang %s, pools %s, %d layers, %d MiB of staging memory",
             installed_release(),
@@ -104,6 +126,26 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._staging.layers,
             settings.staging >> 20,
         )
+
+    # -- SGLang's queue --------------------------------------------------------------------------------------------
+
+    @answering(lambda *_, **__: set())
+    def requests_to_hold(self, queue: Sequence[Any], tree: Any) -> set[str]:
+        """Ids of the waiting requests that are not to be scheduled yet, because their pages are being read.
+
+        Called by linker_hooks.py. ``tree`` is SGLang's.
+        """
+        if self._closed:
+            return set()
+        requests = {request.rid: request for request in queue}
+
+        def ask(rid: str) -> None:
+            requests[rid].init_next_round_input(tree, cow_mamba=False)
+
+        return self._ahead.hold(list(requests), ask)
+
+    def nap(self) -> None:
+        self._ahead.nap()
 
     # -- look-ups --------------------------------------------------------------------------------------------------
 
@@ -125,7 +167,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             return False
         self._look_ups.forget(rid)
         read = self._read(rid, pages)
-        everywhere = self._agreed(read)
+        everywhere = self._agreed_alone(read)
         if read and not everywhere:
             self._metrics.add("load", "other_rank")
             self.cancel_queued_load(rid)
@@ -133,11 +175,11 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: False)
     def _read(self, rid: str, pages: list[Pages]) -> bool:
-        return self._loads.read(rid, pages, self.record_offload_ready())
+        return self._loads.read(rid, pages, self.record_offload_ready(), self._ahead.pages_of(rid))
 
     @answering(lambda *_, **__: False)
-    def _agreed(self, read: bool) -> bool:
-        return agreed(self._params, read)
+    def _agreed_alone(self, read: bool) -> bool:
+        return agreed(self._params, [read])[0]
 
     @answering(lambda *_, **__: -1)
     def start_layer_wise_loading(self) -> int:
@@ -182,6 +224,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         """Forget what SGLang waits for. What it handed over is stored, as far as it could leave the device within
         seconds; from the return on the device is neither read nor written."""
         self._look_ups.forget()
+        self._ahead.reset()
         self._loads.reset()
         self._offloads.reset()
 
@@ -190,7 +233,9 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         if self._closed:
             return
         self._closed = True
-        ended = self._loads.close(_CLOSE_WAIT)
+        self._ahead.reset()
+        self._loads.close(_CLOSE_WAIT)
+        ended = self._threads.close(_CLOSE_WAIT) == 0
         ended = self._offloads.close(_CLOSE_WAIT, self._drain) and ended
         self._backend.close()
         if ended:
@@ -246,6 +291,7 @@ class _LinkerMetrics(TierMetrics):
         self._set_levels = set_levels
         self.declare(
             {
+                "ahead": OUTCOMES,
                 "load": ("read", "missing", "late", "refused", "error", "copy_failed", "other_rank"),
                 "offload": ("stored", "failed", "full"),
                 "offload_failed": ("copy", "store"),

@@ -22,6 +22,7 @@ from hicache_ext.sglang.features import (
     LINKER,
     MODEL_WEIGHTS,
     PREFILL_COST,
+    READ_AHEAD,
     REQUEST_TRACES,
     STORAGE,
     WEIGHTS_UPDATES,
@@ -238,6 +239,10 @@ USED: tuple[Use, ...] = (
     _hook("around", _HYBRID, "should_backup", DRAFTS, "transfer"),
     _hook("around", _SCHEDULER, "run_batch", PREFILL_COST),
     _hook("around", _SCHEDULER, "process_batch_result", PREFILL_COST),
+    # Before, SGLang has no linker of others.
+    _hook("around", _SCHEDULER, "get_new_batch_prefill", READ_AHEAD, since="0.5.23"),
+    _names(_SCHEDULER, "waiting_queue running_batch chunked_req tree_cache", READ_AHEAD, since="0.5.23"),
+    _call(_REQUEST, "init_next_round_input", "tree_cache cow_mamba", READ_AHEAD),
     _hook("before", _SCHEDULER, "_prefetch_kvcache", REQUEST_TRACES),
     *(
         _hook("around", controller, call, REQUEST_TRACES)

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ SLACK = 5.0
 """Seconds that a call may take beyond its deadline on a busy machine."""
 
 
+@dataclass
+class Waiting:
+    """A request of SGLang's queue."""
+
+    linker: Any
+    rid: str
+    keys: list[int]
+
+    def init_next_round_input(self, tree: Any, cow_mamba: bool) -> None:
+        self.linker.lookup(self.rid, [rig.transfer("kv", [rig.hashes(KEYS)[key] for key in self.keys])])
+
+
 class LinkerMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
@@ -59,6 +72,8 @@ class LinkerMachine(RuleBasedStateMachine):
         self.outstanding = 0
         self.pending: dict[str, tuple[list[int], list[int]]] = {}
         """Request -> keys, device pages."""
+        self.queue: dict[str, Waiting] = {}
+        """Requests that SGLang has not admitted."""
         self.free = list(TARGETS)
         self.count = 0
         self.stop = threading.Event()
@@ -116,6 +131,53 @@ class LinkerMachine(RuleBasedStateMachine):
         else:
             event(f"not loaded while the store is {mode}")
             self._forget(slots)
+
+    @rule(count=st.integers(1, 16), mode=MODES)
+    def arrive(self, count: int, mode: str) -> None:
+        self.stores[0].mode = mode
+        rid = f"q{self.count}"
+        self.count += 1
+        self.queue[rid] = Waiting(self.linker, rid, list(range(count)))
+        self._round()
+
+    def _round(self) -> set[str]:
+        return set(self._soon(lambda: self.linker.requests_to_hold(list(self.queue.values()), None), 0))
+
+    @precondition(lambda self: bool(self.queue))
+    @rule(device=st.integers(0, 3), wait=st.booleans())
+    def admit(self, device: int, wait: bool) -> None:
+        """SGLang takes the first request that it sees, whose first pages may be on the device by now."""
+        held = self._round()
+        deadline = time.monotonic() + LOAD_TIMEOUT + SLACK
+        while wait and len(held) == len(self.queue):
+            assert time.monotonic() < deadline, "a request was held back for ever"
+            time.sleep(0.005)
+            held = self._round()
+        rid = next((rid for rid in self.queue if rid not in held), None)
+        if rid is None:
+            return
+        if len(self.free) < KEYS:
+            self.run_batch()
+        keys = self.queue.pop(rid).keys[device:]
+        names = [rig.hashes(KEYS)[key] for key in keys]
+        found = self._soon(lambda: self.linker.lookup(rid, [rig.transfer("kv", names)]), 0) if keys else []
+        if not found:
+            event("admitted without stored pages")
+            return
+        keys, names = keys[: found[-1]], names[: found[-1]]
+        slots = self.free[: len(keys)]
+        if self._soon(lambda: self.linker.load(rid, [rig.pages(self.device, "kv", names, slots)]), LOAD_TIMEOUT):
+            event("admitted with pages that were read ahead")
+            self.free = self.free[len(keys) :]
+            self.pending[rid] = (keys, slots)
+        else:
+            self._forget(slots)
+
+    @precondition(lambda self: bool(self.queue))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        del self.queue[data.draw(st.sampled_from(sorted(self.queue)))]
+        self._round()
 
     @precondition(lambda self: bool(self.pending))
     @rule(data=st.data())
@@ -199,6 +261,8 @@ class LinkerMachine(RuleBasedStateMachine):
             self.asking.join(10)
             for rid in list(self.pending):
                 self.linker.cancel_queued_load(rid)
+            self.queue.clear()
+            self._round()
             self.stores[0].mode = "well"
             deadline = time.monotonic() + 20
             while rig.staging_in_use(self.linker) and time.monotonic() < deadline:

@@ -271,7 +271,7 @@ from hicache_ext.sglang.linking.ranks import agreed
 rank, path = int(sys.argv[1]), sys.argv[2]
 ranks.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
 params = SimpleNamespace(tp_cache_group=ranks.group.WORLD, attn_tp_cache_group=None, attn_cp_cache_group=None)
-print([agreed(params, True), agreed(params, rank == 0), agreed(params, False)])
+print(agreed(params, [True, rank == 0, False]))
 """
 
 

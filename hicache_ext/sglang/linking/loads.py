@@ -1,8 +1,9 @@
 """Stored pages on their way to the device.
 
 A request's pages are read and verified before SGLang is told that they will come: what cannot be read is computed, and
-no request of a batch can fail because a page was missing. They wait in staging memory; what does not fit there moves on
-to the device at once, whose slots nobody but the request has. When the batch starts, what waits moves layer by layer.
+no request of a batch can fail because a page was missing. Most were read while it was in the queue (ahead.py). They
+wait in staging memory; what does not fit there moves on to the device at once, whose slots nobody but the request has.
+When the batch starts, what waits moves layer by layer.
 Reasons: docs/decisions/linker.md.
 """
 
@@ -12,26 +13,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import torch
 
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.sglang.linking.moves import Pages
-from hicache_ext.sglang.linking.staging import Portion, Staging
-from hicache_ext.sglang.served_pools import BoundPool
+from hicache_ext.sglang.linking.staging import PageReader, Portion, Staging
 
 logger = logging.getLogger(__name__)
-
-
-class PageReader(Protocol):
-    def served_pool(self, name: str) -> BoundPool | None: ...
-
-    def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool: ...
 
 
 class LayerCounter(Protocol):
@@ -46,7 +38,7 @@ class LayerCounter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The pages of one request. ``waiting`` are those in staging memory, the oldest first."""
+    """The pages of one request that are to be read. ``waiting`` are those in staging memory, the oldest first."""
 
     pages: list[Pages]
     events: Sequence[Any]
@@ -62,29 +54,40 @@ class Loads:
     """See the module docstring. Threads: every call on the scheduler's."""
 
     def __init__(
-        self, staging: Staging, reader: PageReader, counter: LayerCounter, metrics: TierMetrics, seconds: float
+        self,
+        staging: Staging,
+        reader: PageReader,
+        counter: LayerCounter,
+        metrics: TierMetrics,
+        seconds: float,
+        threads: ThreadPool,
+        make_place: Callable[[], bool],
     ) -> None:
-        """``seconds``: how long the pages of one request are waited for."""
+        """``seconds``: how long the pages of one request are waited for. ``make_place`` gives staging memory back that
+        no load has; whether there was any."""
         self._staging = staging
         self._reader = reader
         self._counter = counter
         self._metrics = metrics
         self._seconds = seconds
         self._log = LimitedLog(logger)
-        self._threads = ThreadPool("hicache-link-load")
+        self._threads = threads
+        self._make_other_place = make_place
         self._lock = threading.Lock()
         self._ready: dict[str, _Load] = {}
         """Of requests whose batch has not started."""
         self._started: dict[int, Call[None]] = {}
         self._closed = False
 
-    def read(self, rid: str, pages: list[Pages], events: Sequence[Any]) -> bool:
+    def read(self, rid: str, pages: list[Pages], events: Sequence[Any], ahead: Sequence[Portion] = ()) -> bool:
         """Whether all pages of a request were read; they wait for ``start`` then. Never raises.
 
-        ``events`` say when the device slots may be written.
+        ``events`` say when the device slots may be written; ``ahead`` was read before.
         """
-        load = _Load(pages, events)
+        load = _Load(_given_places(ahead, pages), events, waiting=deque(ahead))
         outcome = self._outcome(rid, load)
+        if outcome != "read":
+            self._end(load)
         self._metrics.add("load", outcome)
         self._metrics.observe("load", time.monotonic() - load.begun)
         return outcome == "read"
@@ -92,6 +95,10 @@ class Loads:
     def _outcome(self, rid: str, load: _Load) -> str:
         if self._closed or rid in self._ready:
             return "refused"
+        if not load.pages:
+            with self._lock:
+                self._ready[rid] = load
+            return "read"
         if self._threads.left_behind:
             # A store has not answered in time, and still has not: others would wait for it as long.
             return "refused"
@@ -100,14 +107,12 @@ class Loads:
         except RuntimeError:  # no thread to be had
             return "refused"
         if not call.ended_within(self._seconds):
-            self._end(load)
             return "late"
         if call.error is not None:
             self._log.log(
                 logging.ERROR, "read", "hicache_ext: pages were not loaded: %s", call.error, exc_info=call.error
             )
         if call.error is not None or not call.result():
-            self._end(load)
             return "missing" if call.error is None else "error"
         with self._lock:
             self._ready[rid] = load
@@ -156,11 +161,9 @@ class Loads:
         self._started.clear()
         self._counter.reset()
 
-    def close(self, seconds: float) -> bool:
-        """False where a read of a store that hangs is left behind."""
+    def close(self, seconds: float) -> None:
         self._closed = True
         self.reset(seconds)
-        return self._threads.close(seconds) == 0
 
     # -- threads ---------------------------------------------------------------------------------------------------
 
@@ -172,25 +175,13 @@ class Loads:
                 portion = self._memory(load, some)
                 if portion is None:
                     return False
-                if not self._filled(portion):
-                    portion.release()
+                if not portion.read(self._reader):
                     return False
                 with load.writing:
                     if load.over:
                         portion.release()
                         return False
                     load.waiting.append(portion)
-        return True
-
-    def _filled(self, portion: Portion) -> bool:
-        try:
-            for name in self._staging.pools_on[portion.pages.source]:
-                pool = self._reader.served_pool(name)
-                if pool is None or not self._reader.read_whole(pool, portion.pages.keys, portion.host_indices):
-                    return False
-        except BaseException:
-            portion.release()
-            raise
         return True
 
     def _memory(self, load: _Load, pages: Pages) -> Portion | None:
@@ -214,7 +205,7 @@ class Loads:
                 self._staging.scatter([portion])
                 candidate.waiting.popleft().release()
                 return True
-        return False
+        return self._make_other_place()
 
     def _move(self, index: int, portions: Sequence[Portion], events: Sequence[Any]) -> None:
         try:
@@ -244,6 +235,22 @@ class Loads:
             load.over = True
             while load.waiting:
                 load.waiting.popleft().release()
+
+
+def _given_places(ahead: Sequence[Portion], wanted: Sequence[Pages]) -> list[Pages]:
+    """Give pages that were read before their places on the device; what is wanted and is not among them."""
+    left = []
+    for pages in wanted:
+        found: set[str] = set()
+        for portion in ahead:
+            if portion.pages.source == pages.source:
+                found.update(portion.give_places(pages))
+        if not found:
+            left.append(pages)
+        elif others := [number for number, key in enumerate(pages.keys) if key not in found]:
+            places = pages.device_indices.view(-1, pages.page_size)[others].reshape(-1)
+            left.append(Pages(pages.source, [pages.keys[number] for number in others], places, pages.page_size))
+    return left
 
 
 def _taken_out(load: _Load) -> list[Portion]:

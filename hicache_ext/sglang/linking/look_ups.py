@@ -1,7 +1,8 @@
 """What of a prompt can be restored, as SGLang asks its linker.
 
-SGLang asks again in every round of its scheduler for a request that waits at the head of its queue. For a moment it is
-answered what it was answered before: a pool over a network would cost its budget of look-ups each time.
+What was read while a request was in the queue is known (ahead.py). Of others the store is asked. SGLang asks again in
+every round of its scheduler for a request that waits at the head of its queue; for a moment it is answered what it was
+answered before: a pool over a network would cost its budget of look-ups each time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hicache_ext.sglang.lifecycle import name_of
+from hicache_ext.sglang.linking.ahead import ReadAhead
 from hicache_ext.sglang.linking.staging import Staging
 from hicache_ext.sglang.served_pools import KV
 
@@ -30,11 +32,13 @@ class LookUps:
         self,
         staging: Staging,
         find: Callable[[list[str], list[Any]], list[int]],
+        ahead: ReadAhead,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``find``: prefix lengths that can be restored, of KV keys and transfers of the pools beside."""
         self._staging = staging
         self._find = find
+        self._ahead = ahead
         self._clock = clock
         self._answers: OrderedDict[str, tuple[_Question, float, list[int]]] = OrderedDict()
 
@@ -47,11 +51,18 @@ class LookUps:
         beside = self._beside(by_name)
         if beside is None:
             return []
+        keys = list(kv.keys)
+        if self._ahead.note(
+            rid, keys, {source: len(by_name[source].keys) for source in self._staging.pools_on}, beside
+        ):
+            return []
+        if (answer := self._ahead.answer(rid, keys)) is not None:
+            return answer
         question = tuple((name, len(one.keys), one.keys[0], one.keys[-1]) for name, one in by_name.items() if one.keys)
         known = self._answers.get(rid)
         if known is not None and known[0] == question and self._clock() - known[1] < REMEMBERED:
             return list(known[2])
-        found = self._find(list(kv.keys), beside)
+        found = self._find(keys, beside)
         self._answers[rid] = (question, self._clock(), found)
         while len(self._answers) > _MOST_REQUESTS:
             self._answers.popitem(last=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 
-def agreed(params: Any, mine: bool) -> bool:
-    """Whether it is so on every rank that computes the same requests; each of them must ask.
+def agreed(params: Any, mine: Sequence[bool]) -> list[bool]:
+    """Which of them are so on every rank that computes the same requests; each rank must ask, for as many.
 
     The groups are those in which SGLang's cache agrees (``UnifiedRadixCache._all_reduce_attn_groups``).
     """
@@ -20,7 +21,7 @@ def agreed(params: Any, mine: bool) -> bool:
     ]
     if not groups and params.tp_cache_group is not None and ranks.get_world_size(group=params.tp_cache_group) > 1:
         groups = [params.tp_cache_group]
-    answer = torch.tensor([int(mine)], dtype=torch.int)
+    answer = torch.tensor([int(one) for one in mine], dtype=torch.int)
     for group in groups:
         ranks.all_reduce(answer, op=ranks.ReduceOp.MIN, group=group)
-    return bool(answer.item())
+    return [bool(one) for one in answer.tolist()]

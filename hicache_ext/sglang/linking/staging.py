@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from hicache_ext.errors import HicacheExtError, UnsupportedError
 from hicache_ext.sglang.lifecycle import name_of
 from hicache_ext.sglang.linking.moves import PORTION_PAGES, Pages
+from hicache_ext.sglang.served_pools import BoundPool
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,12 @@ Side = Literal["load", "offload"]
 
 _LEAST_PAGES = 4
 """Pages of each pool, two for each direction."""
+
+
+class PageReader(Protocol):
+    def served_pool(self, name: str) -> BoundPool | None: ...
+
+    def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +46,38 @@ class Portion:
     side: Side
     staging: Staging
     host_indices: torch.Tensor
+    """Of ``pages``."""
+    memory: torch.Tensor
+    """All that was taken."""
     _held: bool = field(default=True)
 
     def release(self) -> None:
         self.staging.give_back(self)
+
+    def read(self, reader: PageReader) -> bool:
+        """Fill it with stored pages of all its pools; whether all of them are there. Where not, it is released."""
+        whole = False
+        try:
+            for name in self.staging.pools_on[self.pages.source]:
+                pool = reader.served_pool(name)
+                if pool is None or not reader.read_whole(pool, self.pages.keys, self.host_indices):
+                    return False
+            whole = True
+        finally:
+            if not whole:
+                self.release()
+        return True
+
+    def give_places(self, wanted: Pages) -> list[str]:
+        """Of the pages in it keep those that are wanted, with their places on the device; their keys."""
+        place = {key: number for number, key in enumerate(wanted.keys)}
+        kept = [(number, place[key]) for number, key in enumerate(self.pages.keys) if key in place]
+        size = wanted.page_size
+        mine, theirs = self.host_indices.view(-1, size), wanted.device_indices.view(-1, size)
+        keys = [wanted.keys[number] for _, number in kept]
+        self.host_indices = mine[[number for number, _ in kept]].reshape(-1)
+        self.pages = Pages(wanted.source, keys, theirs[[number for _, number in kept]].reshape(-1), size)
+        return keys
 
     def indices_of(self, begin: int, end: int) -> torch.Tensor:
         return self.host_indices[begin * self.pages.page_size : end * self.pages.page_size]
@@ -108,15 +143,16 @@ class Staging:
             if indices is None:
                 return None
             self._used[place] += count
-        return Portion(pages, side, self, indices)
+        return Portion(pages, side, self, indices, indices)
 
     def give_back(self, portion: Portion) -> None:
         with self._changed:
             if not portion._held:
                 return
             portion._held = False
-            self.group.free(portion.host_indices, pool=self.pool_name(portion.pages.source))
-            self._used[portion.side, portion.pages.source] -= len(portion.pages.keys)
+            source = portion.pages.source
+            self.group.free(portion.memory, pool=self.pool_name(source))
+            self._used[portion.side, source] -= portion.memory.numel() // self.page_sizes[source]
             self._changed.notify_all()
 
     def pages_in_use(self, side: Side) -> int:

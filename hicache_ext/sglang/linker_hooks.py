@@ -1,0 +1,38 @@
+"""Requests whose stored pages are being read stay out of SGLang's sight, where the external linker is used.
+
+SGLang asks its linker when it admits a request, and would wait for the pages on its scheduler's thread. With HiCache it
+passes such requests over while they are prefetched; for a linker it has no such place, so its queue goes without them
+for the moment in which it chooses a batch (linking/ahead.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def around_new_batch(original: Callable[..., Any], scheduler: Any, *arguments: Any, **named: Any) -> Any:
+    """AROUND hook [scheduler thread]: SGLang chooses which waiting requests it computes next."""
+    linker: Any = getattr(getattr(getattr(scheduler, "tree_cache", None), "linker", None), "cache_linker", None)
+    hold = getattr(linker, "requests_to_hold", None)  # of ours alone
+    if hold is None:
+        return original(scheduler, *arguments, **named)
+    queue = scheduler.waiting_queue
+    held = hold(queue, scheduler.tree_cache)
+    if not held:
+        return original(scheduler, *arguments, **named)
+    seen = [request for request in queue if request.rid not in held]
+    if not seen and scheduler.running_batch.is_empty() and scheduler.chunked_req is None:
+        linker.nap()
+    scheduler.waiting_queue = seen
+    try:
+        return original(scheduler, *arguments, **named)
+    finally:
+        scheduler.waiting_queue = _merged(queue, held, scheduler.waiting_queue)
+
+
+def _merged(before: Sequence[Any], held: set[str], left: Sequence[Any]) -> list[Any]:
+    """The queue as it was, without the requests that were taken and with those that were added."""
+    still, known = {id(request) for request in left}, {id(request) for request in before}
+    kept = [request for request in before if request.rid in held or id(request) in still]
+    return kept + [request for request in left if id(request) not in known]

@@ -1,0 +1,294 @@
+"""Stored pages that are read while their request waits in SGLang's queue, so that its scheduler waits for no store.
+
+SGLang asks a linker only when it admits a request: ``lookup``, and at once ``load``, on its scheduler's thread. So each
+waiting request is asked about before (``hold``, called by the hook in linker_hooks.py), what can be restored of it is
+read into staging memory by another thread, and the request is kept out of SGLang's sight until that has ended. Then
+``lookup`` is answered from memory, and ``load`` finds the pages there.
+
+Which requests are held back is the same on every rank: it depends on SGLang's queue, on what SGLang asked, and on what
+the ranks agreed upon. Nothing else may enter into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import Call, ThreadPool
+from hicache_ext.sglang.linking.moves import Pages
+from hicache_ext.sglang.linking.staging import PageReader, Portion, Staging
+from hicache_ext.sglang.served_pools import KV
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 16
+"""Requests that are read at once; others of the queue wait for their turn."""
+_NAP = 0.002
+"""Seconds that a scheduler which can run nothing else waits for pages, instead of asking again: its thread would take
+the interpreter's lock from those that read."""
+OUTCOMES = ("read", "partly", "nothing", "missing", "late", "refused", "error")
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request of SGLang's queue."""
+
+    deadline: float
+    keys: list[str] = field(default_factory=list)
+    """Of KV, from the first page that is not on the device."""
+    asked: dict[str, int] = field(default_factory=dict)
+    """Component -> how many of its last pages SGLang asked for."""
+    beside: list[Any] = field(default_factory=list)
+    call: Call[None] | None = None
+    settled: bool = False
+    """All ranks know that it has ended."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # Below the lock.
+    over: bool = False
+    """What is read from here on is not wanted."""
+    outcome: str = "refused"
+    restorable: list[int] = field(default_factory=list)
+    portions: list[Portion] = field(default_factory=list)
+    digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+
+
+class ReadAhead:
+    """See the module docstring. Threads: the scheduler's, but for ``drop_one``."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        reader: PageReader,
+        find: Callable[[list[str], list[Any]], list[int]],
+        agreed: Callable[[Sequence[bool]], Sequence[bool]],
+        metrics: TierMetrics,
+        seconds: float,
+        threads: ThreadPool,
+    ) -> None:
+        """``find``: prefix lengths that can be restored and are worth it, of KV keys and transfers of the pools
+        beside. ``agreed``: what is so on all ranks. ``seconds``: how long a request is held back, at most."""
+        self._staging = staging
+        self._reader = reader
+        self._find = find
+        self._agreed = agreed
+        self._metrics = metrics
+        self._seconds = seconds
+        self._threads = threads
+        self._log = LimitedLog(logger)
+        self._requests: dict[str, _Request] = {}
+        self._asking: tuple[str, _Request] | None = None
+        self._something_ended = threading.Event()
+        self._taking = threading.Lock()
+        """Held while a request takes staging memory: two that each have half of what they need would wait for ever."""
+
+    # -- SGLang's queue ------------------------------------------------------------------------------------------------
+
+    def hold(self, rids: Sequence[str], ask: Callable[[str], None]) -> set[str]:
+        """Those of the waiting requests that SGLang shall not see in this round.
+
+        ``ask`` makes SGLang's tree look a request up, which comes back as ``note``.
+        """
+        waiting = set(rids)
+        for rid in [rid for rid in self._requests if rid not in waiting]:
+            self._drop(self._requests.pop(rid))
+        self._settle()
+        under_way = sum(not request.settled for request in self._requests.values())
+        held = set()
+        for rid in rids:
+            request = self._requests.get(rid)
+            if request is None:
+                if under_way >= AT_ONCE:
+                    held.add(rid)
+                    continue
+                request = self._begun(rid, ask)
+                under_way += not request.settled
+            if not request.settled:
+                held.add(rid)
+        return held
+
+    def nap(self) -> None:
+        """For a scheduler that has nothing to run: until a read has ended, a moment at most."""
+        self._something_ended.wait(_NAP)
+        self._something_ended.clear()
+
+    def note(self, rid: str, keys: Sequence[str], asked: dict[str, int], beside: list[Any]) -> bool:
+        """What SGLang's tree asks for a request; False where nobody wanted it to ask."""
+        if self._asking is None or self._asking[0] != rid:
+            return False
+        request = self._asking[1]
+        request.keys, request.asked, request.beside = list(keys), asked, beside
+        return True
+
+    def answer(self, rid: str, keys: Sequence[str]) -> list[int] | None:
+        """What can be restored of ``keys``; None where that is not known."""
+        request = self._requests.get(rid)
+        if request is None or not request.settled or not request.keys:
+            return None
+        # More of the prompt may be on the device than when it was read.
+        first = len(request.keys) - len(keys)
+        if first < 0 or request.keys[first:] != list(keys):
+            return None
+        return [pages - first for pages in request.restorable if pages > first]
+
+    def pages_of(self, rid: str) -> list[Portion]:
+        """What was read for a request, which is the caller's from here on."""
+        request = self._requests.pop(rid, None)
+        if request is None:
+            return []
+        with request.lock:
+            request.over = True
+            portions, request.portions = request.portions, []
+        pools = {name: self._reader.served_pool(name) for name in request.digests}
+        if any(pool is None or pool.digests != request.digests[name] for name, pool in pools.items()):
+            # Of other weights.
+            _release(portions)
+            return []
+        return portions
+
+    def reset(self) -> None:
+        requests, self._requests = list(self._requests.values()), {}
+        for request in requests:
+            self._drop(request)
+
+    # -- any thread ----------------------------------------------------------------------------------------------------
+
+    def drop_one(self) -> bool:
+        """Give back the memory of the request that came last; its pages are read again when they are wanted."""
+        for request in reversed(list(self._requests.values())):
+            with request.lock:
+                if not request.portions:
+                    continue
+                portions, request.portions = request.portions, []
+            _release(portions)
+            return True
+        return False
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _begun(self, rid: str, ask: Callable[[str], None]) -> _Request:
+        request = self._requests[rid] = _Request(time.monotonic() + self._seconds)
+        with self._listening(rid, request):
+            ask(rid)
+        if not request.keys:
+            # Nothing of it can be in a store: the same on every rank.
+            request.settled = True
+        elif not self._threads.left_behind:
+            # Else a store has not answered in time, and still has not: others would wait for it as long.
+            try:
+                request.call = self._threads.start(lambda: self._read(request))
+            except RuntimeError:  # no thread to be had
+                logger.debug("no thread", exc_info=True)
+        return request
+
+    @contextmanager
+    def _listening(self, rid: str, request: _Request) -> Iterator[None]:
+        self._asking = (rid, request)
+        try:
+            yield
+        finally:
+            self._asking = None
+
+    def _settle(self) -> None:
+        pending = [request for request in self._requests.values() if not request.settled]
+        if not pending:
+            return
+        now = time.monotonic()
+        ended = [request.call is None or request.call.ended or now > request.deadline for request in pending]
+        for request, everywhere in zip(pending, self._agreed(ended), strict=True):
+            if everywhere:
+                self._end(request)
+
+    def _end(self, request: _Request) -> None:
+        request.settled = True
+        call = request.call
+        if call is not None and not call.ended_within(0.0):
+            self._drop(request)
+            request.outcome, request.restorable = "late", []
+        elif call is not None and call.error is not None:
+            error = call.error
+            self._log.log(logging.ERROR, "ahead", "hicache_ext: pages were not read: %s", error, exc_info=error)
+            request.outcome, request.restorable = "error", []
+        self._metrics.add("ahead", request.outcome)
+
+    def _drop(self, request: _Request) -> None:
+        with request.lock:
+            request.over = True
+            portions, request.portions = request.portions, []
+        _release(portions)
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+
+    def _read(self, request: _Request) -> None:
+        portions: list[Portion] = []
+        try:
+            self._staging.enter_thread()
+            outcome, restorable, digests = self._read_into(request, portions)
+            with request.lock:
+                if not request.over:
+                    request.outcome, request.restorable, request.digests = outcome, restorable, digests
+                    request.portions, portions = portions, []
+        finally:
+            _release(portions)
+            self._something_ended.set()
+
+    def _read_into(
+        self, request: _Request, portions: list[Portion]
+    ) -> tuple[str, list[int], dict[str, tuple[bytes, ...]]]:
+        """Append what was read; the outcome, the prefix lengths that can be restored, and whose pages they are."""
+        restorable = self._find(request.keys, request.beside)
+        if not restorable:
+            return "nothing", [], {}
+        digests = {}
+        for source in request.asked:
+            for name in self._staging.pools_on[source]:
+                pool = self._reader.served_pool(name)
+                if pool is None:
+                    return "missing", [], {}
+                digests[name] = pool.digests
+        taken, whole = self._memory(request, max(restorable))
+        portions += taken
+        for portion in taken:
+            if request.over or not portion.read(self._reader):
+                return "missing", [], {}
+        return ("read" if whole else "partly"), restorable, digests
+
+    def _memory(self, request: _Request, length: int) -> tuple[list[Portion], bool]:
+        """Memory for the first ``length`` pages and what lies beside them; whether that is all of it."""
+        taken: list[Portion] = []
+        with self._taking:
+            # KV last: what does not fit is then the end of a prompt, which is read when it is loaded.
+            for source, pages in sorted(request.asked.items(), key=lambda item: item[0] == KV):
+                keys = request.keys[:length] if source == KV else request.keys[max(0, length - pages) : length]
+                size = self._staging.page_sizes[source]
+                room = self._staging.most_pages(source)
+                for some in Pages(source, keys[:room], _nowhere(len(keys[:room]) * size), size).portions(
+                    self._staging.portion_pages(source)
+                ):
+                    # Half of the time that is left, so that there is some left to read in.
+                    seconds = max(0.0, (request.deadline - time.monotonic()) / 2)
+                    portion = None if request.over else self._staging.take("load", some, seconds)
+                    if portion is None:
+                        return taken, False
+                    taken.append(portion)
+                if len(keys) > room:
+                    return taken, False
+        return taken, True
+
+
+def _nowhere(tokens: int) -> torch.Tensor:
+    """Places on the device that are not known yet."""
+    return torch.full((tokens,), -1, dtype=torch.int64)
+
+
+def _release(portions: Sequence[Portion]) -> None:
+    for portion in portions:
+        portion.release()

@@ -1,0 +1,392 @@
+"""Pages are read while their request waits in SGLang's queue, and its scheduler waits for no store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hicache_ext.sglang.linker_hooks import around_new_batch
+from hicache_ext.sglang.releases import comes_with, installed_release
+from tests.backend import linker_rig as rig
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.skipif(not comes_with(installed_release(), "0.5.23"), reason="SGLang has no linker of others"),
+]
+
+TIMEOUT = 0.5
+SLACK = 5.0
+"""Seconds that a call may take beyond its deadline on a busy machine."""
+
+
+class Waiting:
+    """A request of SGLang's queue whose tree asks for ``transfers`` when it is looked up."""
+
+    def __init__(self, linker: Any, rid: str, *transfers: Any) -> None:
+        self.rid = rid
+        self.asked = 0
+        self._linker = linker
+        self._transfers = list(transfers)
+
+    def init_next_round_input(self, tree: Any, cow_mamba: bool) -> None:
+        assert cow_mamba is False
+        self.asked += 1
+        if self._transfers:
+            assert self._linker.lookup(self.rid, self._transfers) == []
+
+
+class Rig:
+    """A linker over a store in trouble, on whose device pages 1 to ``count`` were computed and stored."""
+
+    def __init__(self, device: rig.Device, directory: Path, stores: list[rig.TroubledStore], **linker: Any) -> None:
+        ours = {"linker": {"staging": "1MiB", "load_timeout": TIMEOUT, **linker}}
+        self.device, self.stores = device, stores
+        self.linker = rig.linker_of(device, rig.extra_config(directory, **ours))
+        device.fill()
+        self.keys: list[str] = []
+
+    def store(self, count: int, *beside: Any) -> None:
+        self.keys = rig.hashes(count)
+        self.numbers = list(range(1, count + 1))
+        assert self.linker.offload([rig.pages(self.device, "kv", self.keys, self.numbers), *beside])
+        assert rig.stored(self.linker)
+
+    def request(self, rid: str, keys: Sequence[str] | None = None, *beside: Any) -> Waiting:
+        wanted = self.keys if keys is None else list(keys)
+        return Waiting(self.linker, rid, rig.transfer("kv", wanted), *beside)
+
+    def held(self, *queue: Waiting) -> set[str]:
+        return set(self.linker.requests_to_hold(queue, None))
+
+    def wait_for(self, *queue: Waiting) -> None:
+        """Until none of them is held back."""
+        _until(lambda: not self.held(*queue))
+
+    def ahead(self, outcome: str) -> float:
+        return float(self.linker._metrics.value("ahead", outcome))
+
+
+@pytest.fixture
+def open_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    opened: list[Rig] = []
+    with rig.server_context(), rig.troubled_stores() as stores:
+
+        def open_(kind: str = "mha", **linker: Any) -> Rig:
+            opened.append(Rig(rig.DEVICES[kind](), tmp_path / "l3", stores, **linker))
+            return opened[-1]
+
+        yield open_
+        for store in stores:
+            store.mode = "well"
+        for one in opened:
+            one.linker.close()
+
+
+def test_a_request_is_held_back_until_its_pages_are_in_memory_and_then_no_store_is_asked(
+    open_rig: Callable[..., Rig],
+) -> None:
+    one = open_rig()
+    one.store(10)
+    request = one.request("r")
+    assert one.held(request) == {"r"}
+    one.wait_for(request)
+    assert request.asked == 1
+    one.stores[0].mode = "hang"
+    begun = time.monotonic()
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == list(range(1, 11))
+    targets = list(range(40, 50))
+    assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", one.keys, targets)])
+    assert time.monotonic() - begun < SLACK
+    assert one.device.content("kv", targets) == one.device.content("kv", one.numbers)
+    assert rig.staging_in_use(one.linker) == 0
+    assert one.ahead("read") == 1
+
+
+def test_the_scheduler_is_never_kept_by_a_store_that_hangs(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(4)
+    one.stores[0].mode = "hang"
+    first, other = one.request("first"), Waiting(one.linker, "nothing of it can be stored")
+    begun, longest = time.monotonic(), 0.0
+    while one.held(first, other) and time.monotonic() - begun < TIMEOUT + SLACK:
+        longest = max(longest, _seconds_of(lambda: one.held(first, other)))
+        assert one.held(first, other) <= {"first"}
+        time.sleep(0.001)
+    assert time.monotonic() - begun >= TIMEOUT
+    assert longest < TIMEOUT, "a round waited for the store"
+    assert one.ahead("late") == 1
+    # It is computed, and so is everything else until that read has come back: no other one is tried.
+    reads = one.stores[0].reads
+    assert one.linker.lookup("first", [rig.transfer("kv", one.keys)]) == []
+    for number in range(20):
+        request = one.request(f"r{number}")
+        one.held(request)
+        assert one.held(request) == set()
+        assert one.linker.lookup(request.rid, [rig.transfer("kv", one.keys)]) == []
+    assert one.stores[0].reads == reads
+    one.stores[0].mode = "well"
+    _until(lambda: not one.linker._threads.left_behind)
+    again = one.request("again")
+    one.wait_for(again)
+    assert one.linker.lookup("again", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4]
+    one.held()
+    _until(lambda: rig.staging_in_use(one.linker) == 0)
+
+
+@pytest.mark.parametrize("mode", ["fail", "raise"])
+def test_what_cannot_be_read_ahead_is_computed(mode: str, open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(4)
+    one.stores[0].mode = mode
+    request = one.request("r")
+    one.wait_for(request)
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == []
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_a_request_that_leaves_the_queue_leaves_no_memory_behind(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(8)
+    request = one.request("aborted")
+    one.wait_for(request)
+    assert rig.staging_in_use(one.linker) == 8
+    assert one.held() == set()
+    assert rig.staging_in_use(one.linker) == 0
+    one.stores[0].mode = "slow"
+    assert one.held(one.request("aborted while it is read")) != set()
+    assert one.held() == set()
+    _until(lambda: rig.staging_in_use(one.linker) == 0)
+
+
+def test_a_prompt_larger_than_staging_memory_is_read_ahead_in_part(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    most = one.linker._staging.most_pages("kv")
+    count = most + 6
+    one.store(count)
+    request = one.request("r")
+    one.wait_for(request)
+    assert one.ahead("partly") == 1
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)])[-1] == count
+    targets = list(range(50, 50 + count))
+    assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", one.keys, targets)])
+    assert one.device.content("kv", targets) == one.device.content("kv", one.numbers)
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_two_requests_that_do_not_fit_together_are_both_served(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig(load_timeout="20s")
+    most = one.linker._staging.most_pages("kv")
+    one.store(most)
+    requests = [one.request("a"), one.request("b", one.keys[: most - 1])]
+    _until(lambda: one.held(*requests) != {"a", "b"})
+    ready = "a" if one.held(*requests) == {"b"} else "b"
+    # Its turn comes when the first one's pages have moved on.
+    assert one.held(*requests)
+    for rid in (ready, "b" if ready == "a" else "a"):
+        keys = one.keys if rid == "a" else one.keys[: most - 1]
+        left = [request for request in requests if request.rid == rid or rid == ready]
+        _until(lambda rid=rid, left=left: rid not in one.held(*left))
+        assert one.linker.lookup(rid, [rig.transfer("kv", keys)])[-1] == len(keys)
+        targets = list(range(50, 50 + len(keys)))
+        assert rig.loaded(one.linker, rid, [rig.pages(one.device, "kv", keys, targets)])
+        assert one.device.content("kv", targets) == one.device.content("kv", one.numbers[: len(keys)])
+    assert one.ahead("read") == 2
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_memory_that_waits_for_nobody_makes_place_for_a_load(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(one.linker._staging.most_pages("kv"))
+    waiting = one.request("waits")
+    one.wait_for(waiting)
+    targets = list(range(50, 50 + len(one.keys)))
+    assert rig.loaded(one.linker, "never held", [rig.pages(one.device, "kv", one.keys, targets)])
+    assert rig.loaded(one.linker, "waits", [rig.pages(one.device, "kv", one.keys, targets)])
+    assert one.device.content("kv", targets) == one.device.content("kv", one.numbers)
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_pages_that_came_to_the_device_meanwhile_are_not_loaded(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(10)
+    request = one.request("r")
+    one.wait_for(request)
+    before = one.device.content("kv", list(range(rig.PAGES)))
+    rest = one.keys[4:]
+    assert one.linker.lookup("r", [rig.transfer("kv", rest)]) == [1, 2, 3, 4, 5, 6]
+    reads = one.stores[0].reads
+    assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", rest, list(range(60, 66)))])
+    assert one.stores[0].reads == reads
+    after = one.device.content("kv", list(range(rig.PAGES)))
+    assert after[60:66] == before[5:11]
+    assert (after[:60], after[66:]) == (before[:60], before[66:])
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_another_prompt_under_the_same_name_is_not_answered_from_what_was_read(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(4)
+    request = one.request("r")
+    one.wait_for(request)
+    others = rig.hashes(4, 500)
+    assert one.linker.lookup("r", [rig.transfer("kv", others)]) == []
+    assert not one.linker.load("r", [rig.pages(one.device, "kv", others, [60, 61, 62, 63])])
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_pages_that_were_read_under_other_weights_are_not_loaded(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(4)
+    request = one.request("r")
+    one.wait_for(request)
+    before = one.device.content("kv", list(range(rig.PAGES)))
+    one.linker._backend.advance_weights_epoch("next")
+    assert not one.linker.load("r", [rig.pages(one.device, "kv", one.keys, [60, 61, 62, 63])])
+    assert one.device.content("kv", list(range(rig.PAGES))) == before
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_a_flush_forgets_what_was_read(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(4)
+    request = one.request("r")
+    one.wait_for(request)
+    one.linker.reset()
+    assert rig.staging_in_use(one.linker) == 0
+    one.wait_for(request)
+    assert request.asked == 2
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("kind", "beside"), [("swa", "swa"), ("mamba", "mamba")])
+def test_the_pools_beside_are_read_ahead_too(kind: str, beside: str, open_rig: Callable[..., Rig]) -> None:
+    one = open_rig(kind)
+    last = rig.hashes(6)[-1:]
+    one.store(6, rig.pages(one.device, beside, last, [9]))
+    kv, states = one.device.content("kv", one.numbers), one.device.content(beside, [9])
+    request = one.request("r", None, rig.transfer(beside, last, trailing=True))
+    one.wait_for(request)
+    one.stores[0].mode = "hang"
+    asked = [rig.transfer("kv", one.keys), rig.transfer(beside, last, trailing=True)]
+    assert one.linker.lookup("r", asked) == [6]
+    targets = [
+        rig.pages(one.device, "kv", one.keys, list(range(20, 26))),
+        rig.pages(one.device, beside, last, [30]),
+    ]
+    assert rig.loaded(one.linker, "r", targets)
+    assert (one.device.content("kv", list(range(20, 26))), one.device.content(beside, [30])) == (kv, states)
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_a_long_queue_waits_for_its_turn(open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache_ext.sglang.linking.ahead.AT_ONCE", 2)
+    one = open_rig()
+    one.store(6)
+    requests = [one.request(f"r{number}", one.keys[: number + 1]) for number in range(6)]
+    assert one.held(*requests) == {request.rid for request in requests}
+    assert [request.asked for request in requests] == [1, 1, 0, 0, 0, 0]
+    one.wait_for(*requests)
+    assert [request.asked for request in requests] == [1] * 6
+
+
+def test_what_is_held_back_is_what_all_ranks_agree_upon(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    one.store(4)
+    request = one.request("r")
+    others = [False]
+    one.linker._ahead._agreed = lambda mine: [ours and theirs for ours, theirs in zip(mine, others, strict=True)]
+    one.held(request)
+    time.sleep(0.2)
+    assert one.held(request) == {"r"}, "another rank still reads"
+    others = [True]
+    one.wait_for(request)
+    # A rank that refuses a request waits for the others all the same.
+    others = [False]
+    one.linker._ahead._threads._left_behind.append(None)
+    refused = one.request("refused here")
+    assert one.held(request, refused) == {"refused here"}
+    assert one.held(request, refused) == {"refused here"}
+    others = [True]
+    assert one.held(request, refused) == set()
+    one.linker._ahead._threads._left_behind.clear()
+
+
+# -- the hook ----------------------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """What the hook sees of SGLang's."""
+
+    def __init__(self, queue: Sequence[str], held: set[str]) -> None:
+        self.waiting_queue = [SimpleNamespace(rid=rid) for rid in queue]
+        self.naps = 0
+        linker = SimpleNamespace(requests_to_hold=lambda queue, tree: held, nap=self._nap)
+        self.tree_cache = SimpleNamespace(linker=SimpleNamespace(cache_linker=linker))
+        self.running_batch = SimpleNamespace(is_empty=lambda: True)
+        self.chunked_req = None
+
+    def _nap(self) -> None:
+        self.naps += 1
+
+    @property
+    def rids(self) -> list[str]:
+        return [request.rid for request in self.waiting_queue]
+
+
+def test_sglang_sees_its_queue_without_what_is_held_and_has_it_back_in_order() -> None:
+    scheduler = Scheduler("abcde", {"a", "d"})
+    seen: list[str] = []
+
+    def choose(scheduler: Any, running: str) -> str:
+        seen.extend(scheduler.rids)
+        preempted = SimpleNamespace(rid="x")
+        scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.rid != "c"] + [preempted]
+        return f"after {running}"
+
+    assert around_new_batch(choose, scheduler, "one") == "after one"
+    assert seen == ["b", "c", "e"]
+    assert scheduler.rids == ["a", "b", "d", "e", "x"]
+    assert scheduler.naps == 0
+
+
+def test_a_choice_that_raises_leaves_the_queue_as_it_was() -> None:
+    scheduler = Scheduler("abc", {"b"})
+
+    def choose(scheduler: Any) -> None:
+        raise OSError("on purpose")
+
+    with pytest.raises(OSError, match="on purpose"):
+        around_new_batch(choose, scheduler)
+    assert scheduler.rids == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("running", "naps"), [(True, 0), (False, 1)])
+def test_only_a_scheduler_that_has_nothing_else_to_run_takes_a_nap(running: bool, naps: int) -> None:
+    scheduler = Scheduler("ab", {"a", "b"})
+    scheduler.running_batch = SimpleNamespace(is_empty=lambda: not running)
+    around_new_batch(lambda scheduler: None, scheduler)
+    assert scheduler.naps == naps
+
+
+def test_another_cache_is_left_alone() -> None:
+    for tree in (None, SimpleNamespace(), SimpleNamespace(linker=None), SimpleNamespace(linker=SimpleNamespace())):
+        scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=object())
+        assert around_new_batch(lambda scheduler, number: number, scheduler, 3) == 3
+
+
+def _seconds_of(call: Callable[[], Any]) -> float:
+    begun = time.monotonic()
+    call()
+    return time.monotonic() - begun
+
+
+def _until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
