@@ -260,6 +260,40 @@ def test_a_pool_killed_under_load_costs_no_request(busy: Busy, pool: RedisServer
     assert staged(server) == 0
 
 
+def test_a_pool_that_does_not_answer_holds_up_nobody_else(tiny_model: Path, tmp_path: Path) -> None:
+    if redis_program() is None:
+        pytest.skip("missing: redis-server")
+    with RedisServer(tmp_path / "pool") as pool:
+        tier = {"type": "redis", "url": pool.url, "timeout": "3s"}
+        config = {"hicache_ext": {"tiers": {"pool": tier}, "linker": {"load_timeout": "3s"}}}
+        with linked(tiny_model, tmp_path / "server.log", config, extra_arguments=("--enable-metrics",)) as server:
+            cold = server.generate(FIRST_PROMPT)
+            server.flush_cache()
+            assert server.generate(FIRST_PROMPT).cached_tokens == REUSABLE
+            server.flush_cache()
+            tokens: list[float] = []
+            talk = threading.Thread(
+                target=lambda: server.generate(
+                    [7, 8, 9], 1500, sampling={"ignore_eos": True}, show=lambda _: tokens.append(time.monotonic())
+                )
+            )
+            talk.start()
+            while len(tokens) < 5:
+                time.sleep(0.01)
+            pool.freeze()
+            begun = time.monotonic()
+            answer = server.generate(FIRST_PROMPT)
+            took = time.monotonic() - begun
+            pool.thaw()
+            meanwhile = [moment for moment in tokens if begun <= moment <= begun + took]
+            talk.join()
+            assert answer.cached_tokens == 0
+            assert answer.output_ids == cold.output_ids
+            assert took > 1.0, "the pool was not waited for"
+            longest = max(later - earlier for earlier, later in itertools.pairwise([begun, *meanwhile]))
+            assert longest < took / 2, "the other request had to wait for the pool"
+
+
 def staged(server: SglangServer) -> float:
     """Pages in staging memory, once the exporter has had time to look."""
     deadline = time.monotonic() + 20
