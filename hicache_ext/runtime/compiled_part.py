@@ -8,13 +8,15 @@ is no place for the file, for good. Reasons: docs/decisions/compiled-code.md.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -22,12 +24,15 @@ from typing import Generic, TypeVar
 from hicache_ext.runtime import jit
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.code_cache import CodeCache, code_cache
+from hicache_ext.runtime.file_lock import try_lock
 from hicache_ext.runtime.progress import progress
 
 logger = logging.getLogger(__name__)
 
 LONGEST_COMPILATION = 300.0
 """Seconds."""
+_LOOK_AGAIN = 0.2
+"""Seconds between two looks whether another process has compiled it."""
 
 _INSTALL = "pip install 'hicache-ext[compiled]'"
 _SET_DIRECTORY = "set NUMBA_CACHE_DIR to a writable directory that lasts, such as a volume (docs/containers.md)"
@@ -123,8 +128,13 @@ class CompiledPart(Generic[Code]):
             place,
         )
         begun = time.monotonic()
-        problem = _compile_in_another_process(self._place, place)
-        functions = None if problem else cache.find()[0]
+        problem = None
+        with _alone(place) as lock:
+            # Another process may have compiled it meanwhile: many start at once.
+            functions = cache.find()[0]
+            if functions is None:
+                problem = _compile_in_another_process(self._place, place, lock)
+                functions = None if problem else cache.find()[0]
         if functions is not None:
             progress.info("the %s tier's code was compiled in %.0f s", self._tier, time.monotonic() - begun)
             self._load(functions)
@@ -159,8 +169,38 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
 
 
-def _compile_in_another_process(part: str, place: Path) -> str | None:
-    """What went wrong; None where there is compiled code in ``place`` now."""
+@contextmanager
+def _alone(place: Path) -> Iterator[int | None]:
+    """While nobody else compiles for the directory ``place``, whose lock this is; None where nothing can be locked,
+    or the wait for it was too long."""
+    try:
+        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield fd if _locked(fd) else None
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    deadline = time.monotonic() + LONGEST_COMPILATION
+    while time.monotonic() < deadline:
+        try:
+            if try_lock(fd, fcntl.LOCK_EX):
+                return True
+        except OSError:  # some network file systems lock no directory
+            return False
+        time.sleep(_LOOK_AGAIN)
+    return False
+
+
+def _compile_in_another_process(part: str, place: Path, lock: int | None = None) -> str | None:
+    """What went wrong; None where there is compiled code in ``place`` now.
+
+    The compiler has ``lock``, too: it goes on compiling when this process is killed.
+    """
     module, _, name = part.partition(":")
     # The path of this process, set late: in PYTHONPATH a module beside the server's script would be taken for one of
     # Python's own of that name.
@@ -177,6 +217,7 @@ def _compile_in_another_process(part: str, place: Path) -> str | None:
             stderr=subprocess.PIPE,
             timeout=LONGEST_COMPILATION,
             check=False,
+            pass_fds=() if lock is None else (lock,),
         )
     except subprocess.TimeoutExpired:
         return f"it was not done after {LONGEST_COMPILATION:.0f} s"

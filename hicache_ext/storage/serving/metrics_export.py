@@ -81,6 +81,7 @@ HELP = {
     "pull_probe": "Measurements of tiers that the pull rule leaves out, by tier.",
     "copy_load": "Copies from host to device, by engine and why it was that one.",
     "copy_back_up": "Copies from device to host, by engine and why it was that one.",
+    "linker_ahead": "Requests for which the external linker read while they waited in the queue, by outcome.",
     "linker_load": "Requests whose stored pages the external linker was to load, by outcome.",
     "linker_offload": "Nodes of the prefix tree that the external linker was to store, by outcome.",
     "linker_offload_failed": "Nodes that the external linker did not store, by what failed.",

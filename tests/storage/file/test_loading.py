@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,50 @@ def test_a_compiler_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
     _answer(monkeypatch, tmp_path, "exec sleep 600")
     monkeypatch.setattr(compiled_part, "LONGEST_COMPILATION", 0.2)
     assert compiled_part._compile_in_another_process(PLACE, tmp_path) == "it was not done after 0 s"
+
+
+def test_of_processes_that_start_at_the_same_time_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[dict[str, bytes]] = []
+    compilers: list[str] = []
+
+    class Cache:
+        def find(self) -> tuple[dict[str, bytes] | None, tuple[str, ...]]:
+            return (kept[0] if kept else None), ()
+
+    def compile_it(part: str, place: Path, lock: int | None) -> None:
+        assert lock is not None
+        compilers.append(part)
+        time.sleep(0.3)
+        kept.append({})
+
+    monkeypatch.setattr(compiled_part, "_compile_in_another_process", compile_it)
+    used: list[object] = []
+    parts = [compiled_part.CompiledPart("file", PLACE, object, used.append) for _ in range(4)]
+    cache: Any = Cache()
+    threads = [threading.Thread(target=part._compile, args=(cache, tmp_path)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (len(compilers), len(used)) == (1, 4)
+
+
+def test_a_compiler_whose_server_was_killed_still_compiles_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_part, "LONGEST_COMPILATION", 0.3)
+    with compiled_part._alone(tmp_path) as lock:
+        assert lock is not None
+        compiler = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+    try:
+        # It is waited for, and not for ever.
+        with compiled_part._alone(tmp_path) as other:
+            assert other is None
+    finally:
+        compiler.kill()
+        compiler.wait()
+    with compiled_part._alone(tmp_path) as other:
+        assert other is not None
 
 
 # -- in this process ---------------------------------------------------------------------------------------------------
