@@ -426,7 +426,7 @@ def test_the_doctor_says_before_and_after_that_code_is_compiled_and_keeps_json_c
     version = loading.part.cache().version
     monkeypatch.setattr(compiled_part, "code_cache", lambda part: CodeCache(version, (cache,), (cache,)))
 
-    def compile_in_another_process(part: str, place: Path) -> None:
+    def compile_in_another_process(part: str, place: Path, lock: int | None) -> None:
         assert "is compiled, once per version" in capsys.readouterr().err
         assert functions is not None
         loading.part.cache().keep(functions, place)
