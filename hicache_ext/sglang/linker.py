@@ -151,9 +151,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: [])
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        if self._closed or self._backend.served_pool(KV) is None:
-            return []
-        return self._look_ups.restorable(rid, transfers)
+        # Also where nothing may be served now: each rank has to know what SGLang asked.
+        return [] if self._closed else self._look_ups.restorable(rid, transfers)
 
     def _restorable(self, keys: list[str], beside: list[PoolTransfer]) -> list[int]:
         return list(self._backend.batch_exists_v2(keys, beside).restorable_prefix_pages or [])

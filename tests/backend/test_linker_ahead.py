@@ -316,6 +316,31 @@ def test_what_is_held_back_is_what_all_ranks_agree_upon(open_rig: Callable[..., 
     one.linker._ahead._threads._left_behind.clear()
 
 
+def test_a_rank_that_does_not_know_its_weights_yet_holds_back_what_the_others_do(
+    open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank reads its weights on a thread of its own. One that settles alone would leave the others waiting in
+    a collective call for ever."""
+    one = open_rig()
+    one.store(4)
+    asked: list[int] = []
+
+    def agreed(mine: Sequence[bool]) -> list[bool]:
+        asked.append(len(mine))
+        return [False] * len(mine)
+
+    one.linker._ahead._agreed = agreed
+    monkeypatch.setattr(one.linker._backend, "served_pool", lambda name: None)
+    monkeypatch.setattr(type(one.linker._backend._pools), "unavailable", property(lambda pools: True))
+    request = one.request("r")
+    assert one.held(request) == {"r"}
+    assert one.held(request) == {"r"}
+    assert asked == [1]
+    one.linker._ahead._agreed = lambda mine: [True] * len(mine)
+    _until(lambda: one.held(request) == set())
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == []
+
+
 # -- the hook ----------------------------------------------------------------------------------------------------------
 
 
