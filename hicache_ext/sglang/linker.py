@@ -174,7 +174,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: False)
     def _read(self, rid: str, pages: list[Pages]) -> bool:
-        return self._loads.read(rid, pages, self.record_offload_ready(), self._ahead.pages_of(rid))
+        return self._loads.read(rid, pages, self.record_offload_ready, self._ahead.pages_of(rid))
 
     @answering(lambda *_, **__: False)
     def _agreed_alone(self, read: bool) -> bool:

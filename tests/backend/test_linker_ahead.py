@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.sglang.linker_hooks import around_new_batch
+from hicache_ext.sglang.linking.staging import Portion
 from hicache_ext.sglang.releases import comes_with, installed_release
 from tests.backend import linker_rig as rig
 
@@ -339,6 +340,49 @@ def test_a_rank_that_does_not_know_its_weights_yet_holds_back_what_the_others_do
     one.linker._ahead._agreed = lambda mine: [True] * len(mine)
     _until(lambda: one.held(request) == set())
     assert one.linker.lookup("r", [rig.transfer("kv", one.keys)]) == []
+
+
+def test_the_device_has_picked_the_places_before_anything_may_be_copied_there(
+    open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are picked by a kernel on the scheduler's stream: a copy that waits for less may use places of nobody."""
+    one = open_rig()
+    one.store(4)
+    request = one.request("r")
+    one.wait_for(request)
+    steps: list[str] = []
+    give_places, record = Portion.give_places, one.linker.record_offload_ready
+
+    def places(portion: Portion, wanted: Any) -> list[str]:
+        steps.append("places")
+        return give_places(portion, wanted)
+
+    def recorded() -> Any:
+        steps.append("events")
+        return record()
+
+    monkeypatch.setattr(Portion, "give_places", places)
+    monkeypatch.setattr(one.linker, "record_offload_ready", recorded)
+    assert one.linker.load("r", [rig.pages(one.device, "kv", one.keys, [40, 41, 42, 43])])
+    assert steps[0] == "places"
+    assert steps[-1] == "events"
+
+
+@pytest.mark.parametrize("broken", ["give_places", "record_offload_ready"])
+def test_a_load_that_raises_leaves_no_memory_behind(
+    broken: str, open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = open_rig()
+    one.store(4)
+    request = one.request("r")
+    one.wait_for(request)
+
+    def out_of_memory(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(Portion if broken == "give_places" else one.linker, broken, out_of_memory)
+    assert not one.linker.load("r", [rig.pages(one.device, "kv", one.keys, [40, 41, 42, 43])])
+    assert rig.staging_in_use(one.linker) == 0
 
 
 # -- the hook ----------------------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ class LayerCounter(Protocol):
 class _Load:
     """The pages of one request that are to be read. ``waiting`` are those in staging memory, the oldest first."""
 
-    pages: list[Pages]
-    events: Sequence[Any]
+    pages: list[Pages] = field(default_factory=list)
+    events: Sequence[Any] = ()
     begun: float = field(default_factory=time.monotonic)
     waiting: deque[Portion] = field(default_factory=deque)
     over: bool = False
@@ -79,15 +79,23 @@ class Loads:
         self._started: dict[int, Call[None]] = {}
         self._closed = False
 
-    def read(self, rid: str, pages: list[Pages], events: Sequence[Any], ahead: Sequence[Portion] = ()) -> bool:
-        """Whether all pages of a request were read; they wait for ``start`` then. Never raises.
+    def read(
+        self, rid: str, pages: list[Pages], events: Callable[[], Sequence[Any]], ahead: Sequence[Portion] = ()
+    ) -> bool:
+        """Whether all pages of a request were read; they wait for ``start`` then. What it raises leaves nothing behind.
 
-        ``events`` say when the device slots may be written; ``ahead`` was read before.
+        ``events`` records when the device slots may be written; ``ahead`` was read before.
         """
-        load = _Load(_given_places(ahead, pages), events, waiting=deque(ahead))
-        outcome = self._outcome(rid, load)
-        if outcome != "read":
-            self._end(load)
+        load = _Load(waiting=deque(ahead))
+        outcome = "error"
+        try:
+            load.pages = _given_places(ahead, pages)
+            # After the places: those of pages that were read ahead are picked on the device, on the same stream.
+            load.events = events()
+            outcome = self._outcome(rid, load)
+        finally:
+            if outcome != "read":
+                self._end(load)
         self._metrics.add("load", outcome)
         self._metrics.observe("load", time.monotonic() - load.begun)
         return outcome == "read"
