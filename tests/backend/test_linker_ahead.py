@@ -385,6 +385,30 @@ def test_a_load_that_raises_leaves_no_memory_behind(
     assert rig.staging_in_use(one.linker) == 0
 
 
+def test_what_was_read_of_a_pool_that_the_load_does_not_name_goes_nowhere(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig("mamba")
+    last = rig.hashes(6)[-1:]
+    one.store(6, rig.pages(one.device, "mamba", last, [9]))
+    request = one.request("r", None, rig.transfer("mamba", last, trailing=True))
+    one.wait_for(request)
+    states = one.device.content("mamba", list(range(rig.PAGES)))
+    assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", one.keys, list(range(20, 26)))])
+    assert one.device.content("mamba", list(range(rig.PAGES))) == states
+    assert one.device.content("kv", list(range(20, 26))) == one.device.content("kv", one.numbers)
+    assert rig.staging_in_use(one.linker) == 0
+
+
+def test_memory_of_pages_that_came_to_the_device_meanwhile_is_free_at_once(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig()
+    portion = one.linker._staging.portion_pages("kv")
+    one.store(portion + 2)
+    request = one.request("r")
+    one.wait_for(request)
+    assert one.linker.load("r", [rig.pages(one.device, "kv", one.keys[portion:], [60, 61])])
+    assert rig.staging_in_use(one.linker) == 2
+    assert one.linker.cancel_queued_load("r")
+
+
 # -- the hook ----------------------------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,7 @@ class Loads:
         load = _Load(waiting=deque(ahead))
         outcome = "error"
         try:
-            load.pages = _given_places(ahead, pages)
+            load.pages = _given_places(load.waiting, pages)
             # After the places: those of pages that were read ahead are picked on the device, on the same stream.
             load.events = events()
             outcome = self._outcome(rid, load)
@@ -245,17 +245,24 @@ class Loads:
                 load.waiting.popleft().release()
 
 
-def _given_places(ahead: Sequence[Portion], wanted: Sequence[Pages]) -> list[Pages]:
-    """Give pages that were read before their places on the device; what is wanted and is not among them."""
+def _given_places(ahead: deque[Portion], wanted: Sequence[Pages]) -> list[Pages]:
+    """Give pages that were read before their places on the device, and let go of the rest: it has none. What is wanted
+    and is not among them."""
+    by_source = {pages.source: pages for pages in wanted}
+    found: dict[str, set[str]] = {source: set() for source in by_source}
+    for portion in list(ahead):
+        source = portion.pages.source
+        keys = portion.give_places(by_source[source]) if source in by_source else []
+        if keys:
+            found[source].update(keys)
+        else:
+            ahead.remove(portion)
+            portion.release()
     left = []
     for pages in wanted:
-        found: set[str] = set()
-        for portion in ahead:
-            if portion.pages.source == pages.source:
-                found.update(portion.give_places(pages))
-        if not found:
+        if not found[pages.source]:
             left.append(pages)
-        elif others := [number for number, key in enumerate(pages.keys) if key not in found]:
+        elif others := [number for number, key in enumerate(pages.keys) if key not in found[pages.source]]:
             places = pages.device_indices.view(-1, pages.page_size)[others].reshape(-1)
             left.append(Pages(pages.source, [pages.keys[number] for number in others], places, pages.page_size))
     return left
