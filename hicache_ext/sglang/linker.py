@@ -140,7 +140,10 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         requests = {request.rid: request for request in queue}
 
         def ask(rid: str) -> None:
-            requests[rid].init_next_round_input(tree, cow_mamba=False)
+            request = requests[rid]
+            # A look-up lends a turn of a streaming session the session's KV, which a request that waits may not have.
+            if request.session is None or not request.session.streaming:
+                request.init_next_round_input(tree, cow_mamba=False)
 
         return self._ahead.hold(list(requests), ask)
 

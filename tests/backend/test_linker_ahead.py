@@ -30,6 +30,7 @@ class Waiting:
 
     def __init__(self, linker: Any, rid: str, *transfers: Any) -> None:
         self.rid = rid
+        self.session: Any = None
         self.asked = 0
         self._linker = linker
         self._transfers = list(transfers)
@@ -407,6 +408,19 @@ def test_memory_of_pages_that_came_to_the_device_meanwhile_is_free_at_once(open_
     assert one.linker.load("r", [rig.pages(one.device, "kv", one.keys[portion:], [60, 61])])
     assert rig.staging_in_use(one.linker) == 2
     assert one.linker.cancel_queued_load("r")
+
+
+def test_a_turn_of_a_streaming_session_is_not_looked_up_before_sglang_does(open_rig: Callable[..., Rig]) -> None:
+    """SGLang's look-up lends it the session's KV and frees what is beyond its prompt."""
+    one = open_rig()
+    one.store(4)
+    request = one.request("turn")
+    request.session = SimpleNamespace(streaming=True)
+    assert one.held(request) == set()
+    assert request.asked == 0
+    other = one.request("of a session that is none of those")
+    other.session = SimpleNamespace(streaming=False)
+    assert one.held(request, other) == {other.rid}
 
 
 # -- the hook ----------------------------------------------------------------------------------------------------------
