@@ -19,20 +19,26 @@ def around_new_batch(original: Callable[..., Any], scheduler: Any, *arguments: A
         return original(scheduler, *arguments, **named)
     queue = scheduler.waiting_queue
     held = hold(queue, scheduler.tree_cache)
-    if not held:
-        return original(scheduler, *arguments, **named)
     seen = [request for request in queue if request.rid not in held]
-    if not seen and scheduler.running_batch.is_empty() and scheduler.chunked_req is None:
+    if held and not seen and scheduler.running_batch.is_empty() and scheduler.chunked_req is None:
         linker.nap()
-    scheduler.waiting_queue = seen
+    # SGLang adds requests whose grammar is ready, and those that it preempted. The limit of its queue is for all of it,
+    # and whoever comes is looked up like the others: in the next round.
+    added: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    scheduler._add_request_to_queue = lambda *request, **how: added.append((request, how))
+    if held:
+        scheduler.waiting_queue = seen
     try:
         return original(scheduler, *arguments, **named)
     finally:
-        scheduler.waiting_queue = _merged(queue, held, scheduler.waiting_queue)
+        if held:
+            scheduler.waiting_queue = _merged(queue, held, scheduler.waiting_queue)
+        del scheduler._add_request_to_queue
+        for request, how in added:
+            scheduler._add_request_to_queue(*request, **how)
 
 
 def _merged(before: Sequence[Any], held: set[str], left: Sequence[Any]) -> list[Any]:
-    """The queue as it was, without the requests that were taken and with those that were added."""
-    still, known = {id(request) for request in left}, {id(request) for request in before}
-    kept = [request for request in before if request.rid in held or id(request) in still]
-    return kept + [request for request in left if id(request) not in known]
+    """The queue as it was, without the requests that were taken."""
+    still = {id(request) for request in left}
+    return [request for request in before if request.rid in held or id(request) in still]

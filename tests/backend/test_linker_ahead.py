@@ -432,6 +432,7 @@ class Scheduler:
     def __init__(self, queue: Sequence[str], held: set[str]) -> None:
         self.waiting_queue = [SimpleNamespace(rid=rid) for rid in queue]
         self.naps = 0
+        self.seen_when_added: list[str] = []
         linker = SimpleNamespace(requests_to_hold=lambda queue, tree: held, nap=self._nap)
         self.tree_cache = SimpleNamespace(linker=SimpleNamespace(cache_linker=linker))
         self.running_batch = SimpleNamespace(is_empty=lambda: True)
@@ -439,6 +440,10 @@ class Scheduler:
 
     def _nap(self) -> None:
         self.naps += 1
+
+    def _add_request_to_queue(self, request: Any, is_retracted: bool = False) -> None:
+        self.seen_when_added.append("".join(self.rids))
+        self.waiting_queue.append(request)
 
     @property
     def rids(self) -> list[str]:
@@ -451,14 +456,34 @@ def test_sglang_sees_its_queue_without_what_is_held_and_has_it_back_in_order() -
 
     def choose(scheduler: Any, running: str) -> str:
         seen.extend(scheduler.rids)
-        preempted = SimpleNamespace(rid="x")
-        scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.rid != "c"] + [preempted]
+        scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.rid != "c"]
+        scheduler._add_request_to_queue(SimpleNamespace(rid="x"))
         return f"after {running}"
 
     assert around_new_batch(choose, scheduler, "one") == "after one"
     assert seen == ["b", "c", "e"]
     assert scheduler.rids == ["a", "b", "d", "e", "x"]
     assert scheduler.naps == 0
+
+
+@pytest.mark.parametrize("held", [set(), {"a", "b"}])
+def test_a_request_that_comes_while_a_batch_is_chosen_comes_to_the_whole_queue_and_is_looked_up_first(
+    held: set[str],
+) -> None:
+    """Its grammar is ready, or it was preempted. SGLang's limit counts the whole queue."""
+    scheduler = Scheduler("abc", held)
+    seen: list[str] = []
+
+    def choose(scheduler: Any) -> None:
+        scheduler._add_request_to_queue(SimpleNamespace(rid="x"), is_retracted=True)
+        seen.extend(scheduler.rids)
+
+    around_new_batch(choose, scheduler)
+    assert "x" not in seen
+    assert scheduler.seen_when_added == ["abc"]
+    assert scheduler.rids == ["a", "b", "c", "x"]
+    scheduler._add_request_to_queue(SimpleNamespace(rid="y"))
+    assert scheduler.rids == ["a", "b", "c", "x", "y"], "as before"
 
 
 def test_a_choice_that_raises_leaves_the_queue_as_it_was() -> None:
