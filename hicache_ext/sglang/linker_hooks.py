@@ -18,9 +18,9 @@ def around_new_batch(original: Callable[..., Any], scheduler: Any, *arguments: A
     if hold is None:
         return original(scheduler, *arguments, **named)
     queue = scheduler.waiting_queue
-    held = hold(queue, scheduler.tree_cache)
+    held = hold(_in_order(scheduler, queue), scheduler.tree_cache)
     seen = [request for request in queue if request.rid not in held]
-    if held and not seen and scheduler.running_batch.is_empty() and scheduler.chunked_req is None:
+    if held and not seen and _has_nothing_to_run(scheduler):
         linker.nap()
     # SGLang adds requests whose grammar is ready, and those that it preempted. The limit of its queue is for all of it,
     # and whoever comes is looked up like the others: in the next round.
@@ -36,6 +36,24 @@ def around_new_batch(original: Callable[..., Any], scheduler: Any, *arguments: A
         del scheduler._add_request_to_queue
         for request, how in added:
             scheduler._add_request_to_queue(*request, **how)
+
+
+def _in_order(scheduler: Any, queue: Sequence[Any]) -> Sequence[Any]:
+    """Who is read first: SGLang's priorities come before the order in which requests came."""
+    if not scheduler.enable_priority_scheduling:
+        return queue
+    sign = 1 if scheduler.schedule_low_priority_values_first else -1
+    return sorted(queue, key=lambda request: sign * request.priority)
+
+
+def _has_nothing_to_run(scheduler: Any) -> bool:
+    """Nor anything to answer. With DP attention the schedulers of other ranks wait for this one in every round."""
+    return (
+        scheduler.running_batch.is_empty()
+        and scheduler.chunked_req is None
+        and scheduler.last_batch is None
+        and not scheduler.require_mlp_sync
+    )
 
 
 def _merged(before: Sequence[Any], held: set[str], left: Sequence[Any]) -> list[Any]:

@@ -433,10 +433,19 @@ class Scheduler:
         self.waiting_queue = [SimpleNamespace(rid=rid) for rid in queue]
         self.naps = 0
         self.seen_when_added: list[str] = []
-        linker = SimpleNamespace(requests_to_hold=lambda queue, tree: held, nap=self._nap)
+        self.asked: list[str] = []
+        linker = SimpleNamespace(requests_to_hold=lambda queue, tree: self._hold(queue, held), nap=self._nap)
         self.tree_cache = SimpleNamespace(linker=SimpleNamespace(cache_linker=linker))
         self.running_batch = SimpleNamespace(is_empty=lambda: True)
         self.chunked_req = None
+        self.last_batch: Any = None
+        self.require_mlp_sync = False
+        self.enable_priority_scheduling = False
+        self.schedule_low_priority_values_first = False
+
+    def _hold(self, queue: Sequence[Any], held: set[str]) -> set[str]:
+        self.asked = [request.rid for request in queue]
+        return held
 
     def _nap(self) -> None:
         self.naps += 1
@@ -497,12 +506,34 @@ def test_a_choice_that_raises_leaves_the_queue_as_it_was() -> None:
     assert scheduler.rids == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(("running", "naps"), [(True, 0), (False, 1)])
-def test_only_a_scheduler_that_has_nothing_else_to_run_takes_a_nap(running: bool, naps: int) -> None:
+@pytest.mark.parametrize(
+    ("state", "naps"),
+    [
+        ({}, 1),
+        ({"running_batch": SimpleNamespace(is_empty=lambda: False)}, 0),
+        ({"chunked_req": object()}, 0),
+        ({"last_batch": object()}, 0),
+        ({"require_mlp_sync": True}, 0),
+    ],
+    ids=["idle", "running", "between chunks", "a result is due", "others wait for it"],
+)
+def test_only_a_scheduler_that_keeps_nobody_waiting_takes_a_nap(state: dict[str, Any], naps: int) -> None:
     scheduler = Scheduler("ab", {"a", "b"})
-    scheduler.running_batch = SimpleNamespace(is_empty=lambda: not running)
+    for name, value in state.items():
+        setattr(scheduler, name, value)
     around_new_batch(lambda scheduler: None, scheduler)
     assert scheduler.naps == naps
+
+
+@pytest.mark.parametrize(("low_first", "order"), [(True, "badc"), (False, "cadb")])
+def test_who_has_priority_is_read_first(low_first: bool, order: str) -> None:
+    scheduler = Scheduler("abcd", {"a"})
+    scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = True, low_first
+    for request, priority in zip(scheduler.waiting_queue, (5, 1, 9, 5), strict=True):
+        request.priority = priority
+    around_new_batch(lambda scheduler: None, scheduler)
+    assert "".join(scheduler.asked) == order
+    assert scheduler.rids == ["a", "b", "c", "d"]
 
 
 def test_another_cache_is_left_alone() -> None:
