@@ -423,6 +423,40 @@ def test_a_turn_of_a_streaming_session_is_not_looked_up_before_sglang_does(open_
     assert one.held(request, other) == {other.rid}
 
 
+def test_requests_that_find_no_memory_are_not_taken_for_a_store_that_hangs(open_rig: Callable[..., Rig]) -> None:
+    one = open_rig(load_timeout="2s")
+    one.store(one.linker._staging.most_pages("kv"))
+    first = one.request("has all of it, and is not admitted")
+    one.wait_for(first)
+    others = [one.request(f"r{number}", one.keys[:3]) for number in range(15)]
+    one.wait_for(first, *others)
+    assert one.ahead("late") == 0
+    for other in others:
+        assert one.linker.lookup(other.rid, [rig.transfer("kv", one.keys[:3])]) == [1, 2, 3]
+    assert rig.loaded(one.linker, "r0", [rig.pages(one.device, "kv", one.keys[:3], [60, 61, 62])])
+    assert one.device.content("kv", [60, 61, 62]) == one.device.content("kv", one.numbers[:3])
+
+
+def test_a_read_that_raises_while_it_takes_memory_leaves_none_behind(
+    open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = open_rig()
+    staging = one.linker._staging
+    one.store(staging.portion_pages("kv") + 1)
+    take, calls = staging.take, []
+
+    def failing(side: str, pages: Any, seconds: float = 0.0) -> Any:
+        calls.append(pages)
+        if len(calls) > 1:
+            raise RuntimeError("on purpose")
+        return take(side, pages, seconds)
+
+    monkeypatch.setattr(staging, "take", failing)
+    one.wait_for(one.request("r"))
+    assert one.ahead("error") == 1
+    assert rig.staging_in_use(one.linker) == 0
+
+
 # -- the hook ----------------------------------------------------------------------------------------------------------
 
 

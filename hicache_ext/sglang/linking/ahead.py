@@ -254,17 +254,19 @@ class ReadAhead:
                 if pool is None:
                     return "missing", [], {}
                 digests[name] = pool.digests
-        taken, whole = self._memory(request, max(restorable))
-        portions += taken
-        for portion in taken:
+        whole = self._memory(request, max(restorable), portions)
+        for portion in portions:
             if request.over or not portion.read(self._reader):
                 return "missing", [], {}
         return ("read" if whole else "partly"), restorable, digests
 
-    def _memory(self, request: _Request, length: int) -> tuple[list[Portion], bool]:
-        """Memory for the first ``length`` pages and what lies beside them; whether that is all of it."""
-        taken: list[Portion] = []
-        with self._taking:
+    def _memory(self, request: _Request, length: int, portions: list[Portion]) -> bool:
+        """Append memory for the first ``length`` pages and what lies beside them; whether that is all of it."""
+        # Half of the time that is left: some is needed to read in, and who waits for memory is no store that hangs.
+        until = (time.monotonic() + request.deadline) / 2
+        if not self._taking.acquire(timeout=max(0.0, until - time.monotonic())):
+            return False
+        try:
             # KV last: what does not fit is then the end of a prompt, which is read when it is loaded.
             for source, pages in sorted(request.asked.items(), key=lambda item: item[0] == KV):
                 keys = request.keys[:length] if source == KV else request.keys[max(0, length - pages) : length]
@@ -273,15 +275,16 @@ class ReadAhead:
                 for some in Pages(source, keys[:room], _nowhere(len(keys[:room]) * size), size).portions(
                     self._staging.portion_pages(source)
                 ):
-                    # Half of the time that is left, so that there is some left to read in.
-                    seconds = max(0.0, (request.deadline - time.monotonic()) / 2)
+                    seconds = max(0.0, until - time.monotonic())
                     portion = None if request.over else self._staging.take("load", some, seconds)
                     if portion is None:
-                        return taken, False
-                    taken.append(portion)
+                        return False
+                    portions.append(portion)
                 if len(keys) > room:
-                    return taken, False
-        return taken, True
+                    return False
+        finally:
+            self._taking.release()
+        return True
 
 
 def _nowhere(tokens: int) -> torch.Tensor:
