@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -455,6 +456,23 @@ def test_a_read_that_raises_while_it_takes_memory_leaves_none_behind(
     one.wait_for(one.request("r"))
     assert one.ahead("error") == 1
     assert rig.staging_in_use(one.linker) == 0
+
+
+def test_requests_that_leave_while_a_store_hangs_do_not_each_leave_a_thread_behind(
+    open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache_ext.sglang.linking.ahead._MOST_READS", 4)
+    one = open_rig(load_timeout="20s")
+    one.store(4)
+    one.stores[0].mode = "hang"
+    for number in range(20):
+        one.held(one.request(f"r{number}"))
+    assert len([thread for thread in threading.enumerate() if "hicache-link-load" in thread.name]) == 4
+    one.stores[0].mode = "well"
+    _until(lambda: not one.linker._ahead._reading)
+    again = one.request("again")
+    one.wait_for(again)
+    assert one.linker.lookup("again", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4]
 
 
 # -- the hook ----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 16
 """Requests that are read at once; others of the queue wait for their turn."""
+_MOST_READS = 2 * AT_ONCE
+"""Reads that have not ended, with those whose requests are gone: a store that hangs may keep them for long."""
 _NAP = 0.002
 """Seconds that a scheduler which can run nothing else waits for pages, instead of asking again: its thread would take
 the interpreter's lock from those that read."""
@@ -87,6 +89,8 @@ class ReadAhead:
         self._requests: dict[str, _Request] = {}
         self._asking: tuple[str, _Request] | None = None
         self._something_ended = threading.Event()
+        self._reading: list[None] = []
+        """An entry for each read that has not ended."""
         self._taking = threading.Lock()
         """Held while a request takes staging memory: two that each have half of what they need would wait for ever."""
 
@@ -181,11 +185,13 @@ class ReadAhead:
         if not request.keys:
             # Nothing of it can be in a store: the same on every rank.
             request.settled = True
-        elif not self._threads.left_behind:
+        elif not self._threads.left_behind and len(self._reading) < _MOST_READS:
             # Else a store has not answered in time, and still has not: others would wait for it as long.
+            self._reading.append(None)
             try:
                 request.call = self._threads.start(lambda: self._read(request))
             except RuntimeError:  # no thread to be had
+                self._reading.pop()
                 logger.debug("no thread", exc_info=True)
         return request
 
@@ -237,6 +243,7 @@ class ReadAhead:
                     request.outcome, request.restorable, request.digests = outcome, restorable, digests
                     request.portions, portions = portions, []
         finally:
+            self._reading.pop()
             _release(portions)
             self._something_ended.set()
 
