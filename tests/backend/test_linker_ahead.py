@@ -183,7 +183,7 @@ def test_a_prompt_larger_than_staging_memory_is_read_ahead_in_part(open_rig: Cal
 
 def test_two_requests_that_do_not_fit_together_are_both_served(open_rig: Callable[..., Rig]) -> None:
     one = open_rig(load_timeout="20s")
-    most = one.linker._staging.most_pages("kv")
+    most = one.linker._staging.most_pages("kv") - one.linker._staging.reserved_pages("kv")
     one.store(most)
     requests = [one.request("a"), one.request("b", one.keys[: most - 1])]
     _until(lambda: one.held(*requests) != {"a", "b"})
@@ -473,6 +473,36 @@ def test_requests_that_leave_while_a_store_hangs_do_not_each_leave_a_thread_behi
     again = one.request("again")
     one.wait_for(again)
     assert one.linker.lookup("again", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4]
+
+
+def test_what_is_being_read_ahead_keeps_no_load_from_its_pages(
+    open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory cannot be had before its store has answered."""
+    one = open_rig(load_timeout="20s")
+    one.store(one.linker._staging.most_pages("kv"))
+    read_whole, reading, go_on = one.linker._backend.read_whole, threading.Event(), threading.Event()
+
+    def slow_once(pool: Any, keys: Sequence[str], host_indices: Any) -> bool:
+        if keys[0] == one.keys[0] and not reading.is_set():
+            reading.set()
+            go_on.wait(20)
+        return bool(read_whole(pool, keys, host_indices))
+
+    monkeypatch.setattr(one.linker._backend, "read_whole", slow_once)
+    slow = one.request("is being read")
+    try:
+        assert one.held(slow)
+        assert reading.wait(20)
+        others = one.keys[1:]
+        targets = list(range(50, 50 + len(others)))
+        assert rig.loaded(one.linker, "other", [rig.pages(one.device, "kv", others, targets)])
+        assert one.device.content("kv", targets) == one.device.content("kv", one.numbers[1:])
+    finally:
+        go_on.set()
+    one.wait_for(slow)
+    one.held()
+    assert rig.staging_in_use(one.linker) == 0
 
 
 # -- the hook ----------------------------------------------------------------------------------------------------------

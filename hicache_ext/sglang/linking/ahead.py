@@ -278,12 +278,13 @@ class ReadAhead:
             for source, pages in sorted(request.asked.items(), key=lambda item: item[0] == KV):
                 keys = request.keys[:length] if source == KV else request.keys[max(0, length - pages) : length]
                 size = self._staging.page_sizes[source]
-                room = self._staging.most_pages(source)
+                reserved = self._staging.reserved_pages(source)
+                room = self._staging.most_pages(source) - reserved
                 for some in Pages(source, keys[:room], _nowhere(len(keys[:room]) * size), size).portions(
                     self._staging.portion_pages(source)
                 ):
                     seconds = max(0.0, until - time.monotonic())
-                    portion = None if request.over else self._staging.take("load", some, seconds)
+                    portion = None if request.over else self._staging.take("load", some, seconds, reserved)
                     if portion is None:
                         return False
                     portions.append(portion)

@@ -179,7 +179,7 @@ class Loads:
         """Read everything, a portion at a time; whether all of it is there."""
         self._staging.enter_thread()
         for pages in load.pages:
-            for some in pages.portions(self._staging.portion_pages(pages.source)):
+            for some in pages.portions(self._staging.reserved_pages(pages.source)):
                 portion = self._memory(load, some)
                 if portion is None:
                     return False
@@ -198,7 +198,8 @@ class Loads:
             if (portion := self._staging.take("load", pages)) is not None:
                 return portion
             if not self._make_place(load):
-                return None
+                # A batch that has started has it, and only copies: what is read ahead leaves some to loads.
+                return self._staging.take("load", pages, self._seconds / 2)
         return None
 
     def _make_place(self, load: _Load) -> bool:
