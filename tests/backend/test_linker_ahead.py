@@ -505,6 +505,19 @@ def test_what_is_being_read_ahead_keeps_no_load_from_its_pages(
     assert rig.staging_in_use(one.linker) == 0
 
 
+@pytest.mark.parametrize(("asked", "answer"), [((0, 5), [1, 2, 3, 4]), ((2, 5), [1, 2]), ((0, 3), [1, 2, 3])])
+def test_a_policy_that_asks_for_more_or_less_of_a_prompt_is_answered_from_memory(
+    asked: tuple[int, int], answer: list[int], open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longest prefix first looks up whole prompts: at the end of a page that is one more than what is admitted."""
+    one = open_rig()
+    one.store(5)
+    request = one.request("r", one.keys[:4])
+    one.wait_for(request)
+    monkeypatch.setattr(one.linker._look_ups, "_find", lambda keys, beside: pytest.fail("the store was asked"))
+    assert one.linker.lookup("r", [rig.transfer("kv", one.keys[slice(*asked)])]) == answer
+
+
 # -- the hook ----------------------------------------------------------------------------------------------------------
 
 

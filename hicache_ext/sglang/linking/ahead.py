@@ -133,15 +133,17 @@ class ReadAhead:
         return True
 
     def answer(self, rid: str, keys: Sequence[str]) -> list[int] | None:
-        """What can be restored of ``keys``; None where that is not known."""
+        """What is known that can be restored of ``keys``; None where nothing is known."""
         request = self._requests.get(rid)
         if request is None or not request.settled or not request.keys:
             return None
-        # More of the prompt may be on the device than when it was read.
-        first = len(request.keys) - len(keys)
-        if first < 0 or request.keys[first:] != list(keys):
+        # More of the prompt may be on the device than when it was read, and SGLang's cache-aware policies ask for more
+        # of it than is admitted. A key stands for all before it.
+        first = request.keys.index(keys[0]) if keys[0] in request.keys else len(request.keys)
+        known = min(len(keys), len(request.keys) - first)
+        if not known or request.keys[first + known - 1] != keys[known - 1]:
             return None
-        return [pages - first for pages in request.restorable if pages > first]
+        return [pages - first for pages in request.restorable if first < pages <= first + known]
 
     def pages_of(self, rid: str) -> list[Portion]:
         """What was read for a request, which is the caller's from here on."""
