@@ -140,7 +140,10 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         requests = {request.rid: request for request in queue}
 
         def ask(rid: str) -> None:
-            requests[rid].init_next_round_input(tree, cow_mamba=False)
+            request = requests[rid]
+            # A look-up lends a turn of a streaming session the session's KV, which a request that waits may not have.
+            if request.session is None or not request.session.streaming:
+                request.init_next_round_input(tree, cow_mamba=False)
 
         return self._ahead.hold(list(requests), ask)
 
@@ -151,9 +154,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: [])
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        if self._closed or self._backend.served_pool(KV) is None:
-            return []
-        return self._look_ups.restorable(rid, transfers)
+        # Also where nothing may be served now: each rank has to know what SGLang asked.
+        return [] if self._closed else self._look_ups.restorable(rid, transfers)
 
     def _restorable(self, keys: list[str], beside: list[PoolTransfer]) -> list[int]:
         return list(self._backend.batch_exists_v2(keys, beside).restorable_prefix_pages or [])
@@ -175,7 +177,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: False)
     def _read(self, rid: str, pages: list[Pages]) -> bool:
-        return self._loads.read(rid, pages, self.record_offload_ready(), self._ahead.pages_of(rid))
+        return self._loads.read(rid, pages, self.record_offload_ready, self._ahead.pages_of(rid))
 
     @answering(lambda *_, **__: False)
     def _agreed_alone(self, read: bool) -> bool:

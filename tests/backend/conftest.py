@@ -11,6 +11,8 @@ import pytest
 from hicache_ext.sglang.releases import end_registration
 from hicache_ext.testing.host_pools import make_storage_config
 from hicache_ext.testing.sglang_cpu import prepare_process
+from tests.backend import linker_rig as rig
+from tests.backend.ahead_rig import Rig
 from tests.backend.test_conformance import extra_config
 
 
@@ -42,3 +44,20 @@ def open_backend(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield open_
     for backend in opened:
         backend.close()
+
+
+@pytest.fixture
+def open_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """``open_rig("mha", load_timeout="2s")``: a linker over ``tmp_path / "l3"``, with what waits before it."""
+    opened: list[Rig] = []
+    with rig.server_context(), rig.troubled_stores() as stores:
+
+        def open_(kind: str = "mha", **linker: Any) -> Rig:
+            opened.append(Rig(rig.DEVICES[kind](), tmp_path / "l3", stores, **linker))
+            return opened[-1]
+
+        yield open_
+        for store in stores:
+            store.mode = "well"
+        for one in opened:
+            one.linker.close()

@@ -3,88 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hicache_ext.sglang.linker_hooks import around_new_batch
 from hicache_ext.sglang.releases import comes_with, installed_release
 from tests.backend import linker_rig as rig
+from tests.backend.ahead_rig import TIMEOUT, Rig, Waiting, until
 
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.skipif(not comes_with(installed_release(), "0.5.23"), reason="SGLang has no linker of others"),
 ]
 
-TIMEOUT = 0.5
 SLACK = 5.0
 """Seconds that a call may take beyond its deadline on a busy machine."""
-
-
-class Waiting:
-    """A request of SGLang's queue whose tree asks for ``transfers`` when it is looked up."""
-
-    def __init__(self, linker: Any, rid: str, *transfers: Any) -> None:
-        self.rid = rid
-        self.asked = 0
-        self._linker = linker
-        self._transfers = list(transfers)
-
-    def init_next_round_input(self, tree: Any, cow_mamba: bool) -> None:
-        assert cow_mamba is False
-        self.asked += 1
-        if self._transfers:
-            assert self._linker.lookup(self.rid, self._transfers) == []
-
-
-class Rig:
-    """A linker over a store in trouble, on whose device pages 1 to ``count`` were computed and stored."""
-
-    def __init__(self, device: rig.Device, directory: Path, stores: list[rig.TroubledStore], **linker: Any) -> None:
-        ours = {"linker": {"staging": "1MiB", "load_timeout": TIMEOUT, **linker}}
-        self.device, self.stores = device, stores
-        self.linker = rig.linker_of(device, rig.extra_config(directory, **ours))
-        device.fill()
-        self.keys: list[str] = []
-
-    def store(self, count: int, *beside: Any) -> None:
-        self.keys = rig.hashes(count)
-        self.numbers = list(range(1, count + 1))
-        assert self.linker.offload([rig.pages(self.device, "kv", self.keys, self.numbers), *beside])
-        assert rig.stored(self.linker)
-
-    def request(self, rid: str, keys: Sequence[str] | None = None, *beside: Any) -> Waiting:
-        wanted = self.keys if keys is None else list(keys)
-        return Waiting(self.linker, rid, rig.transfer("kv", wanted), *beside)
-
-    def held(self, *queue: Waiting) -> set[str]:
-        return set(self.linker.requests_to_hold(queue, None))
-
-    def wait_for(self, *queue: Waiting) -> None:
-        """Until none of them is held back."""
-        _until(lambda: not self.held(*queue))
-
-    def ahead(self, outcome: str) -> float:
-        return float(self.linker._metrics.value("ahead", outcome))
-
-
-@pytest.fixture
-def open_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    opened: list[Rig] = []
-    with rig.server_context(), rig.troubled_stores() as stores:
-
-        def open_(kind: str = "mha", **linker: Any) -> Rig:
-            opened.append(Rig(rig.DEVICES[kind](), tmp_path / "l3", stores, **linker))
-            return opened[-1]
-
-        yield open_
-        for store in stores:
-            store.mode = "well"
-        for one in opened:
-            one.linker.close()
 
 
 def test_a_request_is_held_back_until_its_pages_are_in_memory_and_then_no_store_is_asked(
@@ -130,12 +64,12 @@ def test_the_scheduler_is_never_kept_by_a_store_that_hangs(open_rig: Callable[..
         assert one.linker.lookup(request.rid, [rig.transfer("kv", one.keys)]) == []
     assert one.stores[0].reads == reads
     one.stores[0].mode = "well"
-    _until(lambda: not one.linker._threads.left_behind)
+    until(lambda: not one.linker._threads.left_behind)
     again = one.request("again")
     one.wait_for(again)
     assert one.linker.lookup("again", [rig.transfer("kv", one.keys)]) == [1, 2, 3, 4]
     one.held()
-    _until(lambda: rig.staging_in_use(one.linker) == 0)
+    until(lambda: rig.staging_in_use(one.linker) == 0)
 
 
 @pytest.mark.parametrize("mode", ["fail", "raise"])
@@ -160,7 +94,7 @@ def test_a_request_that_leaves_the_queue_leaves_no_memory_behind(open_rig: Calla
     one.stores[0].mode = "slow"
     assert one.held(one.request("aborted while it is read")) != set()
     assert one.held() == set()
-    _until(lambda: rig.staging_in_use(one.linker) == 0)
+    until(lambda: rig.staging_in_use(one.linker) == 0)
 
 
 def test_a_prompt_larger_than_staging_memory_is_read_ahead_in_part(open_rig: Callable[..., Rig]) -> None:
@@ -180,17 +114,17 @@ def test_a_prompt_larger_than_staging_memory_is_read_ahead_in_part(open_rig: Cal
 
 def test_two_requests_that_do_not_fit_together_are_both_served(open_rig: Callable[..., Rig]) -> None:
     one = open_rig(load_timeout="20s")
-    most = one.linker._staging.most_pages("kv")
+    most = one.linker._staging.most_pages("kv") - one.linker._staging.reserved_pages("kv")
     one.store(most)
     requests = [one.request("a"), one.request("b", one.keys[: most - 1])]
-    _until(lambda: one.held(*requests) != {"a", "b"})
+    until(lambda: one.held(*requests) != {"a", "b"})
     ready = "a" if one.held(*requests) == {"b"} else "b"
     # Its turn comes when the first one's pages have moved on.
     assert one.held(*requests)
     for rid in (ready, "b" if ready == "a" else "a"):
         keys = one.keys if rid == "a" else one.keys[: most - 1]
         left = [request for request in requests if request.rid == rid or rid == ready]
-        _until(lambda rid=rid, left=left: rid not in one.held(*left))
+        until(lambda rid=rid, left=left: rid not in one.held(*left))
         assert one.linker.lookup(rid, [rig.transfer("kv", keys)])[-1] == len(keys)
         targets = list(range(50, 50 + len(keys)))
         assert rig.loaded(one.linker, rid, [rig.pages(one.device, "kv", keys, targets)])
@@ -316,77 +250,7 @@ def test_what_is_held_back_is_what_all_ranks_agree_upon(open_rig: Callable[..., 
     one.linker._ahead._threads._left_behind.clear()
 
 
-# -- the hook ----------------------------------------------------------------------------------------------------------
-
-
-class Scheduler:
-    """What the hook sees of SGLang's."""
-
-    def __init__(self, queue: Sequence[str], held: set[str]) -> None:
-        self.waiting_queue = [SimpleNamespace(rid=rid) for rid in queue]
-        self.naps = 0
-        linker = SimpleNamespace(requests_to_hold=lambda queue, tree: held, nap=self._nap)
-        self.tree_cache = SimpleNamespace(linker=SimpleNamespace(cache_linker=linker))
-        self.running_batch = SimpleNamespace(is_empty=lambda: True)
-        self.chunked_req = None
-
-    def _nap(self) -> None:
-        self.naps += 1
-
-    @property
-    def rids(self) -> list[str]:
-        return [request.rid for request in self.waiting_queue]
-
-
-def test_sglang_sees_its_queue_without_what_is_held_and_has_it_back_in_order() -> None:
-    scheduler = Scheduler("abcde", {"a", "d"})
-    seen: list[str] = []
-
-    def choose(scheduler: Any, running: str) -> str:
-        seen.extend(scheduler.rids)
-        preempted = SimpleNamespace(rid="x")
-        scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.rid != "c"] + [preempted]
-        return f"after {running}"
-
-    assert around_new_batch(choose, scheduler, "one") == "after one"
-    assert seen == ["b", "c", "e"]
-    assert scheduler.rids == ["a", "b", "d", "e", "x"]
-    assert scheduler.naps == 0
-
-
-def test_a_choice_that_raises_leaves_the_queue_as_it_was() -> None:
-    scheduler = Scheduler("abc", {"b"})
-
-    def choose(scheduler: Any) -> None:
-        raise OSError("on purpose")
-
-    with pytest.raises(OSError, match="on purpose"):
-        around_new_batch(choose, scheduler)
-    assert scheduler.rids == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(("running", "naps"), [(True, 0), (False, 1)])
-def test_only_a_scheduler_that_has_nothing_else_to_run_takes_a_nap(running: bool, naps: int) -> None:
-    scheduler = Scheduler("ab", {"a", "b"})
-    scheduler.running_batch = SimpleNamespace(is_empty=lambda: not running)
-    around_new_batch(lambda scheduler: None, scheduler)
-    assert scheduler.naps == naps
-
-
-def test_another_cache_is_left_alone() -> None:
-    for tree in (None, SimpleNamespace(), SimpleNamespace(linker=None), SimpleNamespace(linker=SimpleNamespace())):
-        scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=object())
-        assert around_new_batch(lambda scheduler, number: number, scheduler, 3) == 3
-
-
 def _seconds_of(call: Callable[[], Any]) -> float:
     begun = time.monotonic()
     call()
     return time.monotonic() - begun
-
-
-def _until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -47,6 +47,7 @@ class Waiting:
     linker: Any
     rid: str
     keys: list[int]
+    session: None = None
 
     def init_next_round_input(self, tree: Any, cow_mamba: bool) -> None:
         self.linker.lookup(self.rid, [rig.transfer("kv", [rig.hashes(KEYS)[key] for key in self.keys])])

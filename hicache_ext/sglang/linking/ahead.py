@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 16
 """Requests that are read at once; others of the queue wait for their turn."""
+_MOST_READS = 2 * AT_ONCE
+"""Reads that have not ended, with those whose requests are gone: a store that hangs may keep them for long."""
 _NAP = 0.002
 """Seconds that a scheduler which can run nothing else waits for pages, instead of asking again: its thread would take
 the interpreter's lock from those that read."""
@@ -87,6 +89,8 @@ class ReadAhead:
         self._requests: dict[str, _Request] = {}
         self._asking: tuple[str, _Request] | None = None
         self._something_ended = threading.Event()
+        self._reading: list[None] = []
+        """An entry for each read that has not ended."""
         self._taking = threading.Lock()
         """Held while a request takes staging memory: two that each have half of what they need would wait for ever."""
 
@@ -129,15 +133,17 @@ class ReadAhead:
         return True
 
     def answer(self, rid: str, keys: Sequence[str]) -> list[int] | None:
-        """What can be restored of ``keys``; None where that is not known."""
+        """What is known that can be restored of ``keys``; None where nothing is known."""
         request = self._requests.get(rid)
         if request is None or not request.settled or not request.keys:
             return None
-        # More of the prompt may be on the device than when it was read.
-        first = len(request.keys) - len(keys)
-        if first < 0 or request.keys[first:] != list(keys):
+        # More of the prompt may be on the device than when it was read, and SGLang's cache-aware policies ask for more
+        # of it than is admitted. A key stands for all before it.
+        first = request.keys.index(keys[0]) if keys[0] in request.keys else len(request.keys)
+        known = min(len(keys), len(request.keys) - first)
+        if not known or request.keys[first + known - 1] != keys[known - 1]:
             return None
-        return [pages - first for pages in request.restorable if pages > first]
+        return [pages - first for pages in request.restorable if first < pages <= first + known]
 
     def pages_of(self, rid: str) -> list[Portion]:
         """What was read for a request, which is the caller's from here on."""
@@ -181,11 +187,13 @@ class ReadAhead:
         if not request.keys:
             # Nothing of it can be in a store: the same on every rank.
             request.settled = True
-        elif not self._threads.left_behind:
+        elif not self._threads.left_behind and len(self._reading) < _MOST_READS:
             # Else a store has not answered in time, and still has not: others would wait for it as long.
+            self._reading.append(None)
             try:
                 request.call = self._threads.start(lambda: self._read(request))
             except RuntimeError:  # no thread to be had
+                self._reading.pop()
                 logger.debug("no thread", exc_info=True)
         return request
 
@@ -237,6 +245,7 @@ class ReadAhead:
                     request.outcome, request.restorable, request.digests = outcome, restorable, digests
                     request.portions, portions = portions, []
         finally:
+            self._reading.pop()
             _release(portions)
             self._something_ended.set()
 
@@ -254,34 +263,38 @@ class ReadAhead:
                 if pool is None:
                     return "missing", [], {}
                 digests[name] = pool.digests
-        taken, whole = self._memory(request, max(restorable))
-        portions += taken
-        for portion in taken:
+        whole = self._memory(request, max(restorable), portions)
+        for portion in portions:
             if request.over or not portion.read(self._reader):
                 return "missing", [], {}
         return ("read" if whole else "partly"), restorable, digests
 
-    def _memory(self, request: _Request, length: int) -> tuple[list[Portion], bool]:
-        """Memory for the first ``length`` pages and what lies beside them; whether that is all of it."""
-        taken: list[Portion] = []
-        with self._taking:
+    def _memory(self, request: _Request, length: int, portions: list[Portion]) -> bool:
+        """Append memory for the first ``length`` pages and what lies beside them; whether that is all of it."""
+        # Half of the time that is left: some is needed to read in, and who waits for memory is no store that hangs.
+        until = (time.monotonic() + request.deadline) / 2
+        if not self._taking.acquire(timeout=max(0.0, until - time.monotonic())):
+            return False
+        try:
             # KV last: what does not fit is then the end of a prompt, which is read when it is loaded.
             for source, pages in sorted(request.asked.items(), key=lambda item: item[0] == KV):
                 keys = request.keys[:length] if source == KV else request.keys[max(0, length - pages) : length]
                 size = self._staging.page_sizes[source]
-                room = self._staging.most_pages(source)
+                reserved = self._staging.reserved_pages(source)
+                room = self._staging.most_pages(source) - reserved
                 for some in Pages(source, keys[:room], _nowhere(len(keys[:room]) * size), size).portions(
                     self._staging.portion_pages(source)
                 ):
-                    # Half of the time that is left, so that there is some left to read in.
-                    seconds = max(0.0, (request.deadline - time.monotonic()) / 2)
-                    portion = None if request.over else self._staging.take("load", some, seconds)
+                    seconds = max(0.0, until - time.monotonic())
+                    portion = None if request.over else self._staging.take("load", some, seconds, reserved)
                     if portion is None:
-                        return taken, False
-                    taken.append(portion)
+                        return False
+                    portions.append(portion)
                 if len(keys) > room:
-                    return taken, False
-        return taken, True
+                    return False
+        finally:
+            self._taking.release()
+        return True
 
 
 def _nowhere(tokens: int) -> torch.Tensor:

@@ -40,8 +40,8 @@ class LayerCounter(Protocol):
 class _Load:
     """The pages of one request that are to be read. ``waiting`` are those in staging memory, the oldest first."""
 
-    pages: list[Pages]
-    events: Sequence[Any]
+    pages: list[Pages] = field(default_factory=list)
+    events: Sequence[Any] = ()
     begun: float = field(default_factory=time.monotonic)
     waiting: deque[Portion] = field(default_factory=deque)
     over: bool = False
@@ -79,15 +79,23 @@ class Loads:
         self._started: dict[int, Call[None]] = {}
         self._closed = False
 
-    def read(self, rid: str, pages: list[Pages], events: Sequence[Any], ahead: Sequence[Portion] = ()) -> bool:
-        """Whether all pages of a request were read; they wait for ``start`` then. Never raises.
+    def read(
+        self, rid: str, pages: list[Pages], events: Callable[[], Sequence[Any]], ahead: Sequence[Portion] = ()
+    ) -> bool:
+        """Whether all pages of a request were read; they wait for ``start`` then. What it raises leaves nothing behind.
 
-        ``events`` say when the device slots may be written; ``ahead`` was read before.
+        ``events`` records when the device slots may be written; ``ahead`` was read before.
         """
-        load = _Load(_given_places(ahead, pages), events, waiting=deque(ahead))
-        outcome = self._outcome(rid, load)
-        if outcome != "read":
-            self._end(load)
+        load = _Load(waiting=deque(ahead))
+        outcome = "error"
+        try:
+            load.pages = _given_places(load.waiting, pages)
+            # After the places: those of pages that were read ahead are picked on the device, on the same stream.
+            load.events = events()
+            outcome = self._outcome(rid, load)
+        finally:
+            if outcome != "read":
+                self._end(load)
         self._metrics.add("load", outcome)
         self._metrics.observe("load", time.monotonic() - load.begun)
         return outcome == "read"
@@ -171,7 +179,7 @@ class Loads:
         """Read everything, a portion at a time; whether all of it is there."""
         self._staging.enter_thread()
         for pages in load.pages:
-            for some in pages.portions(self._staging.portion_pages(pages.source)):
+            for some in pages.portions(self._staging.reserved_pages(pages.source)):
                 portion = self._memory(load, some)
                 if portion is None:
                     return False
@@ -190,7 +198,8 @@ class Loads:
             if (portion := self._staging.take("load", pages)) is not None:
                 return portion
             if not self._make_place(load):
-                return None
+                # A batch that has started has it, and only copies: what is read ahead leaves some to loads.
+                return self._staging.take("load", pages, self._seconds / 2)
         return None
 
     def _make_place(self, load: _Load) -> bool:
@@ -237,17 +246,24 @@ class Loads:
                 load.waiting.popleft().release()
 
 
-def _given_places(ahead: Sequence[Portion], wanted: Sequence[Pages]) -> list[Pages]:
-    """Give pages that were read before their places on the device; what is wanted and is not among them."""
+def _given_places(ahead: deque[Portion], wanted: Sequence[Pages]) -> list[Pages]:
+    """Give pages that were read before their places on the device, and let go of the rest: it has none. What is wanted
+    and is not among them."""
+    by_source = {pages.source: pages for pages in wanted}
+    found: dict[str, set[str]] = {source: set() for source in by_source}
+    for portion in list(ahead):
+        source = portion.pages.source
+        keys = portion.give_places(by_source[source]) if source in by_source else []
+        if keys:
+            found[source].update(keys)
+        else:
+            ahead.remove(portion)
+            portion.release()
     left = []
     for pages in wanted:
-        found: set[str] = set()
-        for portion in ahead:
-            if portion.pages.source == pages.source:
-                found.update(portion.give_places(pages))
-        if not found:
+        if not found[pages.source]:
             left.append(pages)
-        elif others := [number for number, key in enumerate(pages.keys) if key not in found]:
+        elif others := [number for number, key in enumerate(pages.keys) if key not in found[pages.source]]:
             places = pages.device_indices.view(-1, pages.page_size)[others].reshape(-1)
             left.append(Pages(pages.source, [pages.keys[number] for number in others], places, pages.page_size))
     return left

@@ -132,17 +132,21 @@ class Staging:
         """Of each direction."""
         return self._limits[source]
 
-    def take(self, side: Side, pages: Pages, seconds: float = 0.0) -> Portion | None:
-        """Memory for these pages, waiting for it; None where none becomes free."""
-        count = len(pages.keys)
+    def reserved_pages(self, source: str) -> int:
+        """Of the loads' half, that nothing read ahead takes: a load passes through them, whoever waits."""
+        return max(1, min(PORTION_PAGES, self._limits[source] // 8))
+
+    def take(self, side: Side, pages: Pages, seconds: float = 0.0, leave: int = 0) -> Portion | None:
+        """Memory for these pages, waiting for it, such that ``leave`` pages stay free; None where none becomes free."""
+        count = len(pages.keys) + leave
         with self._changed:
             place = (side, pages.source)
             if not self._changed.wait_for(lambda: self._used[place] + count <= self._limits[pages.source], seconds):
                 return None
-            indices = self.group.alloc(count * pages.page_size, pool=self.pool_name(pages.source))
+            indices = self.group.alloc(len(pages.keys) * pages.page_size, pool=self.pool_name(pages.source))
             if indices is None:
                 return None
-            self._used[place] += count
+            self._used[place] += len(pages.keys)
         return Portion(pages, side, self, indices, indices)
 
     def give_back(self, portion: Portion) -> None:
