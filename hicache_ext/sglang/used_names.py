@@ -239,18 +239,16 @@ USED: tuple[Use, ...] = (
     _hook("around", _HYBRID, "should_backup", DRAFTS, "transfer"),
     _hook("around", _SCHEDULER, "run_batch", PREFILL_COST),
     _hook("around", _SCHEDULER, "process_batch_result", PREFILL_COST),
-    # Before, SGLang has no linker of others.
-    _hook("around", _SCHEDULER, "get_new_batch_prefill", READ_AHEAD, since="0.5.23"),
+    _hook("around", _SCHEDULER, "get_new_batch_prefill", READ_AHEAD),
     _names(
         _SCHEDULER,
         "waiting_queue running_batch chunked_req last_batch tree_cache _add_request_to_queue require_mlp_sync"
         " enable_priority_scheduling schedule_low_priority_values_first",
         READ_AHEAD,
-        since="0.5.23",
     ),
     _call(_REQUEST, "init_next_round_input", "tree_cache cow_mamba", READ_AHEAD),
     _names(_REQUEST, "session priority", READ_AHEAD),
-    _names("session.session_controller.Session", "streaming", READ_AHEAD, since="0.5.23"),
+    _names("session.session_controller.Session", "streaming", READ_AHEAD),
     _hook("before", _SCHEDULER, "_prefetch_kvcache", REQUEST_TRACES),
     *(
         _hook("around", controller, call, REQUEST_TRACES)
