@@ -131,8 +131,10 @@ class AdmissionPolicy:
         self._last_chosen = experience.clock
         self._next_choice = experience.clock + _STEP
         most_writes = self._most_writes()
-        if self.choice is not None or experience.clock >= life or most_writes < math.inf:
-            self.choice = choose(curves, FIRSTS, capacity, self._keep, most_writes, RUNS)
+        saw_a_life = experience.clock >= life
+        if saw_a_life or most_writes < math.inf or self.choice is not None:
+            keep = self._keep if saw_a_life else None
+            self.choice = choose(curves, FIRSTS, capacity, keep, most_writes, RUNS)
             life = max(life, min(self.choice.life, _LONGEST_LIFE))
         experience.thin_out(4 * life)
         experience.fade(math.exp(-passed / max(_SHORTEST_MEMORY, life)))
