@@ -19,7 +19,7 @@ from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.tiered import Arrangement, TieredStore, TieringSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
-from hicache_ext.testing.conformance.pages import assert_hits, filled, store_pages
+from hicache_ext.testing.conformance.pages import assert_hits, filled, read_pages, store_pages
 from tests.storage.admission.pages import run
 from tests.storage.media import Memory, Over
 
@@ -166,6 +166,28 @@ def test_reads_tell_what_returns(tier: TierHandle) -> None:
 
     assert tier.admission.policy.experience.clock == 200
     assert tier.admission.policy.experience._ended.sum() > 0
+
+
+class Bounded(MemoryPageStore):
+    """Says that it holds 2,000 pages of 100 bytes at most."""
+
+    def gauges(self) -> dict[str, float]:
+        return {"capacity_bytes": 200_000.0}
+
+
+def test_a_tier_learns_from_what_goes_through_it() -> None:
+    tier = TierHandle(Bounded())
+    tier.admit_by(LEARNED)
+    for number in range(500):
+        store_pages(tier, run(f"long {number}", 40), [100])
+        for short in range(5):
+            store_pages(tier, run(f"short {number}/{short}", 3), [100])
+        for before in range(1, min(6, number + 1)):
+            read_pages(tier, run(f"short {number - before}/{before - 1}", 3), [100])
+
+    assert store_pages(tier, run("a long one", 40), [100]) == [SetResult.REFUSED] * 40
+    assert store_pages(tier, run("a short one", 3), [100]) == [SetResult.STORED] * 3
+    assert store_pages(tier, run("a long one", 40), [100]) == [SetResult.STORED] * 40
 
 
 def test_series_are_there_before_the_first_page(tier: TierHandle) -> None:
