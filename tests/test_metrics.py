@@ -124,6 +124,15 @@ def test_a_table_of_two_looks_has_rates_and_survives_a_restart():
     assert row[:6] == ["pool", "-", "10", "0", "0", "0"]
 
 
+def test_a_tier_with_admission_has_a_line_of_what_it_stored_of_what_was_offered():
+    line = 'hicache_ext_admission_total{{tier="pool",reason="{}",tp_rank="0"}} {}\n'
+    counts = {"admitted_first": 10, "admitted_again": 20, "refused_first": 65, "refused_behind": 0, "refused_budget": 5}
+
+    lines = table(None, read_samples("".join(line.format(*count) for count in counts.items())))
+
+    assert lines[-2:] == ["stored of what was offered:", "pool: 30 %, 65 refused first, 5 refused budget"]
+
+
 TOKENS = """
 sglang:prompt_tokens_total{is_streaming="false",model_name="m"} %d
 sglang:prompt_tokens_total{is_streaming="true",model_name="m"} %d

@@ -34,6 +34,13 @@ def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[str]:
                 f"tier {name}: timeout is {format_duration(tier.timeout)}, which a tier that hangs costs a request; a "
                 "number without unit is seconds, milliseconds are written 200ms"
             )
+        if tier.admission == "learned" and tier.sharing().shared:
+            yield (
+                f"tier {name}: it is shared, and 'admission: learned' knows only what this server is asked for; pages "
+                "that other ones would read may be refused"
+            )
+        if tier.admission == "learned" and getattr(tier, "capacity", 0) is None:
+            yield f"tier {name}: 'admission: learned' refuses nothing where the capacity is unlimited"
     if config.background.drain > _LONGEST_DRAIN:
         yield (
             f"background.drain is {format_duration(config.background.drain)}, and SGLang kills its processes 15 s "

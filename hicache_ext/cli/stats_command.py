@@ -135,6 +135,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
             told.insert(0, "cannot be reached")
         if told:
             reasons.append(f"{tier['tier']}: {', '.join(told)}")
+    admission = [_told_admission(tier, seconds, unit) for tier in found["tiers"] if tier["admission"]]
     beside = [_told_beside(name, counted, seconds, unit) for name, counted in found["beside"].items()]
     return [
         _prompt_tokens(found["prompt_tokens"], since_start=before is None),
@@ -142,6 +143,7 @@ def table(before: Samples | None, now: Samples) -> list[str]:
         "",
         *fitted(rows, str.rjust),
         *(["", "not hit because:", *reasons] if reasons else []),
+        *(["", "stored of what was offered:", *admission] if admission else []),
         *(["", "beside the tiers:", *beside] if beside else []),
     ]
 
@@ -163,6 +165,14 @@ def _not_serving(found: Mapping[str, Any]) -> Iterator[str]:
     if found["ranks_not_serving"]:
         ranks = f"{found['ranks_not_serving']} of {found['ranks']}"
         yield f"{ranks} ranks store and serve nothing now; the server's log says why"
+
+
+def _told_admission(tier: Mapping[str, Any], seconds: float, unit: str) -> str:
+    """One line of what admission did."""
+    counts = tier["admission"]
+    offered, refused = sum(counts.values()), {why: n for why, n in counts.items() if why.startswith("refused_")}
+    told = [f"{_number(count / seconds)}{unit} {why.replace('_', ' ')}" for why, count in refused.items()]
+    return f"{tier['tier']}: {', '.join([f'{_share(offered - sum(refused.values()), offered)} %', *told])}"
 
 
 def _told_beside(name: str, counted: Mapping[str, Any], seconds: float, unit: str) -> str:

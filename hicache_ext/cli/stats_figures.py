@@ -106,6 +106,7 @@ def _tier(before: Samples | None, now: Samples, tier: str) -> dict[str, Any]:
         "get_seconds_p50": grown.quantile("get", 0.5),
         "get_seconds_p99": grown.quantile("get", 0.99),
         "queued_bytes": now.total(f"{PREFIX}queue_bytes", tier=tier),
+        "admission": {reason: count for reason, count in grown.by_reason("admission").items() if count},
         "dropped_pages": sum(grown.by_reason("dropped_pages").values()),
         "promoted_pages": grown.of("promotion", "stored"),
         "prefetched_pages": grown.of("prefetch", "fetched"),

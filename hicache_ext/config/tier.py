@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, WithJsonSchema, model_validator
 
+from hicache_ext.config.admission import (
+    BUDGET_ALLOWED,
+    DAY,
+    DISK_SIZE_ALLOWED,
+    DWPD_ALLOWED,
+    SMALLEST_DISK,
+    parse_budget,
+)
 from hicache_ext.config.guards import GuardsConfig
 from hicache_ext.config.problems import listed
-from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, checked, one_of
+from hicache_ext.config.schema import DURATION_SCHEMA, Allowed, ConfigModel, as_pydantic_error, checked, one_of
 from hicache_ext.config.seal import SealConfig
 from hicache_ext.config.sharing import Sharing, sharing_of_directories
-from hicache_ext.config.values import duration, or_auto, or_off
+from hicache_ext.config.values import NO_LIMIT, duration, number, or_auto, or_off, size
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.packages import need
 
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from hicache_ext.storage.contract.store import PageStore
 
 CODECS = ("off", "lossless", "auto")
+ADMISSION = ("all", "learned")
 
 READ_TIMEOUT = 1.0
 """Seconds, where none are configured, for what a first token may wait for."""
@@ -60,6 +69,35 @@ class TierConfig(ConfigModel):
         Field(description="left out: who reaches the medium can read and make pages"),
     ] = None
 
+    admission: Annotated[
+        Literal["all", "learned"],
+        Field(description="learned: pages that will hardly return in time are stored at their second request"),
+        Allowed(listed(ADMISSION)),
+        one_of(*ADMISSION),
+    ] = "all"
+    write_budget: Annotated[
+        float | None,
+        Field(description="what all ranks of this server together may write to the tier; left out: no limit"),
+        Allowed(BUDGET_ALLOWED),
+        checked(parse_budget),
+        WithJsonSchema({"type": "string"}),
+    ] = None
+    dwpd: Annotated[
+        float | None,
+        Field(description="the same as writes of the whole disk per day; with disk_size"),
+        Allowed(DWPD_ALLOWED),
+        checked(number(0.01, 100, DWPD_ALLOWED)),
+    ] = None
+    disk_size: Annotated[
+        int | None,
+        Field(description="of dwpd: the size of the disk, or of all disks of the tier together"),
+        Allowed(DISK_SIZE_ALLOWED),
+        checked(size(SMALLEST_DISK, NO_LIMIT, DISK_SIZE_ALLOWED)),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": SMALLEST_DISK}, {"type": "string"}]}),
+    ] = None
+
+    _writers: int = PrivateAttr(default=1)
+
     keeps_timeout: ClassVar[bool] = False
     """Whether the store of this type ends each call within ``timeout`` by itself, on every path, and then leaves the
     batch's memory alone. Other stores are given memory of the deadline guard instead of SGLang's host pages."""
@@ -79,8 +117,40 @@ class TierConfig(ConfigModel):
     block: ClassVar[int] = 1
     """Bytes of which the store takes whole ones for each page anyway: sealed pages are padded to them."""
 
-    live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "guards", "seal"})
+    live_keys: ClassVar[frozenset[str]] = frozenset(
+        {"required", "timeout", "guards", "seal", "admission", "write_budget", "dwpd", "disk_size"}
+    )
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
+
+    @model_validator(mode="after")
+    def _a_budget_is_said_once(self) -> Self:
+        if self.write_budget is not None and self.dwpd is not None:
+            raise as_pydantic_error(
+                ConfigError(".write_budget", "dwpd says what may be written, too", "one of the two")
+            )
+        if self.dwpd is not None and self.disk_size is None:
+            raise as_pydantic_error(ConfigError(".dwpd", "of what size is the disk?", "with disk_size, such as 3.84TB"))
+        if self.disk_size is not None and self.dwpd is None:
+            raise as_pydantic_error(ConfigError(".disk_size", "says nothing without dwpd", "with dwpd"))
+        return self
+
+    @property
+    def bytes_a_second(self) -> float | None:
+        """What all ranks of this server may write together; None: no limit."""
+        if self.dwpd is not None and self.disk_size is not None:
+            return self.dwpd * self.disk_size / DAY
+        return self.write_budget
+
+    @property
+    def writers(self) -> int:
+        """Ranks of this server that write to the tier."""
+        return self._writers
+
+    def written_by(self, ranks: int) -> Self:
+        """This tier, with so many ranks that write to it."""
+        mine = self.model_copy()
+        mine._writers = max(1, ranks)
+        return mine
 
     def directories(self) -> tuple[str, ...]:
         """The local directories this tier owns; no two tiers may share one."""

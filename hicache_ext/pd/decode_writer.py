@@ -267,6 +267,9 @@ class DecodeWriter:
                 self._free(job.pieces)
             elif finished.outcome is Outcome.PREFIX_MISSING:
                 self._prefix_is_missing(job, finished.prefix_pages)
+            elif finished.outcome is Outcome.REFUSED:
+                self._free(job.pieces)
+                self._close(continuation, "refused", lost_pages=job.pages)
             else:
                 self._write_failed(job)
 

@@ -41,7 +41,9 @@ class Outcome(enum.IntEnum):
 
     FAILED = 0
     PREFIX_MISSING = 1
-    WRITTEN = 2
+    REFUSED = 2
+    """A page is not worth storing, by admission: what follows it is of no use, either."""
+    WRITTEN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +134,23 @@ class PoolWriter:
         host_indices = torch.cat([piece.host_indices for piece in pieces]).reshape(len(keys), chain.page_size)
         for first in range(0, len(keys), _PAGES_PER_CALL):
             end = first + _PAGES_PER_CALL
-            if not self._write_pages(keys[first:end], host_indices[first:end]):
-                return Finished(job, Outcome.FAILED, 0)
+            outcome = self._write_pages(keys[first:end], host_indices[first:end])
+            if outcome is not Outcome.WRITTEN:
+                return Finished(job, outcome, 0)
         return Finished(job, Outcome.WRITTEN, 0)
 
-    def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> bool:
-        """Write the pages that the pool lacks; whether it has all of them now."""
+    def _write_pages(self, keys: list[str], host_indices: torch.Tensor) -> Outcome:
+        """Write the pages that the pool lacks: WRITTEN where it has all of them now."""
         absent = [page for page, known in enumerate(self._pool.stored(keys)) if not known]
         self._metrics.add("page", "present", len(keys) - len(absent))
         if not absent:
-            return True
+            return Outcome.WRITTEN
         results = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten())
         self._count(results)
-        return all(result.durable for result in results)
+        if all(result.durable for result in results):
+            return Outcome.WRITTEN
+        refused = all(result.durable or result is SetResult.REFUSED for result in results)
+        return Outcome.REFUSED if refused else Outcome.FAILED
 
     def _count(self, results: Sequence[SetResult]) -> None:
         amounts: dict[str, int] = {}

@@ -264,7 +264,7 @@ class HiCacheExtBackend(BackendLifecycle):
 
     @answering(lambda *_, **__: False)
     def write_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
-        """Store pages of a host pool; whether all of them can be read from now on."""
+        """Store pages of a host pool; whether all of them can be read from now on, or are not worth it."""
         return all(self._moved(pool, keys, host_indices, page_moves.write, self._backed_up))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------

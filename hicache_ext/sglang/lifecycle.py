@@ -6,6 +6,7 @@ The pages themselves are the business of backend.py.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +66,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if self._facts.decode_offload:
             refuse_unsafe_offload()
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
-        view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
+        view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
         self._config: HicacheExtConfig = view(load_config(storage_config.extra_config or {}))
         self._pools = ServedPools(storage_config, self._config, self._facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
@@ -266,6 +267,12 @@ def _refuse_unusable_release() -> None:
     if (words := lacking(check_installed(), STORAGE)) is not None:
         remedy = "use another release; hicache-ext doctor shows all that is missing"
         raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which storage needs", remedy)
+
+
+def _writers(storage_config: HiCacheStorageConfig) -> int:
+    """How many ranks write pages of their own: those that hold the same pages leave it to one of them."""
+    sizes = ["pp_size", "attn_cp_size"] + ([] if getattr(storage_config, "is_mla_model", False) else ["tp_size"])
+    return math.prod(max(1, int(getattr(storage_config, size, None) or 1)) for size in sizes)
 
 
 def _process_labels(config: HiCacheStorageConfig) -> dict[str, str]:

@@ -18,7 +18,8 @@ from hicache_ext.sglang.host_pool import HostPages
 from hicache_ext.sglang.served_pools import BoundPool
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, SetResult
 
-_GOOD = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
+_GOOD = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED)
+"""A page that is not worth storing is no failure: SGLang would end its whole backup, and log it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +61,16 @@ class Moved:
     sizes: Sequence[int]
 
     def went_well(self) -> list[bool]:
-        """Which parts were read, or are stored."""
+        """Which parts were read, or are stored as far as that is wanted."""
         return went_well(self.results)
 
     def bytes_moved(self) -> int:
-        well = self.went_well()
-        if all(well):
+        moved = self.went_well()
+        if SetResult.REFUSED in self.results:
+            moved = [result is not SetResult.REFUSED and ok for result, ok in zip(self.results, moved, strict=True)]
+        if all(moved):
             return sum(self.sizes)
-        return sum([size for size, ok in zip(self.sizes, well, strict=True) if ok])
+        return sum([size for size, ok in zip(self.sizes, moved, strict=True) if ok])
 
 
 def asked_pages(
@@ -108,7 +111,7 @@ Move = Callable[[PageStore, Asked], Moved]
 
 
 def went_well(results: list[Any]) -> list[bool]:
-    """Which pages were read, or are stored."""
+    """Which pages were read, or are stored as far as that is wanted."""
     if results and results.count(results[0]) == len(results):
         return [results[0] in _GOOD] * len(results)
     return [result in _GOOD for result in results]

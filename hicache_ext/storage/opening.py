@@ -18,15 +18,16 @@ def open_tiers(config: HicacheExtConfig) -> ReloadableStore:
     return ReloadableStore(config)
 
 
-def server_view(role: ServerRole, tp_rank: int) -> Callable[[HicacheExtConfig], HicacheExtConfig]:
-    """What a server of ``role`` goes by, on this rank, of what a file that several share says.
+def server_view(role: ServerRole, tp_rank: int, writers: int = 1) -> Callable[[HicacheExtConfig], HicacheExtConfig]:
+    """What a server of ``role`` goes by, on this rank, of what a file that several share says. ``writers``: how many of
+    its ranks write pages of their own.
 
     The view raises ConfigError where the file has nothing for this rank.
     """
 
     def view(config: HicacheExtConfig) -> HicacheExtConfig:
         mine = config.for_role(role)
-        tiers = {name: _for_rank(name, tier, tp_rank) for name, tier in mine.tiers.items()}
+        tiers = {name: _for_rank(name, tier, tp_rank).written_by(writers) for name, tier in mine.tiers.items()}
         return mine.model_copy(update={"tiers": tiers})
 
     return view

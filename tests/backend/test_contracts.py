@@ -172,6 +172,19 @@ def test_stats_are_deltas_and_free_when_nothing_happened(open_backend: Callable[
     assert backend.get_stats() is None
 
 
+def test_pages_that_are_not_worth_storing_end_no_backup_and_count_as_no_bytes(
+    open_backend: Callable[..., Any], tmp_path: Path
+) -> None:
+    disk = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "io": "buffered", "threads": 1}
+    ours = {"tiers": {"disk": {**disk, "write_budget": "1B/day"}}}
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host, ours=ours)
+
+    assert backend.batch_set_v1(KEYS, indices(0, 1, 2)) == [True] * 3
+
+    assert backend.batch_exists(KEYS) == 0
+    assert backend.get_stats().backup_bandwidth == []
+
+
 def test_clear_returns_while_pages_are_still_being_deleted(
     open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

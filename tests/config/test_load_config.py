@@ -73,6 +73,10 @@ def test_everything_that_is_left_out_has_its_documented_default() -> None:
         },
         "codec": "off",
         "seal": None,
+        "admission": "all",
+        "write_budget": None,
+        "dwpd": None,
+        "disk_size": None,
         "path": ("/a",),
         "capacity": 2**30,
         "layout": "auto",
@@ -92,6 +96,18 @@ def test_locations_that_are_left_out_are_all_tiers_in_written_order() -> None:
     assert config.retrieve_locations == ("nvme", "nfs")
     assert config.store_locations == ("nvme", "nfs")
     assert config.promote_to == "nvme"
+
+
+def test_a_budget_is_bytes_a_second_of_all_ranks_together() -> None:
+    budgets: dict[str, dict[str, Any]] = {
+        "a": {"write_budget": "864TB/day"},
+        "b": {"dwpd": 2, "disk_size": "4.32TB"},
+        "c": {},
+    }
+    tiers = {name: {"type": "file", "path": f"/{name}", "capacity": "1GiB", **given} for name, given in budgets.items()}
+    found = load_config(ExtraConfig.around({"tiers": tiers})).tiers
+
+    assert [found[name].bytes_a_second for name in "abc"] == [10**10, 10**8, None]
 
 
 def test_an_unlimited_tier_has_no_capacity() -> None:

@@ -112,3 +112,12 @@ def test_hints_that_a_role_could_not_send_are_remarked_on(tmp_path: Any, capsys:
     said = notes({"pd": {"hints": {"enabled": True}}, "tiers": {"near": FILE, "pool": pool}}, tmp_path, capsys)
     for role in ("prefill", "decode"):
         assert f"a server of the role {role} is refused at its start: pd.hints.over: tier 'pool' is of type" in said
+
+
+def test_learning_admission_where_it_learns_too_little_gets_a_remark(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "it is shared" in notes({"tiers": {"a": {**REDIS, "admission": "learned"}}}, tmp_path, capsys)
+    unlimited = {**FILE, "admission": "learned", "capacity": "unlimited", "layout": "pages"}
+    assert "capacity is unlimited" in notes({"tiers": {"a": unlimited}}, tmp_path, capsys)
+    assert "'admission: learned'" not in notes({"tiers": {"a": {**FILE, "admission": "learned"}}}, tmp_path, capsys)

@@ -22,8 +22,8 @@ POOL = "pool: {type: file, path: /mnt/b, capacity: 1GiB}"
 
 TYPES = ", ".join(tier_types())
 TIER_KEYS = (
-    "type, required, timeout, guards, codec, seal, path, capacity, layout, io, threads, open_files, ttl, shared, mode, "
-    "group, require_mount"
+    "type, required, timeout, guards, codec, seal, admission, write_budget, dwpd, disk_size, path, capacity, layout, "
+    "io, threads, open_files, ttl, shared, mode, group, require_mount"
 )
 SECTION_KEYS = (
     "role, tiers, retrieve_locations, store_locations, store_policies, promote_to, model, pd, kv_dtype, watch_config, "
@@ -37,6 +37,7 @@ SIZE = "whole bytes such as 1048576, or a size such as 512MiB, 2TiB or 1.5GB, or
 CAPACITY = "a size such as 512GiB, or 'unlimited'"
 TTL = "a duration from 1s to 365d, such as 7d, or none"
 PATH = "an absolute path, or a list of them"
+BUDGET = "a size per day, hour or second, such as 20TiB/day or 200MB/s"
 TEMPLATES = "{hostname}, {env:NAME}, and {{ or }} for plain braces"
 TIERS = "a mapping of names to tiers, such as nvme: {type: file, path: /mnt/nvme0/hicache, capacity: 512GiB}"
 REASON = "without it SGLang never uses the zero-copy calls that this backend serves"
@@ -408,6 +409,35 @@ WRONG_FILES = [
     tier("a ttl in weeks", "ttl: 1w", f"{N}.ttl: unknown unit 'w'; did you mean days? A week is 7d; allowed: {TTL}"),
     tier("no ttl at all", "ttl: 0", f"{N}.ttl: the number 0 is less than 1s; allowed: {TTL}"),
     tier("a ttl of two years", "ttl: 730d", f"{N}.ttl: the text '730d' is longer than a year (8760h); allowed: {TTL}"),
+    tier(
+        "admission that learns nothing",
+        "admission: learn",
+        f"{N}.admission: the text 'learn' is not accepted; did you mean 'learned'?; allowed: all, learned",
+    ),
+    tier(
+        "a budget for ever",
+        "write_budget: 20TiB",
+        f"{N}.write_budget: the text '20TiB' does not say in what time; allowed: {BUDGET}",
+    ),
+    tier(
+        "a budget by the week",
+        "write_budget: 20TiB/week",
+        f"{N}.write_budget: the text '20TiB/week' has an unknown unit of time; allowed: {BUDGET}",
+    ),
+    tier(
+        "a budget of nothing", "write_budget: 0B/day", f"{N}.write_budget: nothing could be written; allowed: {BUDGET}"
+    ),
+    tier(
+        "dwpd of an unknown disk",
+        "dwpd: 1",
+        f"{N}.dwpd: of what size is the disk?; allowed: with disk_size, such as 3.84TB",
+    ),
+    tier("a disk without dwpd", "disk_size: 4TB", f"{N}.disk_size: says nothing without dwpd; allowed: with dwpd"),
+    tier(
+        "two budgets",
+        "write_budget: 1TB/day\ndwpd: 1\ndisk_size: 4TB",
+        f"{N}.write_budget: dwpd says what may be written, too; allowed: one of the two",
+    ),
     tier("a relative path", "path: cache", f"{N}.path: 'cache' is not an absolute path; allowed: {PATH}"),
     tier("a path with a tilde", "path: ~/cache", f"{N}.path: '~/cache' is not an absolute path; allowed: {PATH}"),
     tier("a path that goes up", "path: /mnt/a/../b", f"{N}.path: '/mnt/a/../b' contains '..'; allowed: {PATH}"),

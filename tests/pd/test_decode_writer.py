@@ -460,6 +460,21 @@ def test_a_failed_write_is_tried_again_and_then_counted(node_of: Callable[..., N
     assert node.host.available_size() == node.host.size
 
 
+def test_what_follows_a_page_that_is_refused_is_not_offered(node_of: Callable[..., Node]) -> None:
+    node = node_of(retries=2)
+    node.pool.result = SetResult.REFUSED
+    request = node.prefilled(FakeRequest([1] * 8, 1))
+    node.generate(request, 12)
+    node.settle(lambda: node.metrics.value("lost", "refused") > 0)
+    node.pool.result = SetResult.STORED
+
+    node.generate(request, 24, finish=True)
+    node.settle()
+
+    assert len(node.pool.calls) == 1 and not node.metrics.value("write", "retried")
+    assert node.host.available_size() == node.host.size
+
+
 def test_a_pool_that_raises_ends_nothing(node_of: Callable[..., Node]) -> None:
     node = node_of(retries=0)
     node.pool.raises = True

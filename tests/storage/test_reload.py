@@ -527,3 +527,22 @@ def test_nonsense_on_the_socket_is_answered_or_dropped(file: Path, runtime: Path
             connection.sendall(nonsense)
     assert ask(path, {"call": "stop"})["messages"] == ["unknown call 'stop'"]
     assert ask(path, {"call": "facts"})["file"] == str(file)
+
+
+def test_admission_and_a_budget_come_and_go_by_a_reload(tier: Callable[..., Section]) -> None:
+    store = open_tiers(config({"near": tier("near")}))
+    store.register_identity(IDENTITY, {"model": {"id": "m"}})
+    first, second, third = page_keys(3)
+    assert store_pages(store, [first]) == [SetResult.STORED]
+
+    assert store.reload(config({"near": tier("near", write_budget="1B/day")})) == ["tier near: new write_budget"]
+    assert store_pages(store, [second]) == [SetResult.REFUSED]
+    assert store.tiers[0].describe().details["admission"] == "within the budget"
+
+    store.reload(config({"near": tier("near", admission="learned")}))
+    assert store_pages(store, [second]) == [SetResult.STORED]
+    store.reload(config({"near": tier("near")}))
+    assert store_pages(store, [third]) == [SetResult.STORED]
+    assert "admission" not in store.tiers[0].describe().details
+    assert_hits(store, [first, second, third])
+    store.close()

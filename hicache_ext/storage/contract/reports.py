@@ -169,6 +169,11 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
 }
 
 
+OF_ADMITTING_TIERS: Mapping[str, Sequence[str]] = {
+    "admission": ("admitted_first", "admitted_again", "refused_first", "refused_behind", "refused_budget"),
+}
+"""Series of a tier that does not write everything that it is offered."""
+
 OF_SEALED_TIERS: Mapping[str, Sequence[str]] = {
     "unsealed": ("",),
     "corrupt": (
@@ -194,6 +199,8 @@ def _series_of(tier: PageStore) -> dict[str, list[str]]:
     series = {event: list(reasons) for event, reasons in OF_EVERY_TIER.items()}
     for event, reasons in series_of_type(info.type).items():
         series.setdefault(event, []).extend(reasons)
+    if "admission" in info.details:
+        series |= {event: list(reasons) for event, reasons in OF_ADMITTING_TIERS.items()}
     if {"seal", "codec"} & info.details.keys():
         for event, reasons in OF_SEALED_TIERS.items():
             series.setdefault(event, []).extend(reasons)

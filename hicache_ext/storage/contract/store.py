@@ -61,6 +61,8 @@ class SetResult(enum.Enum):
     """Written by this call."""
     EXISTS = "exists"
     """It was there; the first writer wins."""
+    REFUSED = "refused"
+    """Not stored, because it is not worth it: admission (tiering/admission). As good an answer as any."""
     REJECTED = "rejected"
     """Not stored and not an error: no space, larger than the tier takes, breaker open."""
     TIMEOUT = "timeout"

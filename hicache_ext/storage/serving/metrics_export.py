@@ -61,6 +61,7 @@ HELP = {
     "config_in_force": "0 after a configuration file that was not taken over; else 1.",
     "unserved_pool": "1 for a host pool that cannot be served, so that nothing is; 0 for the others.",
     "failure": "Calls that raised and were answered as a miss.",
+    "admission": "Pages offered to a tier, by whether they were to be written, and why.",
     "dropped_pages": "Pages dropped from a queue in the background.",
     "promotion": "Pages on their way to the nearer tier, by outcome.",
     "prefetch": "Pages fetched ahead of the read, by outcome.",

@@ -13,6 +13,7 @@ from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.composition import guarded, plan_guards
 from hicache_ext.storage.guards.late_open import LateStore
+from hicache_ext.storage.tiering.admission.gate import AdmissionSettings
 from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
 from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.tier_use import tier_use
@@ -73,7 +74,7 @@ def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
     return {name: tier for name, tier in config.tiers.items() if name in used}
 
 
-def open_live_tiers(configs: Mapping[str, TierConfig], *, measured: bool = False) -> dict[str, LiveTier]:
+def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: bool = False) -> dict[str, LiveTier]:
     """Open all of these tiers, or none. ``measured``: for the pull rule. Raises StoreSetupError or ConfigError."""
     opened: dict[str, LiveTier] = {}
     with ExitStack() as undo:
@@ -86,7 +87,9 @@ def open_live_tiers(configs: Mapping[str, TierConfig], *, measured: bool = False
             # Through the guards alone, which do not wait for ever.
             undo.callback(guards.close)
             store = MeasuredStore(guards.store) if measured else guards.store
-            opened[name] = LiveTier(config, bare, guards, TierHandle(store, bare=bare))
+            handle = TierHandle(store, bare=bare)
+            handle.admit_by(AdmissionSettings.of(config, role))
+            opened[name] = LiveTier(config, bare, guards, handle)
         undo.pop_all()
     return opened
 

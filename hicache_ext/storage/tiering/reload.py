@@ -21,6 +21,7 @@ from hicache_ext.page.transforms.sealing import Seal
 from hicache_ext.storage.contract.abilities import Resizable, ability
 from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.guards.breaker_store import BreakerStore
+from hicache_ext.storage.tiering.admission.gate import AdmissionSettings
 from hicache_ext.storage.tiering.live_tiers import Guards, LiveTier, arrange, guard, open_live_tiers, used_tiers
 from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore
@@ -50,7 +51,7 @@ class ReloadableStore(TieredStore):
         tier_use(config)  # before anything is opened: it may raise
         self._config = config
         self._reloading = threading.Lock()
-        self._live = open_live_tiers(used_tiers(config), measured=_is_measured(config))
+        self._live = open_live_tiers(used_tiers(config), config.role, measured=_is_measured(config))
         with ExitStack() as undo:
             for tier in self._live.values():
                 undo.callback(tier.close)
@@ -94,7 +95,7 @@ class ReloadableStore(TieredStore):
         try:
             with ExitStack() as undo:
                 new = {name: tier for name, tier in wanted.items() if name not in before}
-                opened = open_live_tiers(new, measured=_is_measured(self._config))
+                opened = open_live_tiers(new, config.role, measured=_is_measured(self._config))
                 for tier in opened.values():
                     undo.callback(tier.close)
                 for name, tier in changed.items():
@@ -120,6 +121,7 @@ class ReloadableStore(TieredStore):
             store.put_seal(seal)
         for name, new_guards in guards.items():
             tier = before[name]
+            tier.handle.admit_by(AdmissionSettings.of(wanted[name], config.role))
             old_guards, tier.guards, tier.config = tier.guards, new_guards, wanted[name]
             if not tier.handle.put_guards(new_guards.store):
                 # Closed meanwhile, with the old ones.

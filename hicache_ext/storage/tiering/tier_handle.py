@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from hicache_ext.errors import StoreClosedError
@@ -25,9 +25,10 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.storage.contract.abilities import LooksUpFromMemory, clear_or_raise, layers
 from hicache_ext.storage.contract.base import leading
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.contract.wrapper import DelegatingStore
 from hicache_ext.storage.guards.scheduler import must_answer_at_once
+from hicache_ext.storage.tiering.admission.gate import Admission, AdmissionSettings
 from hicache_ext.storage.tiering.generations import StillWanted, always
 from hicache_ext.storage.tiering.promotion import PromotionQueue
 from hicache_ext.storage.tiering.pulling.measured_store import MeasuredStore
@@ -99,6 +100,8 @@ class TierHandle(DelegatingStore):
         """Of former guards: what they have left behind may still reach the store."""
         self._closed = False
         self._log = LimitedLog(logger, 60.0)
+        self.admission: Admission | None = None
+        """What decides which pages are written; None: all."""
         self.writes = WriteBehind(self, queue or QueueSettings(), queue="async", waits=True)
         self.promotions = PromotionQueue(self, promotions or QueueSettings(), lambda: self.before_promotion())
         self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
@@ -117,6 +120,20 @@ class TierHandle(DelegatingStore):
             self._guards_changed += 1
         return True
 
+    def admit_by(self, settings: AdmissionSettings | None) -> None:
+        """From now on. What was learnt stays, where nothing has changed."""
+        if settings is None:
+            self.admission = None
+        elif self.admission is None or self.admission.settings != settings:
+            self.admission = Admission(settings, self)
+
+    def describe(self) -> StoreInfo:
+        info = super().describe()
+        if self.admission is None:
+            return info
+        how = "learned" if self.admission.settings.learned else "within the budget"
+        return replace(info, details={**info.details, "admission": how})
+
     def configure(self, queue: QueueSettings, promotions: QueueSettings) -> None:
         self.writes.configure(queue)
         self.promotions.configure(promotions)
@@ -124,6 +141,12 @@ class TierHandle(DelegatingStore):
     # -- pages -----------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
+        results = self._get(batch)
+        if (admission := self.admission) is not None:
+            admission.read(batch.keys, results)
+        return results
+
+    def _get(self, batch: PageBatch) -> list[GetResult]:
         if not self._has_more_to_say():
             return self._through(lambda store: store.get(batch))
         results = [self._get_here(key, segments) for key, segments in zip(batch.keys, batch.buffers, strict=True)]
@@ -150,8 +173,12 @@ class TierHandle(DelegatingStore):
 
     def set(self, batch: PageBatch) -> list[SetResult]:
         """Write now. A page that waits to be written EXISTS; one that is being cleared or removed is REJECTED."""
+        admission = self.admission
+        return self._set(batch) if admission is None else admission.write(batch, self._set)
+
+    def _set(self, batch: PageBatch) -> list[SetResult]:
         if not self._has_more_to_say():
-            return self._through(lambda store: store.set(batch))
+            return self._write(batch)
         results: list[SetResult | None] = [
             SetResult.REJECTED
             if self.hides(key) or self._is_cleared(key)
@@ -163,15 +190,21 @@ class TierHandle(DelegatingStore):
         absent = [position for position, result in enumerate(results) if result is None]
         if absent:
             asked = batch.select(absent)
-            for position, result in zip(absent, self._through(lambda store: store.set(asked)), strict=True):
+            for position, result in zip(absent, self._write(asked), strict=True):
                 results[position] = result
         return [result or SetResult.ERROR for result in results]
+
+    def _write(self, batch: PageBatch) -> list[SetResult]:
+        results = self._through(lambda store: store.set(batch))
+        return results if (admission := self.admission) is None else admission.written(batch, results)
 
     def set_later(self, batch: PageBatch, still_wanted: StillWanted = always) -> list[SetResult]:
         """Write in the background. STORED: this process finds the page from now on."""
         if self._closed:
             raise StoreClosedError(self.name)
-        return self.writes.offer(batch, range(len(batch)), still_wanted)
+        if (admission := self.admission) is None:
+            return self.writes.offer(batch, range(len(batch)), still_wanted)
+        return admission.write(batch, lambda wanted: self.writes.offer(wanted, range(len(wanted)), still_wanted))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if not self._has_more_to_say():
@@ -333,7 +366,7 @@ class TierHandle(DelegatingStore):
     # -- what the queues ask ---------------------------------------------------------------------------------------
 
     def write_queued(self, batch: PageBatch) -> list[SetResult]:
-        return self._through(lambda store: store.set(batch))
+        return self._write(batch)
 
     def may_write(self) -> bool:
         return not (self._clears_all or self._cleared)

@@ -54,7 +54,10 @@ logger = logging.getLogger(__name__)
 _Argument = TypeVar("_Argument")
 _T = TypeVar("_T")
 
-_WORST_LAST = (SetResult.STORED, SetResult.EXISTS, SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR)
+_WORST_LAST = (
+    *(SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED),
+    *(SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR),
+)
 _REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
 """Seconds for which pages that nobody has asked for yet wait for foreground reads and for earlier promotions."""
@@ -113,6 +116,12 @@ class Arrangement:
         self.only_tier = self.retrieve[0] if len(retrieve) == self.inner_tiers == 1 else None
         """Nothing lies further out: nothing is prefetched, joined or promoted."""
         self.calls = CallGate("tiers")
+
+    def looked_up(self, keys: Sequence[bytes], leading: int) -> None:
+        """Tell admission of a chain of which the first ``leading`` pages are there."""
+        for tier in self.tiers:
+            if tier.admission is not None:
+                tier.admission.looked_up(keys, leading)
 
 
 class TieredStore:
@@ -398,12 +407,14 @@ class TieredStore:
                 return self._lead_over_several(keys, arrangement)
             leading = self._call(tier, "exists", tier.count_leading, keys, 0) if keys else 0
             self._count_found(keys, {0: leading}, arrangement)
+            arrangement.looked_up(keys, leading)
             return leading
 
     def _lead_over_several(self, keys: Sequence[bytes], arrangement: Arrangement) -> int:
         still_wanted = self._generations.moment()
         places = self._find_leading(keys, arrangement)
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
+        arrangement.looked_up(keys, len(places))
         outer = np.flatnonzero(places >= arrangement.inner_tiers).tolist()
         if outer and arrangement.settings.prefetch.buffer:
             tiers, sizes = arrangement.retrieve, self._page_bytes

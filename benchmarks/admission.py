@@ -1,0 +1,134 @@
+"""What admission costs in hits and saves in writes: a trace, or generated workloads, through the real index.
+
+``python -m benchmarks.admission TRACE`` replays JSON lines with ``hash_ids`` (Mooncake's published traces),
+``--generated 11 12`` the families of workloads.py with these seeds. Each request is looked up and its leading run read;
+all pages behind are offered in batches of 128, as SGLang does, to ``AdmissionPolicy``, and what that wants goes into
+the index of a slab directory (replay_trace.py), which evicts as the tier does. "all" writes everything that is offered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from benchmarks import workloads
+from benchmarks.replay_trace import _IDENTITY, _SLOT_SIZE, CAPACITIES, Requests, _store, leading_run, read_trace
+from hicache_ext.cli.main import without_traceback
+from hicache_ext.storage.contract.store import PageKeys
+from hicache_ext.storage.tiering.admission.policy import AdmissionPolicy
+from hicache_ext.storage.tiers.file.slab.index import new_index_in
+from hicache_ext.storage.tiers.file.slab.loading import wait_for_compiled_code
+
+_BATCH = 128
+_REQUESTS = 6000
+_PARTS = (300, 30, 6)
+"""Capacities of generated workloads: these parts of their blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    served: int
+    written: int
+
+
+def replay(requests: Requests, capacity: int, policy: AdmissionPolicy | None) -> Outcome:
+    """``policy``: None writes everything."""
+    served = written = 0
+    wait_for_compiled_code()
+    with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
+        slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
+        assert slab is not None
+        index.finish_slab(slab)
+        index.grow_sets()
+        index.register([_IDENTITY])
+        portion = max(1, min(_BATCH, capacity // 4))
+        for request in requests:
+            keys = _keys(request)
+            found = index.locate(keys)
+            present = set(found.positions.tolist())
+            leading = leading_run(range(len(keys)), present)
+            served += leading
+            index.note_hits(found, keys, len(found))
+            wanted = list(range(leading, len(keys)))
+            if policy is not None:
+                wanted = list(_wanted(policy, keys, leading))
+            missing = [position for position in wanted if position not in present]
+            written += len(missing)
+            for first in range(0, len(missing), portion):
+                _store(index, keys, missing[first : first + portion])
+    return Outcome(served, written)
+
+
+def _wanted(policy: AdmissionPolicy, keys: PageKeys, leading: int) -> Iterator[int]:
+    policy.continuations.looked_up(keys, leading)
+    if leading:
+        policy.read(keys.words[:leading])
+    for first in range(leading, len(keys), _BATCH):
+        wanted, _ = policy.offered(keys.words[first : first + _BATCH])
+        yield from (first + np.flatnonzero(wanted)).tolist()
+
+
+def _keys(request: Sequence[int]) -> PageKeys:
+    return PageKeys.of_joined(_IDENTITY, b"".join([_hash(block) for block in request]))
+
+
+_HASHES: dict[int, bytes] = {}
+
+
+def _hash(block: int) -> bytes:
+    """Evenly spread, as SGLang's page hashes are."""
+    found = _HASHES.get(block)
+    if found is None:
+        found = _HASHES[block] = hashlib.sha256(str(block).encode()).digest()
+    return found
+
+
+def row(title: str, requests: Requests, capacity: int) -> None:
+    everything = replay(requests, capacity, None)
+    policy = AdmissionPolicy(lambda: float(capacity))
+    learned = replay(requests, capacity, policy)
+    uses = sum(map(len, requests))
+    print(
+        f"| {title} | {capacity:,} | {everything.served / uses:.4f} | {learned.served / uses:.4f} "
+        f"| {learned.served / max(1, everything.served):.3f} | {everything.written:,} | {learned.written:,} "
+        f"| {learned.written / max(1, everything.written):.3f} |",
+        flush=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Replay requests with and without admission.")
+    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines with hash_ids")
+    parser.add_argument("--capacity", type=int, nargs="+", default=CAPACITIES, help="blocks, for the trace")
+    parser.add_argument("--generated", type=int, nargs="+", default=[], metavar="SEED", help="seeds of workloads.py")
+    parser.add_argument("--family", nargs="+", choices=list(workloads.FAMILIES), default=list(workloads.FAMILIES))
+    options = parser.parse_args(arguments)
+    print("| workload | capacity | hits, all | learned | ratio | writes, all | learned | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    if options.trace is not None:
+        if not options.trace.is_file():
+            print(f"{options.trace}: not there, nothing to replay", file=sys.stderr)
+        else:
+            trace = read_trace(options.trace)
+            for capacity in options.capacity:
+                row("trace", trace, capacity)
+    for family in options.family if options.generated else ():
+        for seed in options.generated:
+            requests = workloads.FAMILIES[family](_REQUESTS, seed)
+            blocks = len({block for request in requests for block in request})
+            for part in _PARTS:
+                row(f"{family}, {seed}", requests, max(60, blocks // part))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(without_traceback(main))

@@ -1,0 +1,1 @@
+"""Which pages a tier writes at their first request, and which at their second."""
