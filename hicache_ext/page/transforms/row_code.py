@@ -16,28 +16,28 @@ from hicache_ext.runtime.jit import kernel
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
 
-_ROUND = np.float32(12582912.0)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
+ROUND = np.float32(12582912.0)
+MAGNITUDE = np.uint32(0x7FFFFFFF)
 _SIGN_OF_CODE = np.uint32(0x80)
-_TOO_LARGE = np.uint32(0x71800000)
+TOO_LARGE = np.uint32(0x71800000)
 """2**100: with larger numbers, infinities and NaNs a page is not quantised."""
-_TOO_SMALL = np.uint32(0x0D800000)
+TOO_SMALL = np.uint32(0x0D800000)
 """2**-100: a row of smaller numbers becomes zeros."""
 _BF16 = np.uint32(16)
 _MANTISSA_16 = np.uint32(13)
 _MANTISSA_8 = np.uint32(20)
 _BIAS_16 = np.uint32(112 << 23)
 """Exponents of float32 less those of float16."""
-_BIAS_8 = np.uint32(120 << 23)
+BIAS_8 = np.uint32(120 << 23)
 _NORMAL_16 = np.uint32(0x400)
 _LARGEST_16 = np.uint32(0x7BFF)
 _INFINITE_16 = np.uint32(0x7C00)
 _NORMAL_16_AS_32 = np.uint32(0x38800000)
-_NORMAL_8_AS_32 = np.uint32(0x3C800000)
+NORMAL_8_AS_32 = np.uint32(0x3C800000)
 _STEP_16 = np.float32(2.0**-24)
 _STEPS_16 = np.float32(2.0**24)
 _STEP_8 = np.float32(2.0**-9)
-_STEPS_8 = np.float32(2.0**9)
+STEPS_8 = np.float32(2.0**9)
 
 
 @kernel("int64(Array(uint16, 1, 'C', readonly=True), int64, boolean, int64, uint16[::1], uint8[::1])")
@@ -62,7 +62,7 @@ def quantise(page: Words, kind: int, fp8: bool, row: int, scales: Words, codes: 
             for i in range(row):
                 half = words[i]
                 if half >= _INFINITE_16:
-                    words[i] = _TOO_LARGE
+                    words[i] = TOO_LARGE
                 elif half >= _NORMAL_16:
                     words[i] = (half << _MANTISSA_16) + _BIAS_16
                 else:
@@ -74,10 +74,10 @@ def quantise(page: Words, kind: int, fp8: bool, row: int, scales: Words, codes: 
                 words[i] = np.uint32(page[2 * (at + i)]) | np.uint32(page[2 * (at + i) + 1]) << _BF16
         top = np.uint32(0)
         for i in range(row):
-            top = max(top, words[i] & _MAGNITUDE)
-        if top >= _TOO_LARGE:
+            top = max(top, words[i] & MAGNITUDE)
+        if top >= TOO_LARGE:
             return 0
-        if top < _TOO_SMALL:
+        if top < TOO_SMALL:
             scales[r] = 0
             for i in range(row):
                 codes[at + i] = 0
@@ -92,17 +92,17 @@ def quantise(page: Words, kind: int, fp8: bool, row: int, scales: Words, codes: 
         if fp8:
             for i in range(row):
                 signs[i] = words[i] >> np.uint32(24) & _SIGN_OF_CODE
-                words[i] &= _MAGNITUDE
+                words[i] &= MAGNITUDE
             for i in range(row):
                 numbers[i] = numbers[i] * inverse
             for i in range(row):
                 size = words[i]
-                small = np.uint32(np.int32(numbers[i] * _STEPS_8 + _ROUND - _ROUND))
-                normal = (size - _BIAS_8 + np.uint32(0x7FFFF) + (size >> _MANTISSA_8 & np.uint32(1))) >> _MANTISSA_8
-                codes[at + i] = np.uint8((small if size < _NORMAL_8_AS_32 else normal) | signs[i])
+                small = np.uint32(np.int32(numbers[i] * STEPS_8 + ROUND - ROUND))
+                normal = (size - BIAS_8 + np.uint32(0x7FFFF) + (size >> _MANTISSA_8 & np.uint32(1))) >> _MANTISSA_8
+                codes[at + i] = np.uint8((small if size < NORMAL_8_AS_32 else normal) | signs[i])
         else:
             for i in range(row):
-                numbers[i] = numbers[i] * inverse + _ROUND
+                numbers[i] = numbers[i] * inverse + ROUND
             for i in range(row):
                 codes[at + i] = np.uint8(words[i] & np.uint32(0xFF))
     return 1
@@ -124,7 +124,7 @@ def restore(scales: Words, codes: Bytes, kind: int, fp8: bool, row: int, page: W
         scale = number[0]
         if fp8:
             for i in range(row):
-                words[i] = ((np.uint32(codes[at + i]) & np.uint32(0x7F)) << _MANTISSA_8) + _BIAS_8
+                words[i] = ((np.uint32(codes[at + i]) & np.uint32(0x7F)) << _MANTISSA_8) + BIAS_8
             for i in range(row):
                 size = np.uint32(codes[at + i]) & np.uint32(0x7F)
                 numbers[i] = (numbers[i] if size >= np.uint32(8) else np.float32(size) * _STEP_8) * scale
@@ -139,10 +139,10 @@ def restore(scales: Words, codes: Bytes, kind: int, fp8: bool, row: int, page: W
         elif kind == 1:
             for i in range(row):
                 page[at + i] = np.uint16(words[i] >> _BF16 & np.uint32(0x8000))
-                words[i] &= _MAGNITUDE
+                words[i] &= MAGNITUDE
             for i in range(row):
                 size = words[i]
-                small = np.uint32(np.int32(min(numbers[i], np.float32(1.0)) * _STEPS_16 + _ROUND - _ROUND))
+                small = np.uint32(np.int32(min(numbers[i], np.float32(1.0)) * _STEPS_16 + ROUND - ROUND))
                 normal = (size - _BIAS_16 + np.uint32(0xFFF) + (size >> _MANTISSA_16 & np.uint32(1))) >> _MANTISSA_16
                 half = small if size < _NORMAL_16_AS_32 else min(normal, _LARGEST_16)
                 page[at + i] |= np.uint16(half)

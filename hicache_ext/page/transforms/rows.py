@@ -77,10 +77,10 @@ class Rows:
         largest = np.float32(448.0 if self.code is Code.FP8 else 127.0)
         for of_page, of_scales, of_codes in self._pieces(page, scales, codes):
             bits = _WIDEN[self.dtype](of_page).reshape(-1, self.length)
-            top = (bits & row_code._MAGNITUDE).max(axis=1)
-            if (top >= row_code._TOO_LARGE).any():
+            top = (bits & row_code.MAGNITUDE).max(axis=1)
+            if (top >= row_code.TOO_LARGE).any():
                 return False
-            some = top >= row_code._TOO_SMALL
+            some = top >= row_code.TOO_SMALL
             scale = (np.where(some, top, np.uint32(0x3F800000)).view(np.float32) / largest).view(np.uint32)
             scale = (scale + np.uint32(0xFFFF)) >> np.uint32(16)
             np.copyto(of_scales, np.where(some, scale, np.uint32(0)), casting="unsafe")
@@ -153,18 +153,18 @@ def _to_float32(numbers: Floats, page: Words) -> None:
 
 def _int8(bits: Bits, inverse: Floats) -> Bits:
     made = bits.view(np.float32) * inverse
-    made += row_code._ROUND
+    made += row_code.ROUND
     codes: Bits = made.view(np.uint32) & np.uint32(0xFF)
     return codes
 
 
 def _fp8(bits: Bits, inverse: Floats) -> Bits:
-    size = ((bits & row_code._MAGNITUDE).view(np.float32) * inverse).view(np.uint32)
-    small = np.minimum(size.view(np.float32), np.float32(1.0)) * row_code._STEPS_8
-    small += row_code._ROUND
-    normal = size - row_code._BIAS_8 + np.uint32(0x7FFFF) + (size >> np.uint32(20) & np.uint32(1))
+    size = ((bits & row_code.MAGNITUDE).view(np.float32) * inverse).view(np.uint32)
+    small = np.minimum(size.view(np.float32), np.float32(1.0)) * row_code.STEPS_8
+    small += row_code.ROUND
+    normal = size - row_code.BIAS_8 + np.uint32(0x7FFFF) + (size >> np.uint32(20) & np.uint32(1))
     codes: Bits = np.where(
-        size < row_code._NORMAL_8_AS_32, small.view(np.uint32) & np.uint32(0xFF), normal >> np.uint32(20)
+        size < row_code.NORMAL_8_AS_32, small.view(np.uint32) & np.uint32(0xFF), normal >> np.uint32(20)
     )
     codes |= bits >> np.uint32(24) & np.uint32(0x80)
     return codes
